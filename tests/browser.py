@@ -8,5 +8,8 @@ from contextlib import contextmanager
 def chromium():
     from playwright.sync_api import sync_playwright  # an extra
 
-    with sync_playwright() as driver, driver.chromium.launch(executable_path=shutil.which("chromium")) as browser:
+    with (
+        sync_playwright() as driver,
+        driver.chromium.launch(executable_path=shutil.which("chromium")) as browser,
+    ):
         yield browser

@@ -49,8 +49,12 @@ class Launch(Forked):
     fresh: start workers as always, as interpreters of their own; else they are forked, where there are no GPUs.
     """
 
-    def __init__(self, argv: list[str], output: Path, environment: dict[str, str], fresh: bool = False):
-        super().__init__(FORKSERVER.Process(target=_launch, args=(argv, output, environment, fresh)))
+    def __init__(
+        self, argv: list[str], output: Path, environment: dict[str, str], fresh: bool = False
+    ):
+        super().__init__(
+            FORKSERVER.Process(target=_launch, args=(argv, output, environment, fresh))
+        )
         self.output = output
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
@@ -88,7 +92,8 @@ def _work(module_and_argv: tuple[str, ...], environment: dict[str, str]) -> None
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the launcher's are not the worker's
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    gc.freeze()  # what the launcher has must not be collected here: it would close files of this process
+    # what the launcher has must not be collected here: it would close files of this process
+    gc.freeze()
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     os.setpgid(0, 0)
     os.environ.clear()

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 # Tensors of tests are small: threads that wait for the next one, spinning, would take as long again as the work does.
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch and numpy are imported, here and in processes
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # gigabytes, of the test that has them, in large pages
+# before torch and numpy are imported, here and in processes
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# gigabytes, of the test that has them, in large pages
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
 
@@ -25,10 +27,20 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--share-gpus", action="store_true", help="tests of several GPUs, with those that there are")
-    parser.addoption("--matrix-part", default="1/1", help="which part of the matrix (tests/matrix), 1/2 or 2/2 say")
-    parser.addoption("--matrix-jobs", type=int, default=14, help="how many runs of the matrix at once")
-    parser.addoption("--matrix-out", help="file that gets a line of JSON as each row of the matrix ends")
+    parser.addoption(
+        "--share-gpus", action="store_true", help="tests of several GPUs, with those that there are"
+    )
+    parser.addoption(
+        "--matrix-part",
+        default="1/1",
+        help="which part of the matrix (tests/matrix), 1/2 or 2/2 say",
+    )
+    parser.addoption(
+        "--matrix-jobs", type=int, default=14, help="how many runs of the matrix at once"
+    )
+    parser.addoption(
+        "--matrix-out", help="file that gets a line of JSON as each row of the matrix ends"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -76,7 +88,10 @@ def token_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def remote_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Where transformers copies the code of folders: one place for all tests, since its files import each other."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        patch.setattr(
+            "transformers.dynamic_module_utils.HF_MODULES_CACHE",
+            str(tmp_path_factory.mktemp("modules")),
+        )
         yield
 
 

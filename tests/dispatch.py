@@ -18,14 +18,20 @@ class AsPromised(TorchDispatchMode):
         out = op(*args, **kwargs)
         if op.namespace == "titan_linear":
             promised = op(*tree_map(without_numbers, args), **kwargs)
-            given, promised = ([layout(x) for x in tree_leaves(y) if x is not None] for y in (out, promised))
+            given, promised = (
+                [layout(x) for x in tree_leaves(y) if x is not None] for y in (out, promised)
+            )
             assert given == promised, f"{op}: {given}, promised {promised}"
         return out
 
 
 def without_numbers(x: Any) -> Any:
     """A tensor like x on the meta device, where operators return what they promise."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+    return (
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        if isinstance(x, Tensor)
+        else x
+    )
 
 
 def layout(x: Tensor) -> tuple[torch.Size, list[int], torch.dtype]:

@@ -44,7 +44,9 @@ def no_memory(*_: object) -> None:
     note()
     if torch.cuda.is_available():
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 PiB. GPU 0 has a total capacity of ...")
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 1.00 PiB. GPU 0 has a total capacity of ..."
+    )
 
 
 def no_host_memory(*_: object) -> NoReturn:
@@ -140,12 +142,14 @@ def says(place: str) -> tuple[str, ...]:
         "out of memory": ("error: rank 1: CUDA out of memory. Tried to allocate",),
         "mistake": (f"error: rank 1: {CAUSE}",),
         "sync save": ("error: saving step-2 in",),
-        "SIGKILL": ("no answer from rank 1", "rank 1 failed", "(SIGKILL)"),  # the ranks, the launcher, torchrun
+        # the ranks, the launcher, torchrun
+        "SIGKILL": ("no answer from rank 1", "rank 1 failed", "(SIGKILL)"),
         "hang": ("rank 1 not there",),
     }.get(place, (CAUSE,))
 
 
-CODES = {"mistake": 2, "out of memory": 3, "sync save": 3, "SIGKILL": -signal.SIGKILL, "hang": 4}  # others: 1
+# others: 1
+CODES = {"mistake": 2, "out of memory": 3, "sync save": 3, "SIGKILL": -signal.SIGKILL, "hang": 4}
 
 
 def fail_at(place: str, rank: int) -> None:
@@ -156,7 +160,8 @@ def fail_at(place: str, rank: int) -> None:
 
 def wait_as_nccl_does() -> None:
     """On the CPU: have this process wait for a rank that is gone, where gloo raises an error."""
-    from titan_linear.train import Trainer  # on GPUs this module is imported before that one runs as a program
+    # on GPUs this module is imported before that one runs as a program
+    from titan_linear.train import Trainer
 
     train = Trainer.train
 

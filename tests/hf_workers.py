@@ -69,8 +69,12 @@ def sharded(
         model = Decoder(config)
     set_dtype(model, torch.float32)
     short = str(dtype).removeprefix("torch.")
-    config = load_config(["--activation_checkpoint.mode=full", f"--training.mixed_precision_param={short}"])
-    dims = build_mesh("cpu", replicas, world_size // replicas // tp, 1, tp, ep, fsdp_shard=fsdp_shard)
+    config = load_config(
+        ["--activation_checkpoint.mode=full", f"--training.mixed_precision_param={short}"]
+    )
+    dims = build_mesh(
+        "cpu", replicas, world_size // replicas // tp, 1, tp, ep, fsdp_shard=fsdp_shard
+    )
     parallelize(model, dims, config, torch.device("cpu"))
     materialise(model, torch.device("cpu"))
     return model
@@ -81,9 +85,13 @@ def in_and_out(rank, world_size, paths, replicas=1, tp=1, ep=1, fsdp_shard=-1):
     states = []
     for source, target in paths:
         family, config = read_model(source)
-        model = sharded(config, world_size, replicas, tp, ep if config.moe else 1, fsdp_shard=fsdp_shard)
+        model = sharded(
+            config, world_size, replicas, tp, ep if config.moe else 1, fsdp_shard=fsdp_shard
+        )
         load_weights(source, model)
-        write_folder(target, config, family, gather(model), dtype=None, like=source, shard_bytes=20_000)
+        write_folder(
+            target, config, family, gather(model), dtype=None, like=source, shard_bytes=20_000
+        )
         get = gather(model)
         states.append({name: get(name) for name, _ in model.named_parameters()})
     return states
@@ -109,7 +117,9 @@ def gathered_after_a_forward(rank, world_size, folder):
         model(torch.arange(9).unsqueeze(0), BatchPlan(torch.arange(9)))
     get = gather(model)
     return [
-        name for name, value in before.items() if get(name).dtype != value.dtype or not torch.equal(get(name), value)
+        name
+        for name, value in before.items()
+        if get(name).dtype != value.dtype or not torch.equal(get(name), value)
     ]
 
 
@@ -155,7 +165,13 @@ def export_until_killed(folder: Path, moment: int) -> None:
 
 
 def export(folder: Path, value: float) -> None:
-    write_folder(folder, KDA, "KDAForCausalLM", lambda name: torch.full(shapes()[name], value), dtype=torch.float32)
+    write_folder(
+        folder,
+        KDA,
+        "KDAForCausalLM",
+        lambda name: torch.full(shapes()[name], value),
+        dtype=torch.float32,
+    )
 
 
 def export_and_wait(folder: Path) -> None:
@@ -192,7 +208,10 @@ def load_large(rank, world_size, folder):
     load_weights(folder, model)
     loading = False
     watcher.join()
-    names = {placement.name: next(placement.pieces())[0].name for placement in placements(LARGE, "KDAForCausalLM")}
+    names = {
+        placement.name: next(placement.pieces())[0].name
+        for placement in placements(LARGE, "KDAForCausalLM")
+    }
     owned_bytes = marks = 0
     for name, p in model.named_parameters():
         local, (first, *_) = owned(p)
@@ -200,7 +219,9 @@ def load_large(rank, world_size, folder):
         owned_bytes += local.numel() * 4
         rows = [row for row in range(first, first + len(local)) if row % EVERY == 0]
         values = local.reshape(len(local), -1)
-        assert [values[row - first, 0].item() for row in rows] == [mark(names[name], row) for row in rows]
+        assert [values[row - first, 0].item() for row in rows] == [
+            mark(names[name], row) for row in rows
+        ]
         assert int(values.count_nonzero()) == len(rows)  # and nothing elsewhere
         marks += len(rows)
     return owned_bytes, peak[0], marks

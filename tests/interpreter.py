@@ -19,7 +19,8 @@ def quicken() -> None:
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
-    if not builder.options.debug:  # int32 arithmetic is repeated in int64, for an assertion that is one of debugging
+    # int32 arithmetic is repeated in int64, for an assertion that is one of debugging
+    if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
 
     call_quickly(tl, semantic, interpreter)
@@ -42,7 +43,8 @@ def call_quickly(tl: Any, semantic: Any, interpreter: Any) -> None:
         return patch_lang(fn) if todo or not modules else interpreter._LangPatchScope()
 
     def patch_attribute(obj, name, member, builder, scope):
-        fn = getattr(member, "__wrapped__", member)  # without the question whether it has a `_semantic`
+        # without the question whether it has a `_semantic`
+        fn = getattr(member, "__wrapped__", member)
 
         def call(*args, **kwargs):
             kwargs["_semantic"] = own
@@ -67,7 +69,15 @@ def pass_over_checks(tl: Any, semantic: Any, interpreter: Any) -> None:
     )
     tensor, half = tl.core.tensor, (tl.float16, tl.bfloat16)
 
-    def alike(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
+    def alike(
+        self,
+        lhs,
+        rhs,
+        allow_lhs_ptr=False,
+        allow_rhs_ptr=False,
+        arithmetic_check=True,
+        div_or_mod=False,
+    ):
         if type(lhs) is tensor and type(rhs) is tensor:
             a, b = lhs.dtype, rhs.dtype
             if a.is_ptr():
@@ -117,10 +127,16 @@ def remember_types(tl: Any, semantic: Any, interpreter: Any) -> None:
         return of_element[key]
 
     def broadcast(self, lhs, rhs):
-        same = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values
+        same = (
+            lhs.type.is_block()
+            and rhs.type.is_block()
+            and lhs.type.shape.values == rhs.type.shape.values
+        )
         return (lhs, rhs) if same else make_alike(self, lhs, rhs)
 
     make_block, make_alike = core.block_type.__init__, semantic.TritonSemantic.broadcast_impl_value
     core.block_type.__init__, core.tensor.__init__ = block, tensor
-    core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>", lambda self, name: None)
+    core.block_type.name = property(
+        lambda self: f"<{self.shape}, {self.element_ty}>", lambda self, name: None
+    )
     interpreter._get_np_dtype, semantic.TritonSemantic.broadcast_impl_value = numpy_dtype, broadcast

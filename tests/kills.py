@@ -59,7 +59,8 @@ def start(folder: Path, keys: dict[str, object]) -> subprocess.Popen:
     argv = [f"--{key}={value}" for key, value in keys.items()]
     return subprocess.Popen(
         [sys.executable, "-m", "titan_linear.launch", f"--job.dump_folder={folder / 'run'}", *argv],
-        env=os.environ | {"NGPU": "2", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder.parent / "cache")},
+        env=os.environ
+        | {"NGPU": "2", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder.parent / "cache")},
         stdout=(folder / "output").open("a"),
         stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -90,7 +91,11 @@ def kill(launcher: subprocess.Popen, rng: random.Random) -> str:
     """SIGKILL to some of a run's processes, and wait for the others to follow."""
     workers = children(launcher.pid)
     whom = rng.choice(["launcher", "all", *["worker"] * bool(workers)])
-    chosen = {"launcher": [launcher.pid], "all": [launcher.pid, *workers], "worker": workers and [rng.choice(workers)]}
+    chosen = {
+        "launcher": [launcher.pid],
+        "all": [launcher.pid, *workers],
+        "worker": workers and [rng.choice(workers)],
+    }
     for pid in chosen[whom]:
         if not gone(pid):
             os.kill(pid, signal.SIGKILL)
@@ -118,12 +123,20 @@ def main(kills: int, seed: int, adapters: bool) -> int:
             assert run.wait() == 0, (folder / "output").read_text()
             losses, said = outcome(folder)
             assert losses.keys() == expected.keys(), folder
-            off = [step for step in expected if not abs(losses[step] - expected[step]) <= error * expected[step]]
+            off = [
+                step
+                for step in expected
+                if not abs(losses[step] - expected[step]) <= error * expected[step]
+            ]
             assert not off, off
             ended += 1
             resumed = said.count("resuming from step")
-            print(f"run {ended}: equal, resumed {resumed} times; {len(done)} kills so far", flush=True)
-        print(f"{ended} runs, killed {len(done)} times ({dict(Counter(done))}): all equal", flush=True)
+            print(
+                f"run {ended}: equal, resumed {resumed} times; {len(done)} kills so far", flush=True
+            )
+        print(
+            f"{ended} runs, killed {len(done)} times ({dict(Counter(done))}): all equal", flush=True
+        )
     return 0
 
 

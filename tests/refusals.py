@@ -14,7 +14,9 @@ def refused(message: str) -> AbstractContextManager[pytest.ExceptionInfo]:
     return pytest.raises(ValueError, match=message)
 
 
-def is_refused(main: Callable[[list[str]], int], argv: list[str], capsys: pytest.CaptureFixture) -> str:
+def is_refused(
+    main: Callable[[list[str]], int], argv: list[str], capsys: pytest.CaptureFixture
+) -> str:
     """A command's one line of error, and exit code 2; what follows "error: "."""
     assert main(argv) == 2
     error = capsys.readouterr().err
@@ -22,7 +24,9 @@ def is_refused(main: Callable[[list[str]], int], argv: list[str], capsys: pytest
     return error.removeprefix("error: ")
 
 
-def exit_of(main: Callable[[list[str]], object], argv: list[str], capfd: pytest.CaptureFixture) -> tuple[object, str]:
+def exit_of(
+    main: Callable[[list[str]], object], argv: list[str], capfd: pytest.CaptureFixture
+) -> tuple[object, str]:
     """What a command returns or exits with, and all that it says."""
     capfd.readouterr()
     try:
@@ -35,7 +39,10 @@ def exit_of(main: Callable[[list[str]], object], argv: list[str], capfd: pytest.
 @contextmanager
 def own_handlers() -> Iterator[None]:
     """For commands that set handlers of signals, in this process."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    }
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

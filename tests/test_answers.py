@@ -53,7 +53,9 @@ def test_losses(tmp_path, worlds):
     }
 
     def run(processes, name, **more):
-        return worlds(processes).run(trained, argv_of(keys, job__dump_folder=tmp_path / name, **more))
+        return worlds(processes).run(
+            trained, argv_of(keys, job__dump_folder=tmp_path / name, **more)
+        )
 
     ((_, alone),) = run(1, "alone")
     for _, losses in run(2, "cp", parallelism__context_parallel_degree=2):
@@ -99,7 +101,11 @@ def steps_without_labels(rank, world_size, argv):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_step_without_a_label_has_no_loss_and_no_gradient(processes, tmp_path, worlds):
-    more = {"optimizer.weight_decay": 0.0, "training.steps": 24, "parallelism.context_parallel_degree": processes}
+    more = {
+        "optimizer.weight_decay": 0.0,
+        "training.steps": 24,
+        "parallelism.context_parallel_degree": processes,
+    }
     worlds(processes).run(steps_without_labels, long_prompts(tmp_path, **more))
 
 

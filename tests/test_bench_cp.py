@@ -28,10 +28,14 @@ def test_the_time_of_two_dimensions():
     (layer,), clock = layers(model, batch), Clock(machine, batch, compiled=True)
     parts = clock.of(layer.forward, layer.forward.calls).parts
     flops = 4 * D * H * (n * W) * (n * W + 1) / 2 / W
-    assert parts["attention"] == pytest.approx(flops / H200.attention["flash4"]["128"][0] / 1e12, rel=1e-3)
+    assert parts["attention"] == pytest.approx(
+        flops / H200.attention["flash4"]["128"][0] / 1e12, rel=1e-3
+    )
     head = H200.node.latency + 2 * n * H * D * 7 / 8 / H200.node.all_to_all
     keys = H200.node.latency + FARTHER + 2 * 2 * n * H * D / 50e9
-    assert parts["communication"] == pytest.approx(4 * head + max(keys - parts["attention"], keys / 4), rel=1e-6)
+    assert parts["communication"] == pytest.approx(
+        4 * head + max(keys - parts["attention"], keys / 4), rel=1e-6
+    )
 
 
 def test_documents():
@@ -51,7 +55,14 @@ def test_what_ran_after_the_flush():
         ran("ncclDevKernel_SendRecv", 15200, 40),
     )
     late = ran("gemm", 15230, 5000)
-    events = [late, ran("fill", 0, 3), barrier, nccl, flush, {"ph": "X", "cat": "cpu_op", "name": "x", "ts": 16000}]
+    events = [
+        late,
+        ran("fill", 0, 3),
+        barrier,
+        nccl,
+        flush,
+        {"ph": "X", "cat": "cpu_op", "name": "x", "ts": 16000},
+    ]
     assert bench_cp.after_flush(traces.on_device(events)) == [nccl, late]
     assert traces.exposed(bench_cp.after_flush(traces.on_device(events))) == pytest.approx(30e-6)
 
@@ -62,7 +73,11 @@ def test_rows():
         of_op = layouts if op in ("kda", "gdn", "ssd") else layouts[:3]
         ours = [("", "one", "alone"), *(("", d, layout) for d in documents for layout in of_op)]
         rows = list(bench_cp.rows(op, documents, layouts, fla=True))
-        assert [row for row in rows if not row[0]] == ours == list(bench_cp.rows(op, documents, layouts, fla=False))
+        assert (
+            [row for row in rows if not row[0]]
+            == ours
+            == list(bench_cp.rows(op, documents, layouts, fla=False))
+        )
         peers = {i: row for i, row in enumerate(rows) if row[0]}
         found = [("FLA", d, layout) for d in documents for layout in layouts[:2]]
         assert list(peers.values()) == (found if op in ("kda", "gdn", "conv") else [])
@@ -72,14 +87,21 @@ def test_rows():
 def test_every_op_has_a_shape_unless_told():
     args = bench_cp.parse([])
     dims = {op: shape for op, _, _, shape in bench_ops.shapes(args)}
-    assert list(dims) == args.ops and dims["rwkv7"] == (64, 64) and dims["ring"] == dims["kda"] == (128, 128)
+    assert (
+        list(dims) == args.ops
+        and dims["rwkv7"] == (64, 64)
+        and dims["ring"] == dims["kda"] == (128, 128)
+    )
 
 
 @pytest.mark.parametrize("op", [*bench_cp.OPS, *bench_cp.METHODS])
 def test_what_a_row_times(op, monkeypatch):
     """Each op takes its inputs, with the context of a rank alone, and gives one output with a gradient of all."""
     monkeypatch.setattr(Tensor, "cuda", lambda tensor: tensor)
-    x = {name: t.requires_grad_() for name, t in bench_cp.make_inputs(Case(op, 64, 2, 2, 128, 128), 2).items()}
+    x = {
+        name: t.requires_grad_()
+        for name, t in bench_cp.make_inputs(Case(op, 64, 2, 2, 128, 128), 2).items()
+    }
     cu = torch.tensor([0, 10, 64], dtype=torch.int32)
     y = bench_cp.ours(bench_cp.function(op), False, cu, "alone")(**x)
     assert y.shape[:2] == (1, 64)
@@ -95,7 +117,10 @@ def heads_beside_states(rank, world_size):
     try:
         x = bench_cp.make_inputs(Case("ssd", 32, 2, 4, 16, 8), 2)
         cu = torch.tensor([0, 10, 64], dtype=torch.int32)
-        return [bench_cp.ours(bench_cp.function("ssd"), False, cu, way)(**x) for way in ("contiguous", "heads")]
+        return [
+            bench_cp.ours(bench_cp.function("ssd"), False, cu, way)(**x)
+            for way in ("contiguous", "heads")
+        ]
     finally:
         Tensor.cuda = cuda
 

@@ -20,7 +20,13 @@ def test_what_is_timed_is_the_sum_of_the_chosen_experts(activation):
     layer, module = ours(c, up, down)
     y = layer(x, weights, experts)
     h = torch.einsum("nd,nkhd->nkh", x, up[experts])
-    h = h.relu().square() if activation == "relu2" else torch.nn.functional.silu(h[..., :6]) * h[..., 6:]
-    torch.testing.assert_close(y, torch.einsum("nk,nkh,nkdh->nd", weights, h, down[experts]), rtol=0, atol=1e-11)
+    h = (
+        h.relu().square()
+        if activation == "relu2"
+        else torch.nn.functional.silu(h[..., :6]) * h[..., 6:]
+    )
+    torch.testing.assert_close(
+        y, torch.einsum("nk,nkh,nkdh->nd", weights, h, down[experts]), rtol=0, atol=1e-11
+    )
     grads = torch.autograd.grad(y.sum(), [x, weights, *module.parameters()])
     assert all(grad.isfinite().all() and grad.any() for grad in grads)

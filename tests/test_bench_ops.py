@@ -27,7 +27,9 @@ def test_the_ops_take_their_cases(op, raw, monkeypatch):
 
 def test_which_peers_can_run_a_case():
     equal, grouped = Case("kda", 64, 16, 16, 128, 128), Case("kda", 64, 16, 64, 128, 128)
-    assert can_run("cuDNN", equal) and not can_run("cuDNN", grouped) and can_run("FlashQLA", grouped)
+    assert (
+        can_run("cuDNN", equal) and not can_run("cuDNN", grouped) and can_run("FlashQLA", grouped)
+    )
     other = Case("gdn", 64, 16, 16, 96, 192), Case("gdn", 64, 16, 16, 128, 128, raw=True)
     for case in other:
         assert can_run("FLA", case) and not can_run("FlashQLA", case) and not can_run("cuDNN", case)
@@ -36,13 +38,18 @@ def test_which_peers_can_run_a_case():
 def test_candidates_have_the_place_of_the_shipped_one():
     """Only while they are timed, only for these dims, and only for this kernel."""
     x = torch.empty(1, dtype=torch.bfloat16)
-    before = {dim: (config("gdn scan", x, dim), config("gdn reverse", x, dim)) for dim in (128, 256)}
+    before = {
+        dim: (config("gdn scan", x, dim), config("gdn reverse", x, dim)) for dim in (128, 256)
+    }
     tried = candidates(Case("gdn", 64, 1, 1, 64, 128), "gdn scan", "BV=16,8", "num_warps=2,1")
     for chosen in ((16, 2), (16, 1), (8, 2), (8, 1)):
         changes = dict(zip(("BV", "num_warps"), chosen))
         assert next(tried) == (str(changes), OPS["gdn"].fn)
         assert config("gdn scan", x, 128) == before[128][0] | changes
-        assert config("gdn reverse", x, 128) == before[128][1] and config("gdn scan", x, 256) == before[256][0]
+        assert (
+            config("gdn reverse", x, 128) == before[128][1]
+            and config("gdn scan", x, 256) == before[256][0]
+        )
     assert next(tried, None) is None and config("gdn scan", x, 128) == before[128][0]
 
 

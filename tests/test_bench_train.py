@@ -14,7 +14,18 @@ from titan_linear.models.mlps.moe import MoE
 from tools import bench_train
 from tools.bench_train import COLUMNS, cells
 
-SMALL = ["--models", "hybrid/debug", "--seq-len", "128", "--documents", "40", "--steps", "2", "--warmup", "0"]
+SMALL = [
+    "--models",
+    "hybrid/debug",
+    "--seq-len",
+    "128",
+    "--documents",
+    "40",
+    "--steps",
+    "2",
+    "--warmup",
+    "0",
+]
 
 
 def measured_on_rank(rank, world_size, argv):
@@ -27,9 +38,19 @@ def test_steps_of_two_ranks(worlds):
     rows, other = worlds(2).run(measured_on_rank, argv)
     assert [row["checkpointing"] for row in rows] == ["none", "selective"]
     for row, theirs in zip(rows, other, strict=True):
-        assert (row["model"], row["by"], row["tokens"], row["gpus"]) == ("hybrid/debug", "titan_linear", 128, 2)
-        assert row["tokens_per_second"] == pytest.approx(128 / 2 / row["step_ms"] * 1e3)  # one stream that both share
-        assert 0 < row["tflops"] == row["mfu"] and row["first_step_seconds"] > 0 and row["memory_gib"] > 0
+        assert (row["model"], row["by"], row["tokens"], row["gpus"]) == (
+            "hybrid/debug",
+            "titan_linear",
+            128,
+            2,
+        )
+        # one stream that both share
+        assert row["tokens_per_second"] == pytest.approx(128 / 2 / row["step_ms"] * 1e3)
+        assert (
+            0 < row["tflops"] == row["mfu"]
+            and row["first_step_seconds"] > 0
+            and row["memory_gib"] > 0
+        )
         assert row["launches"] is row["idle"] is None  # of kernels: none are launched here
         assert theirs["step_ms"] == row["step_ms"]  # the slowest rank's
     assert len(cells(rows[0])) == len(COLUMNS)
@@ -38,7 +59,18 @@ def test_steps_of_two_ranks(worlds):
 @pytest.mark.parametrize("documents", ["one", "20"])
 def test_streams_of_the_trainer(worlds, documents):
     """Each step has the documents that were asked for, as the trainer packs them."""
-    argv = ["--models", "gdn/debug", "--seq-len", "200", "--documents", documents, "--steps", "1", "--warmup", "0"]
+    argv = [
+        "--models",
+        "gdn/debug",
+        "--seq-len",
+        "200",
+        "--documents",
+        documents,
+        "--steps",
+        "1",
+        "--warmup",
+        "0",
+    ]
     (row,) = worlds(1).run(measured_on_rank, argv)[0]
     assert row["in_step"].tokens == 200
     mean = (2 * row["in_step"].pairs / 200) - 1  # of tokens' own documents: Σ n² / Σ n
@@ -47,7 +79,19 @@ def test_streams_of_the_trainer(worlds, documents):
 
 def test_streams_of_the_keys(worlds, tmp_path):
     (tmp_path / "a.txt").write_text("0123456789" * 3)
-    argv = ["--models", "gdn/debug", "--seq-len", "62", "--documents", "run", "--steps", "1", "--warmup", "0", "--"]
+    argv = [
+        "--models",
+        "gdn/debug",
+        "--seq-len",
+        "62",
+        "--documents",
+        "run",
+        "--steps",
+        "1",
+        "--warmup",
+        "0",
+        "--",
+    ]
     argv += ["--training.dataset=text", f"--training.dataset_path={tmp_path}/a.txt"]
     (row,) = worlds(1).run(measured_on_rank, argv)[0]
     assert row["in_step"].pairs == 2 * 31 * 32 / 2  # a document is its 30 bytes and an end
@@ -72,7 +116,9 @@ def test_even_routing_is_a_row_of_its_own(worlds):
     rows, loads = worlds(1).run(loads_on_rank, [*argv, "--routing", "even", "learnt"])[0]
     even, learnt = loads.chunk(2)
     assert [row["routing"] for row in rows] == ["even", "learnt"]
-    assert (even == 64 * 2 // 8).all() and (learnt.amax(1) > 16).all() and (learnt.sum(1) == 128).all()
+    assert (
+        (even == 64 * 2 // 8).all() and (learnt.amax(1) > 16).all() and (learnt.sum(1) == 128).all()
+    )
 
 
 def test_layers_of_a_cut_model(worlds):
@@ -86,12 +132,17 @@ def test_a_refusal_of_fla_is_said_and_the_others_go_on():
 
     args, keys = bench_train.parse(SMALL)
     ((name, _, config),) = bench_train.configurations(args, keys, 1, {})
-    assert bench_train._row_or_reason(args, name, config, refuse) == "hybrid/debug: no row of FLA: 3 layers"
+    assert (
+        bench_train._row_or_reason(args, name, config, refuse)
+        == "hybrid/debug: no row of FLA: 3 layers"
+    )
 
 
 @pytest.mark.cuda
 def test_a_row_of_a_gpu(worlds):
-    (row,) = worlds(1, "nccl").run(measured_on_rank, ["--models", "gdn/340M", "--layers", "2", "--seq-len", "4096"])[0]
+    (row,) = worlds(1, "nccl").run(
+        measured_on_rank, ["--models", "gdn/340M", "--layers", "2", "--seq-len", "4096"]
+    )[0]
     assert row["launches"] > 100 and 0 <= row["idle"] < 1 and row["memory_gib"] < 20
     assert (row["sm_clock_mhz"] is None) == (find_spec("pynvml") is None)
 
@@ -100,7 +151,10 @@ def test_a_row_of_a_gpu(worlds):
     ("argv", "message"),
     [
         (["--documents", "few"], "--documents 'few' must be 'one', 'run', or"),
-        (["--losses", "ce", "dpo"], "--losses: on the same tokens all documents are of --documents 'one' tokens"),
+        (
+            ["--losses", "ce", "dpo"],
+            "--losses: on the same tokens all documents are of --documents 'one' tokens",
+        ),
         (["--steps", "0"], "--steps 0 must be 1 or more"),
         (["--layers", "-1"], "command line: model.num_layers = -1 must be"),
         (["--models", "kda/7B"], "model.flavor = '7B' is unknown"),

@@ -19,7 +19,9 @@ def tokenizer(size):
 
 
 @pytest.mark.parametrize("path", ["", "outputs/other"])
-@pytest.mark.parametrize("size, rows", [(257, 320), (320, 320), (321, 384), (50257, 50304), (151936, 151936)])
+@pytest.mark.parametrize(
+    "size, rows", [(257, 320), (320, 320), (321, 384), (50257, 50304), (151936, 151936)]
+)
 def test_a_preset_follows_a_larger_tokenizer(size, rows, path):
     """As the run did whose weights it begins with, or which are generated from."""
     config = load_config([f"--checkpoint.initial_load_path={path}"])
@@ -45,8 +47,16 @@ def unlike(rank, world_size, keys, corpus):
         ([], "a", ""),
         (["--model.tokenizer_path=x", "--job.dump_folder=y"], "a", ""),  # a node's own
         (["--profiling.save_traces_folder=x", "--profiling.enable_memory_snapshot=true"], "a", ""),
-        (["--optimizer.lr=0.5"], "a", "optimizer.lr is 0.5 on rank 1 and 0.0003 on rank 0; start every"),
-        (["--profiling.enable_profiling=true"], "a", "profiling.enable_profiling is True on rank 1"),
+        (
+            ["--optimizer.lr=0.5"],
+            "a",
+            "optimizer.lr is 0.5 on rank 1 and 0.0003 on rank 0; start every",
+        ),
+        (
+            ["--profiling.enable_profiling=true"],
+            "a",
+            "profiling.enable_profiling is True on rank 1",
+        ),
         ([], "b", "the content of corpora is {'': 'b'} on rank 1 and {'': 'a'} on rank 0; start"),
     ],
 )
@@ -60,14 +70,20 @@ def test_implementations_are_those_for_a_ranks_part_of_the_experts(tp, name):
     """Of 64 hidden channels."""
     keys = ["--model.name=qwen3.5", "--training.mixed_precision_param=bfloat16"]
     config = load_config([*keys, f"--parallelism.tensor_parallel_degree={tp}"])
-    choice = implementations(config, model_config(config, tokenizer(257)), torch.device("cuda"))["grouped_linear"]
+    choice = implementations(config, model_config(config, tokenizer(257)), torch.device("cuda"))[
+        "grouped_linear"
+    ]
     assert choice.implementation == name and ("rows of 4 are" in choice.why) == (name == "loop")
 
 
 def test_layers_that_are_not_compiled_are_said_on_gpus():
     compiled = load_config(["--compile.enable=true"])
     assert "compile.enable = true" in uncompiled(load_config([]), torch.device("cuda"))
-    assert uncompiled(compiled, torch.device("cuda")) == uncompiled(load_config([]), torch.device("cpu")) == ""
+    assert (
+        uncompiled(compiled, torch.device("cuda"))
+        == uncompiled(load_config([]), torch.device("cpu"))
+        == ""
+    )
 
 
 IN_HF = ["--checkpoint.initial_load_path=other", "--checkpoint.initial_load_in_hf=true"]

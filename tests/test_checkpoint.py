@@ -47,7 +47,14 @@ from titan_linear.storage import tensors
 from titan_linear.storage.checkpoint import Checkpointer, SaveFailed
 from titan_linear.storage.files import Unreadable
 from titan_linear.storage.manifest import Manifest, read_manifest
-from titan_linear.storage.step_folders import Progress, find_step, read_progress, verify, weights_path, whole_steps
+from titan_linear.storage.step_folders import (
+    Progress,
+    find_step,
+    read_progress,
+    verify,
+    weights_path,
+    whole_steps,
+)
 from titan_linear.storage.tensors import check_weights, holds_optimizer, stored_weights
 
 PATTERN = (
@@ -55,7 +62,8 @@ PATTERN = (
     Attention(heads=2, kv_heads=1, head_dim=4, qk_norm="head"),
 )
 CONFIG = dict(vocab_size=17, dim=6, pattern=PATTERN, num_layers=2, hidden_dim=10)
-SMALL = dict(pattern=PATTERN[:1], num_layers=1)  # where it is not what is in a checkpoint that matters
+# where it is not what is in a checkpoint that matters
+SMALL = dict(pattern=PATTERN[:1], num_layers=1)
 LR = 1e-2
 WRAPS = {
     "none": lambda layer: layer,
@@ -114,7 +122,9 @@ def digests(model, optimizer):
         for key, value in (optimizer.state[p] if optimizer else {}).items():
             tensors[f"{name}/{key}"] = value
     whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
-    return {name: hashlib.sha256(t.detach().numpy().tobytes()).hexdigest() for name, t in whole.items()}
+    return {
+        name: hashlib.sha256(t.detach().numpy().tobytes()).hexdigest() for name, t in whole.items()
+    }
 
 
 def save_steps(rank, world_size, folder, steps, model_options=None, mesh=None):
@@ -142,16 +152,21 @@ def load_step(rank, world_size, folder, mesh, number, model_options=None):
 # --- Round trips -----------------------------------------------------------------------------------------------------
 
 
-MESHES = {(2,): "ac", (1,): "ac, compile", (2, 1): "none", (4,): "none", (2, 2): "ac"}  # wrappers may change too
+# wrappers may change too
+MESHES = {(2,): "ac", (1,): "ac, compile", (2, 1): "none", (4,): "none", (2, 2): "ac"}
 
 
 @pytest.mark.parametrize("tied, meshes", [(True, MESHES), (False, {(1,): "none"})])
 def test_bitwise_under_any_mesh(worlds, tmp_path, tied, meshes):
     options = {"tied": tied, "fused": False}
     saved, after = worlds(2).run(save_steps, tmp_path, [1, 2], options)[0]
-    assert any(name.endswith("A_log/exp_avg") for name in saved) and ("head.weight" in saved) != tied
+    assert (
+        any(name.endswith("A_log/exp_avg") for name in saved) and ("head.weight" in saved) != tied
+    )
     for mesh, wrap in meshes.items():
-        for result in worlds(math.prod(mesh)).run(load_step, tmp_path, mesh, 2, options | {"wrap": wrap}):
+        for result in worlds(math.prod(mesh)).run(
+            load_step, tmp_path, mesh, 2, options | {"wrap": wrap}
+        ):
             before, progress, loaded, loaded_after = result
             assert not set(before.values()) & set(saved.values())  # else nothing would need loading
             assert progress == Progress(step=2, total_steps=9)
@@ -163,7 +178,8 @@ def test_saved_under_hsdp(worlds, tmp_path):
     saved, after = worlds(4).run(save_steps, tmp_path, [1], options, (2, 2))[0]
     assert worlds(1).run(load_step, tmp_path, (1,), 1, options)[0][2:] == (saved, after)
     sizes = {file.name: file.stat().st_size for file in (tmp_path / "step-1").glob("*.distcp")}
-    assert len(sizes) == 4 and max(sizes.values()) < 2 * min(sizes.values()), sizes  # replicas share the writing
+    # replicas share the writing
+    assert len(sizes) == 4 and max(sizes.values()) < 2 * min(sizes.values()), sizes
 
 
 def save_async_and_step(rank, world_size, folder):
@@ -174,7 +190,9 @@ def save_async_and_step(rank, world_size, folder):
     for number in (1, 2):
         step(model, optimizer)
         go, save = threading.Event(), dcp.save
-        with patch.object(dcp, "save", lambda *a, go=go, save=save, **k: (go.wait(), save(*a, **k))):
+        with patch.object(
+            dcp, "save", lambda *a, go=go, save=save, **k: (go.wait(), save(*a, **k))
+        ):
             checkpointer.save(number, model, optimizer, Progress(step=number, total_steps=9))
             saved.append(digests(model, optimizer))
             step(model, optimizer)
@@ -195,7 +213,9 @@ def load_keeps_hyperparameters(rank, world_size, folder):
     model, optimizer = build((world_size,), seed=1, lr=0.5)
     optimizer.param_groups[0]["weight_decay"] = 0.25
     Checkpointer(folder).load(1, model, optimizer)
-    return [(group["lr"], group["weight_decay"], group["betas"]) for group in optimizer.param_groups]
+    return [
+        (group["lr"], group["weight_decay"], group["betas"]) for group in optimizer.param_groups
+    ]
 
 
 def test_hyperparameters_are_the_new_runs(worlds, tmp_path):
@@ -274,7 +294,9 @@ def test_all_ranks_load_the_same_checkpoint(worlds, tmp_path):
     saved, _ = worlds(2).run(save_steps, tmp_path, [1, 2])[0]
     for weights in worlds(2).run(load_what_rank_0_sees, load_weights, tmp_path):
         assert weights == {name: saved[name] for name in weights}
-    for _, progress, loaded, _ in worlds(2).run(load_what_rank_0_sees, load_step, tmp_path, (2,), 2):
+    for _, progress, loaded, _ in worlds(2).run(
+        load_what_rank_0_sees, load_step, tmp_path, (2,), 2
+    ):
         assert progress.step == 2 and loaded == saved
 
 
@@ -387,7 +409,10 @@ def write_manifest(folder, files, tensors):
 @pytest.fixture
 def small(tmp_path):
     """A checkpoint of two tensors in one process."""
-    checkpoints, state = tmp_path / "checkpoint", {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
+    checkpoints, state = (
+        tmp_path / "checkpoint",
+        {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)},
+    )
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         read = {name: partial(torch.clone, x) for name, x in state.items()}
@@ -421,8 +446,16 @@ TENSOR = {"dtype": "torch.float32", "size": [2], "chunks": [CHUNK]}
         ({}, {"a": TENSOR}, "it has no checksum of 'x'"),
         ({"x": [0, 0], "../y": [0, 0]}, {"a": TENSOR}, "it names a file of another folder, '../y'"),
         ({"x": [0, 0]}, {"a": TENSOR | {"dtype": "torch.load"}}, "there is no dtype 'torch.load'"),
-        ({"x": [0, 0]}, {"a": TENSOR | {"size": "2"}}, "tensors.a.size: Input should be a valid array"),
-        ({"x": [0, 0]}, {"a": TENSOR | {"more": 1}}, "tensors.a.more: Extra inputs are not permitted"),
+        (
+            {"x": [0, 0]},
+            {"a": TENSOR | {"size": "2"}},
+            "tensors.a.size: Input should be a valid array",
+        ),
+        (
+            {"x": [0, 0]},
+            {"a": TENSOR | {"more": 1}},
+            "tensors.a.more: Extra inputs are not permitted",
+        ),
         ([], {}, "files: Input should be an object"),
         ({"x": None}, {}, "files.x: Input should be a valid array"),
     ],
@@ -462,7 +495,11 @@ def test_the_pickle_is_never_opened(small):
     for payload in (pickle.dumps(Payload(ran)), PATCH):
         (small / ".metadata").write_bytes(payload)
         manifest = read_manifest(small)
-        write_manifest(small, manifest.files | {".metadata": [len(payload), zlib.crc32(payload)]}, manifest.tensors)
+        write_manifest(
+            small,
+            manifest.files | {".metadata": [len(payload), zlib.crc32(payload)]},
+            manifest.tensors,
+        )
         verify(small)
         assert not holds_optimizer(small)
         with pytest.warns(UserWarning, match="torch.distributed is disabled"):
@@ -473,7 +510,9 @@ def test_the_pickle_is_never_opened(small):
 @pytest.mark.parametrize("content", ["", "{}", '{"step": null}', "[1]"])
 def test_progress_that_cannot_be_read(small, content):
     (small / "progress.json").write_text(content)
-    with pytest.raises(Unreadable, match=r"/progress.json' cannot be read \(.*restore it from a copy"):
+    with pytest.raises(
+        Unreadable, match=r"/progress.json' cannot be read \(.*restore it from a copy"
+    ):
         read_progress(small)
 
 
@@ -547,7 +586,9 @@ def go_on(rank, world_size, folder, start, steps, options):
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
 def test_keep_latest_k(worlds, tmp_path, async_mode):
     worlds(2).run(save_steps, tmp_path, [1, 2], SMALL)
-    kept = worlds(2).run(go_on, tmp_path, 2, [3, 4, 5], {"keep_latest_k": 2, "async_mode": async_mode})[0]
+    kept = worlds(2).run(
+        go_on, tmp_path, 2, [3, 4, 5], {"keep_latest_k": 2, "async_mode": async_mode}
+    )[0]
     assert kept == [[2, 3], [3, 4], [4, 5]]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-5"]
     assert worlds(2).run(go_on, tmp_path, 5, [6], {"keep_latest_k": 1})[0] == [[6]]
@@ -573,13 +614,18 @@ def go_on_where_files_stay(rank, world_size, *arguments):
         if path.exists():
             raise OSError(errno.EBUSY, "Device or resource busy")
 
-    with patch("titan_linear.storage.checkpoint.remove", remove), contextlib.redirect_stdout(io.StringIO()) as said:
+    with (
+        patch("titan_linear.storage.checkpoint.remove", remove),
+        contextlib.redirect_stdout(io.StringIO()) as said,
+    ):
         return go_on(rank, world_size, *arguments), said.getvalue()
 
 
 def test_what_cannot_be_removed_fails_no_save(worlds, tmp_path):
     worlds(2).run(save_steps, tmp_path, [1, 2], SMALL)
-    (kept, said), (_, nothing) = worlds(2).run(go_on_where_files_stay, tmp_path, 2, [3, 4], {"keep_latest_k": 2})
+    (kept, said), (_, nothing) = worlds(2).run(
+        go_on_where_files_stay, tmp_path, 2, [3, 4], {"keep_latest_k": 2}
+    )
     assert kept == [[2, 3], [3, 4]] and nothing == ""
     assert said == "".join(
         f"warning: '{tmp_path / name}' is no longer needed and could not be removed: Device or resource busy\n"
@@ -678,7 +724,9 @@ def lying_device(_, path, mode):
         if mode == "wb":
             write = stream.write
             stream = types.SimpleNamespace(
-                write=lambda data: write(bytes(data)[:-1] + bytes([bytes(data)[-1] ^ 1])) if len(data) else 0,
+                write=lambda data: (
+                    write(bytes(data)[:-1] + bytes([bytes(data)[-1] ^ 1])) if len(data) else 0
+                ),
                 tell=stream.tell,
                 flush=stream.flush,
                 close=stream.close,
@@ -703,7 +751,8 @@ FAULTS = {
     "runtime": lambda: patch("titan_linear.storage.step_folders._measure", broken),
     "sync": lambda: patch("titan_linear.storage.checkpoint.os.fsync", full_disk),
     "mkdir": lambda: patch("titan_linear.storage.checkpoint.Path.mkdir", full_disk),
-    "rename": lambda: patch("titan_linear.storage.checkpoint.Path.rename", full_disk),  # DCP's own of .metadata
+    # DCP's own of .metadata
+    "rename": lambda: patch("titan_linear.storage.checkpoint.Path.rename", full_disk),
     "commit": lambda: patch("titan_linear.storage.checkpoint.set_steps_aside", full_disk),
 }
 
@@ -717,7 +766,17 @@ REASONS = dict.fromkeys(FAULTS, "No space left on device") | {
 
 @pytest.mark.parametrize(
     "fault, broken_rank, async_mode",
-    [(*at, "disabled") for at in (("mkdir", 0), ("write", 0), ("write", 1), ("rename", 0), ("sync", 1), ("commit", 0))]
+    [
+        (*at, "disabled")
+        for at in (
+            ("mkdir", 0),
+            ("write", 0),
+            ("write", 1),
+            ("rename", 0),
+            ("sync", 1),
+            ("commit", 0),
+        )
+    ]
     + [
         ("write", 1, "async"),
         ("commit", 0, "async"),
@@ -730,7 +789,9 @@ REASONS = dict.fromkeys(FAULTS, "No space left on device") | {
 def test_an_error_on_one_rank_is_raised_on_all(worlds, tmp_path, fault, broken_rank, async_mode):
     results = worlds(2).run(save_with_broken_disk, tmp_path, broken_rank, fault, async_mode)
     for error, (whole, leftovers), _ in results:
-        assert error.startswith(f"saving step-2 in '{tmp_path}' failed: rank {broken_rank}: "), error
+        assert error.startswith(f"saving step-2 in '{tmp_path}' failed: rank {broken_rank}: "), (
+            error
+        )
         assert error.partition(f"rank {broken_rank}: ")[2] == REASONS[fault], error
         assert (whole, leftovers) == ([1], [])
     assert whole_steps(tmp_path) == ([3] if fault == "lies" else [1, 3])
@@ -757,7 +818,9 @@ def test_after_an_async_save_that_failed_the_next_is_made_at_once(worlds, tmp_pa
 def test_what_a_disk_alters_is_written_again(worlds, tmp_path):
     """Without verify it is seen when the checkpoint is read: its checksums are of what was to be written."""
     for (error, (whole, _), _), _ in zip(
-        worlds(2).run(save_with_broken_disk, tmp_path / "a", 1, "lies once", "async"), range(2), strict=True
+        worlds(2).run(save_with_broken_disk, tmp_path / "a", 1, "lies once", "async"),
+        range(2),
+        strict=True,
     ):
         assert error is None and whole == [1, 2]
     verify(tmp_path / "a" / "step-2")
@@ -773,7 +836,11 @@ def save_until_killed(port, folder, moment):
     changes = itertools.count()
 
     def count(event, arguments):  # audit events come before what they tell of
-        opened = event == "open" and str(arguments[0]).startswith(str(folder)) and arguments[2] & os.O_CREAT
+        opened = (
+            event == "open"
+            and str(arguments[0]).startswith(str(folder))
+            and arguments[2] & os.O_CREAT
+        )
         if (opened or event in CHANGES) and next(changes) == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -811,7 +878,12 @@ def test_kill_at_every_moment_of_a_save(tmp_path):
         seen.append((tuple(whole), any(folder.glob("*.tmp"))))
     assert whole == [2, 3] and len(seen) > 10
     # nothing of it yet; in progress; whole; the oldest one is being removed
-    assert list(dict.fromkeys(seen)) == [((1, 2), False), ((1, 2), True), ((1, 2, 3), False), ((2, 3), True)]
+    assert list(dict.fromkeys(seen)) == [
+        ((1, 2), False),
+        ((1, 2), True),
+        ((1, 2, 3), False),
+        ((2, 3), True),
+    ]
 
 
 def save_for_ever(rank, port, folder, async_mode):

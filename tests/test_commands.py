@@ -27,15 +27,21 @@ def test_each_command_explains_itself(name, capfd):
 def test_without_a_command_all_are_listed(capsys):
     assert main([]) == 0
     said = capsys.readouterr().out
-    assert all(f"\n  {name} " in said and command.does in said for name, command in COMMANDS.items())
+    assert all(
+        f"\n  {name} " in said and command.does in said for name, command in COMMANDS.items()
+    )
 
 
 def test_a_misspelt_command_is_refused(capsys):
     assert is_refused(main, ["planner"], capsys) == "'planner' is not a command; use plan\n"
-    assert is_refused(main, ["deploy"], capsys).startswith("'deploy' is not a command; use train, doctor, ")
+    assert is_refused(main, ["deploy"], capsys).startswith(
+        "'deploy' is not a command; use train, doctor, "
+    )
 
 
 def test_the_installed_script_is_this_entry():
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "scripts"
+    ]
     module, _, function = scripts["titan-linear"].partition(":")
     assert callable(getattr(import_module(module), function))

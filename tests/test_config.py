@@ -41,19 +41,39 @@ def toml(tmp_path):
 def overrides(**keys):
     """overrides(training__steps=3): the command line that says so."""
     text = {True: "true", False: "false"}
-    return [f"--{k.replace('__', '.')}={text[v] if isinstance(v, bool) else v}" for k, v in keys.items()]
+    return [
+        f"--{k.replace('__', '.')}={text[v] if isinstance(v, bool) else v}" for k, v in keys.items()
+    ]
 
 
 def test_the_command_line_overrides_the_file_overrides_the_defaults(toml):
-    config = load_config([*toml("[training]\nsteps = 5\nseq_len = 64\n[optimizer]\nlr = 1\n"), "--training.steps", "7"])
+    config = load_config(
+        [
+            *toml("[training]\nsteps = 5\nseq_len = 64\n[optimizer]\nlr = 1\n"),
+            "--training.steps",
+            "7",
+        ]
+    )
     assert (config.training.steps, config.training.seq_len, config.optimizer.lr) == (7, 64, 1.0)
     assert isinstance(config.optimizer.lr, float)
     assert config.debug == Config().debug
 
 
 def test_command_line_values_have_the_types_of_their_keys():
-    argv = ["--checkpoint.enable", "false", "--parallelism.data_parallel_shard_degree", "-1", "--optimizer.lr", ".001"]
-    argv += ["--sample.prompt=--x", "--job.description", "true", "--metrics.enable_tensorboard=true"]
+    argv = [
+        "--checkpoint.enable",
+        "false",
+        "--parallelism.data_parallel_shard_degree",
+        "-1",
+        "--optimizer.lr",
+        ".001",
+    ]
+    argv += [
+        "--sample.prompt=--x",
+        "--job.description",
+        "true",
+        "--metrics.enable_tensorboard=true",
+    ]
     config = load_config(argv)
     assert config.checkpoint.enable is False and config.metrics.enable_tensorboard is True
     assert config.parallelism.data_parallel_shard_degree == -1 and config.optimizer.lr == 0.001
@@ -105,13 +125,24 @@ def test_an_unknown_key_names_its_file_and_the_nearest_key(toml, text, unknown, 
 
 def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "run.toml").write_text('[job]\ndump_folder = "~/run"\n[checkpoint]\ninitial_load_path = "~/old"\n')
-    config = load_config(["--job.config_file=~/run.toml", "--model.flavor=hf", "--model.hf_assets_path=~/assets"])
+    (tmp_path / "run.toml").write_text(
+        '[job]\ndump_folder = "~/run"\n[checkpoint]\ninitial_load_path = "~/old"\n'
+    )
+    config = load_config(
+        ["--job.config_file=~/run.toml", "--model.flavor=hf", "--model.hf_assets_path=~/assets"]
+    )
     given = config.job.dump_folder, config.checkpoint.initial_load_path, config.model.hf_assets_path
     assert given == tuple(str(tmp_path / name) for name in ("run", "old", "assets"))
-    folders = ("checkpoint.folder", "profiling.save_traces_folder", "profiling.save_memory_snapshot_folder")
-    config = load_config([f"--{key}=~/{key}" for key in folders])  # inside the run's they would be named "~"
-    assert {key: flat_keys(config)[key] for key in folders} == {key: str(tmp_path / key) for key in folders}
+    folders = (
+        "checkpoint.folder",
+        "profiling.save_traces_folder",
+        "profiling.save_memory_snapshot_folder",
+    )
+    # inside the run's they would be named "~"
+    config = load_config([f"--{key}=~/{key}" for key in folders])
+    assert {key: flat_keys(config)[key] for key in folders} == {
+        key: str(tmp_path / key) for key in folders
+    }
 
 
 def test_without_a_home_folder(monkeypatch):
@@ -179,25 +210,47 @@ def test_all_mistakes_are_named_at_once():
 
 def test_tables_inside_a_section_are_merged_key_by_key(toml):
     argv = toml("[model]\nkda = {heads = 1, head_dim = 8}\n[model.gdn]\nheads = 3\n")
-    config = load_config([*argv, "--model.kda.head_dim=4", "--model.kda.lower_bound", "", "--model.dim=7"])
-    assert config.model.mixers == {"kda": {"heads": 1, "head_dim": 4, "lower_bound": ""}, "gdn": {"heads": 3}}
+    config = load_config(
+        [*argv, "--model.kda.head_dim=4", "--model.kda.lower_bound", "", "--model.dim=7"]
+    )
+    assert config.model.mixers == {
+        "kda": {"heads": 1, "head_dim": 4, "lower_bound": ""},
+        "gdn": {"heads": 3},
+    }
     assert load_config(toml(config_to_toml(config))) == config
-    for argv in itertools.permutations(["--model.kda={heads=1}", "--model.kda.head_dim=4", "--model.mixers={gdn={}}"]):
+    for argv in itertools.permutations(
+        ["--model.kda={heads=1}", "--model.kda.head_dim=4", "--model.mixers={gdn={}}"]
+    ):
         assert load_config([*argv]).model.mixers == {"kda": {"heads": 1, "head_dim": 4}, "gdn": {}}
 
 
 @pytest.mark.parametrize(
     "argv, words",
     [
-        (["--model.kda=3"], r"--model.kda=3 is not a key; did you mean the table of a mixer, \[model.kda\]\?"),
-        (["--model.name=qwen35"], r"model.name = 'qwen35' must be 'bamba', .* or 'rwkv7'; did you mean 'qwen3.5'\?$"),
+        (
+            ["--model.kda=3"],
+            r"--model.kda=3 is not a key; did you mean the table of a mixer, \[model.kda\]\?",
+        ),
+        (
+            ["--model.name=qwen35"],
+            r"model.name = 'qwen35' must be 'bamba', .* or 'rwkv7'; did you mean 'qwen3.5'\?$",
+        ),
         (["--model.name=zzz"], r"model.name = 'zzz' must be 'bamba', .* or 'rwkv7'$"),
-        (["--model.mixers=3", "--model.kda.heads=2"], r"model.mixers = 3 must be a table, \[model.mixers\]"),
+        (
+            ["--model.mixers=3", "--model.kda.heads=2"],
+            r"model.mixers = 3 must be a table, \[model.mixers\]",
+        ),
         (["--model.moe=3", "--model.moe.top_k=2"], r"model.moe = 3 must be a table, \[model.moe\]"),
         (["--model.dimm=3"], r"--model.dimm=3 is not a key; did you mean model.dim\?"),
         (["--training.foo=3"], "--training.foo=3 is not a key; --help lists all keys"),
-        (["--float8.filter_fqns=o_proj"], r"float8.filter_fqns = 'o_proj' must be a list, \[\"…\", \"…\"\]"),
-        (["--model.heads=3"], r"--model.heads=3 is not a key: each mixer has its own, model.kda.heads"),
+        (
+            ["--float8.filter_fqns=o_proj"],
+            r"float8.filter_fqns = 'o_proj' must be a list, \[\"…\", \"…\"\]",
+        ),
+        (
+            ["--model.heads=3"],
+            r"--model.heads=3 is not a key: each mixer has its own, model.kda.heads",
+        ),
     ],
 )
 def test_wrong_tables_of_a_model(argv, words):
@@ -254,11 +307,18 @@ def test_the_written_file_starts_the_same_run(toml):
     ]
     config = load_config(argv)
     written = config_to_toml(config)
-    assert load_config(toml(written)).model_dump(exclude={"job": {"config_file"}}) == config.model_dump(
+    assert load_config(toml(written)).model_dump(
         exclude={"job": {"config_file"}}
+    ) == config.model_dump(exclude={"job": {"config_file"}})
+    assert all(
+        f"\n{dotted.partition('.')[2]} = " in written
+        for dotted in KEYS
+        if dotted != "job.config_file"
     )
-    assert all(f"\n{dotted.partition('.')[2]} = " in written for dotted in KEYS if dotted != "job.config_file")
-    assert "auto" not in (config.training.mixed_precision_param, config.training.mixed_precision_reduce)
+    assert "auto" not in (
+        config.training.mixed_precision_param,
+        config.training.mixed_precision_reduce,
+    )
 
 
 @pytest.mark.parametrize(
@@ -280,13 +340,17 @@ def test_help_documents_every_key_quickly():
     """--help needs no torch."""
     code = "import sys; from titan_linear.config import load_config\ntry: load_config(['--help'])\n"
     code += "finally: assert 'torch' not in sys.modules"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert all(f"--{dotted} " in shown for dotted in KEYS)
     assert all(field.description for field in KEYS.values())
     assert '(default: "stdlib")' in " ".join(shown.split())
 
 
-@pytest.mark.parametrize("argument", ["--parallelism.pipeline_parallel_degree=2", "--pipeline_parallel_degree"])
+@pytest.mark.parametrize(
+    "argument", ["--parallelism.pipeline_parallel_degree=2", "--pipeline_parallel_degree"]
+)
 def test_a_capability_that_is_not_here_is_said_so(argument):
     with refused("is not a key: there is no pipeline parallelism"):
         load_config([argument])
@@ -299,7 +363,10 @@ def test_what_is_here_is_not_called_absent():
 
 def test_types_of_a_run_that_is_for_gpus_elsewhere():
     assert load_config([], cuda=True).training.mixed_precision_param == "bfloat16"
-    assert load_config(["--training.dtype=float64"], cuda=True).training.mixed_precision_param == "float64"
+    assert (
+        load_config(["--training.dtype=float64"], cuda=True).training.mixed_precision_param
+        == "float64"
+    )
 
 
 def test_help_of_a_section(capsys):
@@ -315,7 +382,9 @@ def test_the_page_of_keys_is_up_to_date(capsys):
     with pytest.raises(SystemExit):
         load_config(["--help", "markdown"])
     shown, page = capsys.readouterr().out, Path(__file__).parents[1] / "docs/keys.md"
-    assert page.read_text(encoding="utf-8") == shown, "./run_train.sh --help markdown > docs/keys.md"
+    assert page.read_text(encoding="utf-8") == shown, (
+        "./run_train.sh --help markdown > docs/keys.md"
+    )
     assert all(f"\n- `{dotted.partition('.')[2]}` (" in shown for dotted in KEYS)
 
 
@@ -327,8 +396,13 @@ def test_the_resolved_configuration_says_where_each_value_is_from(toml, capsys, 
     assert stop.value.code == 0
     lines = {line.partition(" = ")[0]: line for line in shown.splitlines()}
     assert "seq_len = 64" in shown and lines["seq_len"].endswith(f"# {file[1]}")
-    assert next(line for line in shown.splitlines() if line.startswith("steps = 7")).endswith("# command line")
-    assert lines["mixed_precision_param"].endswith("# default: auto") and '"float32"' in lines["mixed_precision_param"]
+    assert next(line for line in shown.splitlines() if line.startswith("steps = 7")).endswith(
+        "# command line"
+    )
+    assert (
+        lines["mixed_precision_param"].endswith("# default: auto")
+        and '"float32"' in lines["mixed_precision_param"]
+    )
     assert lines["seed"].endswith("# default")
     (tmp_path / "again.toml").write_text(shown)
     again = load_config(["--job.config_file", str(tmp_path / "again.toml")])
@@ -346,7 +420,10 @@ def test_a_configuration_does_not_change():
         ("*.py", r"loss_by_source = '\*.py' must be a list, \[{name = …, files = …}\]"),
         ("[3]", r"loss_by_source.0 = 3 must be a table, {name = …, files = …}"),
         ('[{name = "a"}]', r"loss_by_source.0.files is missing; give it"),
-        ('[{name = "", files = "*"}]', r"loss_by_source.0.name = '' must have at least 1 character"),
+        (
+            '[{name = "", files = "*"}]',
+            r"loss_by_source.0.name = '' must have at least 1 character",
+        ),
         ('[{name = "a", glob = "*", files = "*"}]', r"loss_by_source.0.glob is not a key"),
     ],
 )
@@ -375,13 +452,41 @@ def test_the_rest_of_the_ranks_shard(world_size, keys, degrees):
 @pytest.mark.parametrize(
     "world_size, keys, message",
     [
-        (2, {"parallelism__context_parallel_degree": 4}, "context_parallel_degree = 4 need a multiple of 4 processes"),
-        (6, {"parallelism__context_parallel_degree": 4}, "need a multiple of 4 processes, and there are 6"),
-        (4, {"parallelism__data_parallel_shard_degree": 3}, "shard_degree = 3, .* need 3 processes"),
-        (1, {"activation_checkpoint__selective_ac_option": "0"}, "option = .0. must be .op., or a number n above 0"),
-        (1, {"activation_checkpoint__selective_ac_option": "2"}, "option = .2. has no effect with .*mode = .none."),
-        (1, {"parallelism__data_parallel_shard_degree": 0}, "shard_degree = 0 must be 1 or more, or -1"),
-        (2, {"parallelism__context_parallel_degree": 2, "training__seq_len": 63}, "seq_len = 63 .* for example 64"),
+        (
+            2,
+            {"parallelism__context_parallel_degree": 4},
+            "context_parallel_degree = 4 need a multiple of 4 processes",
+        ),
+        (
+            6,
+            {"parallelism__context_parallel_degree": 4},
+            "need a multiple of 4 processes, and there are 6",
+        ),
+        (
+            4,
+            {"parallelism__data_parallel_shard_degree": 3},
+            "shard_degree = 3, .* need 3 processes",
+        ),
+        (
+            1,
+            {"activation_checkpoint__selective_ac_option": "0"},
+            "option = .0. must be .op., or a number n above 0",
+        ),
+        (
+            1,
+            {"activation_checkpoint__selective_ac_option": "2"},
+            "option = .2. has no effect with .*mode = .none.",
+        ),
+        (
+            1,
+            {"parallelism__data_parallel_shard_degree": 0},
+            "shard_degree = 0 must be 1 or more, or -1",
+        ),
+        (
+            2,
+            {"parallelism__context_parallel_degree": 2, "training__seq_len": 63},
+            "seq_len = 63 .* for example 64",
+        ),
         (
             2,
             {"parallelism__tensor_parallel_degree": 4},
@@ -392,13 +497,21 @@ def test_the_rest_of_the_ranks_shard(world_size, keys, degrees):
             {"parallelism__context_parallel_degree": 4, "parallelism__fsdp_shard_degree": 3},
             "fsdp_shard_degree = 3 does not divide the 4 ranks .* use a divisor of 4, or -1",
         ),
-        (2, {"parallelism__fsdp_shard_degree": 0}, "fsdp_shard_degree = 0 does not divide the 2 ranks"),
+        (
+            2,
+            {"parallelism__fsdp_shard_degree": 0},
+            "fsdp_shard_degree = 0 does not divide the 2 ranks",
+        ),
         (
             4,
             {"parallelism__fsdp_shard_degree": 2, "parallelism__expert_parallel_degree": 4},
             "expert_parallel_degree = 4 does not divide the 2 ranks .* use a divisor of 2",
         ),
-        (4, {"parallelism__tensor_parallel_degree": 4, "training__seq_len": 66}, "by 4 ranks .* for example 68"),
+        (
+            4,
+            {"parallelism__tensor_parallel_degree": 4, "training__seq_len": 66},
+            "by 4 ranks .* for example 68",
+        ),
         (
             4,
             {"parallelism__tensor_parallel_degree": 2, "parallelism__expert_parallel_degree": 4},
@@ -413,26 +526,81 @@ def test_the_rest_of_the_ranks_shard(world_size, keys, degrees):
             },
             "seq_len = 66 .*'zigzag'.* multiple of 4, for example 68",
         ),
-        (4, {"training__global_batch_size": 6}, "global_batch_size = 6 is not a multiple of .* 1 × 4 = 4"),
-        (2, {"training__local_batch_size": 3}, "global_batch_size = 8 is not a multiple of .* 3 × 2 = 6"),
-        (1, {"lr_scheduler__total_steps": 10}, "total_steps = 10 is less than training.steps = 1000"),
-        (1, {"training__dtype": "float64", "training__mixed_precision_param": "float32"}, "float64 is for all three"),
-        (1, {"training__expert_balance_coefficient": -0.5}, "coefficient = -0.5 must be 0 or more, or -1 for the"),
-        (1, {"training__expert_bias_update_rate": -1e-9}, "update_rate = -1e-09 must be 0 or more, or -1"),
-        (1, {"training__mixed_precision_reduce": "float64"}, "float64 is for all three or for none"),
-        (1, {"training__dataset_path": "x"}, "dataset_path = 'x' is not used by training.dataset = 'stdlib'"),
-        (1, {"training__dataset": "jsonl"}, "training.dataset = 'jsonl' needs training.dataset_path"),
-        (1, {"validation__enable": True, "validation__dataset_path": "x"}, "validation.dataset_path = 'x' is not used"),
-        (1, {"validation__enable": True, "validation__holdout": 0.0}, "nothing to validate on"),
-        (1, {"validation__steps": 0}, "validation.steps = 0"),
-        (1, {"optimizer__momentum": 0.9}, "optimizer.momentum = 0.9 has no effect with optimizer.name = .AdamW.; set"),
-        (1, {"validation__sample_tokens": 9}, "validation.sample_tokens = 9 has no effect"),
-        (1, {"adapter__enable": True, "optimizer__name": "muon"}, "name = .muon. has no effect with adapter.enable"),
-        (1, {"compile__backend": "aot_eager"}, "compile.backend = .aot_eager. has no effect with"),
-        (1, {"profiling__enable_profiling": True, "profiling__profiler_active": 11}, "profile_freq = 10, the steps"),
+        (
+            4,
+            {"training__global_batch_size": 6},
+            "global_batch_size = 6 is not a multiple of .* 1 × 4 = 4",
+        ),
+        (
+            2,
+            {"training__local_batch_size": 3},
+            "global_batch_size = 8 is not a multiple of .* 3 × 2 = 6",
+        ),
         (
             1,
-            {"metrics__loss_by_source": '[{name = "a", files = "*"}]', "metrics__telemetry_freq": 0},
+            {"lr_scheduler__total_steps": 10},
+            "total_steps = 10 is less than training.steps = 1000",
+        ),
+        (
+            1,
+            {"training__dtype": "float64", "training__mixed_precision_param": "float32"},
+            "float64 is for all three",
+        ),
+        (
+            1,
+            {"training__expert_balance_coefficient": -0.5},
+            "coefficient = -0.5 must be 0 or more, or -1 for the",
+        ),
+        (
+            1,
+            {"training__expert_bias_update_rate": -1e-9},
+            "update_rate = -1e-09 must be 0 or more, or -1",
+        ),
+        (
+            1,
+            {"training__mixed_precision_reduce": "float64"},
+            "float64 is for all three or for none",
+        ),
+        (
+            1,
+            {"training__dataset_path": "x"},
+            "dataset_path = 'x' is not used by training.dataset = 'stdlib'",
+        ),
+        (
+            1,
+            {"training__dataset": "jsonl"},
+            "training.dataset = 'jsonl' needs training.dataset_path",
+        ),
+        (
+            1,
+            {"validation__enable": True, "validation__dataset_path": "x"},
+            "validation.dataset_path = 'x' is not used",
+        ),
+        (1, {"validation__enable": True, "validation__holdout": 0.0}, "nothing to validate on"),
+        (1, {"validation__steps": 0}, "validation.steps = 0"),
+        (
+            1,
+            {"optimizer__momentum": 0.9},
+            "optimizer.momentum = 0.9 has no effect with optimizer.name = .AdamW.; set",
+        ),
+        (1, {"validation__sample_tokens": 9}, "validation.sample_tokens = 9 has no effect"),
+        (
+            1,
+            {"adapter__enable": True, "optimizer__name": "muon"},
+            "name = .muon. has no effect with adapter.enable",
+        ),
+        (1, {"compile__backend": "aot_eager"}, "compile.backend = .aot_eager. has no effect with"),
+        (
+            1,
+            {"profiling__enable_profiling": True, "profiling__profiler_active": 11},
+            "profile_freq = 10, the steps",
+        ),
+        (
+            1,
+            {
+                "metrics__loss_by_source": '[{name = "a", files = "*"}]',
+                "metrics__telemetry_freq": 0,
+            },
             "loss_by_source is shown by telemetry, which metrics.telemetry_freq = 0 turns off; set that to 100",
         ),
         (
@@ -461,9 +629,21 @@ def test_the_rest_of_the_ranks_shard(world_size, keys, degrees):
             },
             "name = 'other' stands for two",
         ),
-        (1, {"checkpoint__enable": False, "checkpoint__load_step": 5}, "checkpoint.load_step = 5 has no effect"),
-        (1, {"checkpoint__enable": False, "checkpoint__initial_load_path": "x"}, "initial_load_path = .x. has no"),
-        (1, {"checkpoint__enable": False, "checkpoint__last_save_model_only": True}, "last_save_model_only = true has"),
+        (
+            1,
+            {"checkpoint__enable": False, "checkpoint__load_step": 5},
+            "checkpoint.load_step = 5 has no effect",
+        ),
+        (
+            1,
+            {"checkpoint__enable": False, "checkpoint__initial_load_path": "x"},
+            "initial_load_path = .x. has no",
+        ),
+        (
+            1,
+            {"checkpoint__enable": False, "checkpoint__last_save_model_only": True},
+            "last_save_model_only = true has",
+        ),
     ],
 )
 def test_contradictions_are_refused(world_size, keys, message):

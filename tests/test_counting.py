@@ -53,7 +53,10 @@ def counted(layer):
 
 RECURRENT = {
     "kda": (KDA(heads=2, v_heads=4, head_dim=64, v_head_dim=128), (4, 64, 128)),
-    "kda, any gate": (KDA(heads=2, v_heads=4, head_dim=64, v_head_dim=128, lower_bound=None), (4, 64, 128)),
+    "kda, any gate": (
+        KDA(heads=2, v_heads=4, head_dim=64, v_head_dim=128, lower_bound=None),
+        (4, 64, 128),
+    ),
     "gdn": (GDN(heads=2, v_heads=4, head_dim=64, v_head_dim=128), (4, 64, 128)),
     "mamba2": (Mamba2(heads=4, head_dim=64, state_dim=128), (4, 128, 64)),
     "rwkv7": (RWKV7(heads=4, head_dim=64, w_rank=8, a_rank=8, v_rank=8, g_rank=8), (4, 64, 64)),
@@ -93,7 +96,9 @@ def test_what_layers_keep(layer):
     with forward:
         block(x, plan("cpu"))
     found = counted(layer)
-    assert found.plain.kept == pytest.approx(sum(storage.nbytes() for storage in kept.values()), rel=0.05)
+    assert found.plain.kept == pytest.approx(
+        sum(storage.nbytes() for storage in kept.values()), rel=0.05
+    )
     assert found.plain.selective == pytest.approx(forward.region.nbytes, rel=0.05)
     assert found.input == x.nbytes
 
@@ -139,11 +144,15 @@ def test_products_are_those_of_the_flops():
     """Forward's are those that PyTorch counts, of attention's layer; backward's are twice as many."""
     found = counted(2)
     passes = (found.forward, found.backward)
-    flops = [sum(2 * m * n * k * times for (m, n, k), times in work.products.items()) for work in passes]
+    flops = [
+        sum(2 * m * n * k * times for (m, n, k), times in work.products.items()) for work in passes
+    ]
     model = initialised(MODEL)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model.layers[2](torch.randn(1, T, MODEL.dim), plan("cpu"))
-    of_products = sum(n for op, n in counter.get_flop_counts()["Global"].items() if op is torch.ops.aten.mm)
+    of_products = sum(
+        n for op, n in counter.get_flop_counts()["Global"].items() if op is torch.ops.aten.mm
+    )
     assert flops == [of_products, 2 * of_products]
 
 
@@ -182,8 +191,17 @@ def test_every_split_is_counted(name, keys):
     split = PLAIN._replace(**keys)
     shares = split.cp * split.tp / split.streams
     for one, other in zip(whole, part, strict=True):
-        flops = [sum(m * n * k * t for (m, n, k), t in layer.forward.products.items()) for layer in (one, other)]
+        flops = [
+            sum(m * n * k * t for (m, n, k), t in layer.forward.products.items())
+            for layer in (one, other)
+        ]
         assert flops[1] * shares == pytest.approx(flops[0], rel=0.1)
     names = {call.name for layer in part for call in layer.forward.calls}
-    exchanges = {"kcp_incoming", "ring_forward", "allgather_forward", "exchange_heads", "gather_along"}
+    exchanges = {
+        "kcp_incoming",
+        "ring_forward",
+        "allgather_forward",
+        "exchange_heads",
+        "gather_along",
+    }
     assert bool(names & exchanges) == (shares > 1)

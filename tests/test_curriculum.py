@@ -35,7 +35,9 @@ def tokens(streams, indices):
 def test_lengths_of_steps(corpus):
     t = load_config(arguments(corpus, KEYS)).training
     assert [seq_len_at(t, step) for step in range(1, 6)] == LENGTHS
-    assert [tokens_at(t, step) for step in range(6)] == [G * sum(LENGTHS[:step]) for step in range(6)]
+    assert [tokens_at(t, step) for step in range(6)] == [
+        G * sum(LENGTHS[:step]) for step in range(6)
+    ]
 
 
 def test_the_line_goes_on(corpus):
@@ -43,7 +45,11 @@ def test_the_line_goes_on(corpus):
     tokenizer = build_tokenizer(None)
     streams, _ = build_streams(load_config(arguments(corpus, KEYS)), tokenizer, None)
     alone, _ = build_streams(
-        load_config(arguments(corpus, KEYS, {"training.seq_len_schedule": "[]", "training.seq_len": 8})), tokenizer, {}
+        load_config(
+            arguments(corpus, KEYS, {"training.seq_len_schedule": "[]", "training.seq_len": 8})
+        ),
+        tokenizer,
+        {},
     )
     found = tokens(streams, range(G * 5))
     assert [len(streams[i].tokens) for i in range(G * 5)] == [n for n in LENGTHS for _ in range(G)]
@@ -53,14 +59,18 @@ def test_the_line_goes_on(corpus):
         one = alone.of_lengths([type(streams.lengths[0])(0, seq_len)])
         if begin % seq_len == 0:
             same = one[begin // seq_len]
-            assert (same.labels == streams[i].labels).all() and (same.cu_seqlens == streams[i].cu_seqlens).all()
+            assert (same.labels == streams[i].labels).all() and (
+                same.cu_seqlens == streams[i].cu_seqlens
+            ).all()
 
 
 def test_a_mixture_goes_on_in_each_source(corpus):
     """Across a change of its weights too."""
     config = load_config(arguments(corpus, KEYS))
     one, _ = build_streams(config, build_tokenizer(None), None)
-    short = {name: PackedStreams(one.line.side, seq_len=8, seed=seed) for seed, name in enumerate("ab")}
+    short = {
+        name: PackedStreams(one.line.side, seq_len=8, seed=seed) for seed, name in enumerate("ab")
+    }
     phases = [Phase(0, {"a": 1.0, "b": 3.0}), Phase(10, {"a": 1.0, "b": 1.0})]
     mixed = MixedStreams(short, phases, seed=0, lengths=one.lengths)
     own = {"a": [], "b": []}
@@ -94,15 +104,24 @@ def test_a_run_is_the_same_split_resumed_and_compiled(corpus, worlds, tmp_path):
         assert one["seq_len"] == other["seq_len"] == LENGTHS[one["step"] - 1]
         assert one["tokens"] == other["tokens"] == G * sum(LENGTHS[: one["step"]])
         assert ("compiled_graphs" in other) == (one["step"] > 3) and "compiled_graphs" not in one
-        assert abs(other["loss"] / one["loss"] - 1) < 1e-9 and abs(other["grad_norm"] / one["grad_norm"] - 1) < 1e-9
+        assert (
+            abs(other["loss"] / one["loss"] - 1) < 1e-9
+            and abs(other["grad_norm"] / one["grad_norm"] - 1) < 1e-9
+        )
 
 
 @pytest.mark.parametrize(
     "schedule, message",
     [
         ("[{until_step = 2, seq_len = 64}]", r"seq_len = 64 is more than training.seq_len = 48"),
-        ("[{until_step = 2, seq_len = 7}]", r"seq_len_schedule: seq_len = 7 cannot be cut into 2 .* for example 8"),
-        ("[{until_step = 2, seq_len = 8}, {until_step = 2, seq_len = 9}]", r"until_step = 2 comes after 2; "),
+        (
+            "[{until_step = 2, seq_len = 7}]",
+            r"seq_len_schedule: seq_len = 7 cannot be cut into 2 .* for example 8",
+        ),
+        (
+            "[{until_step = 2, seq_len = 8}, {until_step = 2, seq_len = 9}]",
+            r"until_step = 2 comes after 2; ",
+        ),
         ("[8]", r"must be a table, {until_step = …, seq_len = …}"),
     ],
 )

@@ -36,7 +36,18 @@ from titan_linear.ops.layout import build_context
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.torch import delta_rule
 from titan_linear.ops.torch.attention_kernels import Kernel
-from titan_linear.proof import cases, compiled, data, definitions, doctor, hf, model, ops, processes, resume
+from titan_linear.proof import (
+    cases,
+    compiled,
+    data,
+    definitions,
+    doctor,
+    hf,
+    model,
+    ops,
+    processes,
+    resume,
+)
 from titan_linear.proof import subject as proof_subject
 from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.subject import STREAMS, Subject, fitting, subject_of
@@ -61,14 +72,19 @@ def corpus(tmp_path_factory):
     """Documents of 20 to 200 bytes."""
     file, rng = tmp_path_factory.mktemp("corpus") / "corpus.jsonl", torch.Generator().manual_seed(0)
     lengths = torch.randint(20, 200, (100,), generator=rng).tolist()
-    texts = ("".join(chr(97 + i) for i in torch.randint(26, (n,), generator=rng).tolist()) for n in lengths)
+    texts = (
+        "".join(chr(97 + i) for i in torch.randint(26, (n,), generator=rng).tolist())
+        for n in lengths
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("NGPU", raising=False)
         yield write_texts(file, texts)
 
 
 def arguments(corpus, **more):
-    return argv_of(KEYS | {"training.dataset_path": corpus, "job.dump_folder": corpus.parent / "run"}, **more)
+    return argv_of(
+        KEYS | {"training.dataset_path": corpus, "job.dump_folder": corpus.parent / "run"}, **more
+    )
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +98,22 @@ def sabotaged(owner, name, broken):
     """`owner.name(...)` is broken(what it was, ...) inside."""
     was = getattr(owner, name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, lambda *arguments, **keywords: broken(was, *arguments, **keywords))
+        patch.setattr(
+            owner, name, lambda *arguments, **keywords: broken(was, *arguments, **keywords)
+        )
         yield
 
 
 def failures(findings):
-    return (str(finding) for finding in findings if isinstance(finding, Finding) and not finding.holds)
+    return (
+        str(finding) for finding in findings if isinstance(finding, Finding) and not finding.holds
+    )
 
 
 def of_case(check, name):
-    return lambda subject: check(subject, next(case for case in ops.cases(subject) if case.name == name))
+    return lambda subject: check(
+        subject, next(case for case in ops.cases(subject) if case.name == name)
+    )
 
 
 def in_one_process(check):
@@ -104,7 +126,9 @@ def in_one_process(check):
 
 def with_batch(check, size):
     """Of a run with that training.global_batch_size."""
-    return lambda subject: check(replace(subject, run=changed(subject.run, {"training.global_batch_size": size})))
+    return lambda subject: check(
+        replace(subject, run=changed(subject.run, {"training.global_batch_size": size}))
+    )
 
 
 # --- What is broken: each takes what it replaces, then the arguments ------------------------------------------------
@@ -121,7 +145,9 @@ def no_halo(fetch, x, *arguments):
 def positions_of_fragments(layout, documents, fragments):
     local, positions, entries = layout(documents, fragments)
     starts = torch.from_numpy(local)[:-1].long()
-    counted = torch.arange(len(positions)) - starts.repeat_interleave(torch.from_numpy(local).diff().long())
+    counted = torch.arange(len(positions)) - starts.repeat_interleave(
+        torch.from_numpy(local).diff().long()
+    )
     return local, counted.numpy(), entries
 
 
@@ -225,7 +251,9 @@ def gate_bias_counted_twice(normalise, inputs, options):
 def without_selection_biases(share, model, *arguments):
     shared = share(model, *arguments)
     for router in (layer.mlp.router for layer in model.layers if isinstance(layer.mlp, MoE)):
-        router.selection_bias = torch.nn.Parameter(torch.zeros_like(router.selection_bias), requires_grad=False)
+        router.selection_bias = torch.nn.Parameter(
+            torch.zeros_like(router.selection_bias), requires_grad=False
+        )
     return shared
 
 
@@ -440,7 +468,10 @@ SABOTAGES = {
         without_selection_biases,
         model.split,
         r"split, float64: loss, dp 2 × cp 2 × tp 1, ep 2 .*layer \d \(\w+\), forward, rank 0, stream 0, document 0",
-        {"model.name": "kimi-linear", **dict.fromkeys(("parallelism.expert_parallel_degree", CP), 2)},
+        {
+            "model.name": "kimi-linear",
+            **dict.fromkeys(("parallelism.expert_parallel_degree", CP), 2),
+        },
     ),
     "the halo of a zig-zag's blocks": (
         halo,
@@ -527,12 +558,20 @@ def as_on_a_gpu():
 
 
 def test_sums_in_any_order_hold_and_hide_nothing(corpus):
-    more = {"model.pattern": '["attention"]', "model.num_layers": 1, "parallelism.context_parallel_method": "ring"}
+    more = {
+        "model.pattern": '["attention"]',
+        "model.num_layers": 1,
+        "parallelism.context_parallel_method": "ring",
+    }
     subject = subject_of(load_config(arguments(corpus, **more)))
     with sabotaged(Kernel, "backward", in_any_order):
         assert "(dq, dk, dv)" in next(failures(of_case(ops.repeated, "attention")(subject)))
     with as_on_a_gpu(), doctor.one_process():
-        found = [finding for name, check in doctor.checks(subject) for finding in doctor.guarded(name, check)]
+        found = [
+            finding
+            for name, check in doctor.checks(subject)
+            for finding in doctor.guarded(name, check)
+        ]
         assert not list(failures(found))
     for leak, said in (
         (leaks_an_ulp, r"float32  .* > 0 \(.*"),
@@ -541,7 +580,8 @@ def test_sums_in_any_order_hold_and_hide_nothing(corpus):
         with as_on_a_gpu(), sabotaged(ring, "attend_spans", leak):
             (line,) = failures(of_case(ops.documents, "attention")(subject))
         assert re.search(
-            rf"documents: attention, .*of others, {said}, rank \d, stream \d, document \d, token 0", line
+            rf"documents: attention, .*of others, {said}, rank \d, stream \d, document \d, token 0",
+            line,
         ), line
 
 
@@ -569,8 +609,12 @@ SPLITS = {
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_every_way_to_split_holds(name, corpus, monkeypatch):
-    moe = MoEConfig(num_experts=4, top_k=2, hidden_dim=32, shared_hidden_dim=32, balance_coefficient=0.01)
-    monkeypatch.setitem(OWN["hybrid"], "experts", replace(OWN["hybrid"]["debug"], moe=moe, dense_layers=(0,)))
+    moe = MoEConfig(
+        num_experts=4, top_k=2, hidden_dim=32, shared_hidden_dim=32, balance_coefficient=0.01
+    )
+    monkeypatch.setitem(
+        OWN["hybrid"], "experts", replace(OWN["hybrid"]["debug"], moe=moe, dense_layers=(0,))
+    )
     more = {"parallelism.context_parallel_degree": 2, "training.seq_len": 128, **SPLITS[name]}
     subject = subject_of(load_config(arguments(corpus, **more)))
     assert not list(failures(data.cut(subject)))
@@ -591,7 +635,11 @@ def means(*_):
 
 
 def rank_1_without_a_moment(load, checkpointer, step, *rest):
-    return without_a_moment(load, checkpointer, step, *rest) if checkpointer.rank else load(checkpointer, step, *rest)
+    return (
+        without_a_moment(load, checkpointer, step, *rest)
+        if checkpointer.rank
+        else load(checkpointer, step, *rest)
+    )
 
 
 OF_PROCESSES = {
@@ -631,7 +679,9 @@ def of_processes(rank, world_size, argv, name):
 
 def test_processes_equal_one(worlds, corpus):
     one_layer = {"model.pattern": '["kda"]', "model.num_layers": 1}
-    argv = arguments(corpus, **{"parallelism.context_parallel_degree": 1, "training.seq_len": 64, **one_layer})
+    argv = arguments(
+        corpus, **{"parallelism.context_parallel_degree": 1, "training.seq_len": 64, **one_layer}
+    )
     for offload in ("false", "true"):
         given = [*argv, "--training.enable_cpu_offload", offload]
         assert worlds(2).run(of_processes, given, "") == [[], []]
@@ -641,17 +691,27 @@ def test_processes_equal_one(worlds, corpus):
 
 
 def of_compiled_layers(rank, world_size, argv, broken):
-    with sabotaged(CPContext, "mark_dynamic", lambda mark, context: None if broken else mark(context)):
+    with sabotaged(
+        CPContext, "mark_dynamic", lambda mark, context: None if broken else mark(context)
+    ):
         return [str(finding) for finding in compiled.layers(subject_of(load_config(argv)))]
 
 
 def test_compiled_layers_equal_uncompiled_ones(worlds, corpus):
-    keys = {"parallelism.context_parallel_degree": 1, "training.seq_len": 64, "model.pattern": '["attention"]'}
+    keys = {
+        "parallelism.context_parallel_degree": 1,
+        "training.seq_len": 64,
+        "model.pattern": '["attention"]',
+    }
     keys |= {"model.num_layers": 1, "compile.enable": "true", "compile.backend": "aot_eager"}
     for findings in worlds(2).run(of_compiled_layers, arguments(corpus, **keys), False):
-        assert len(findings) == 4 and not any(line.startswith("FAIL") for line in findings), findings
+        assert len(findings) == 4 and not any(line.startswith("FAIL") for line in findings), (
+            findings
+        )
     for findings in worlds(1).run(of_compiled_layers, arguments(corpus, **keys), True):
-        assert findings[2].startswith("FAIL compiled: graphs that batches after the first 1 compile"), findings
+        assert findings[2].startswith(
+            "FAIL compiled: graphs that batches after the first 1 compile"
+        ), findings
 
 
 def test_compiled_layers_of_one_rank_of_many(corpus, monkeypatch):
@@ -674,7 +734,9 @@ def test_compiled_layers_of_one_rank_of_many(corpus, monkeypatch):
     with doctor.one_process():
         check = dict(doctor.checks(subject))["compiled"]
         losses, gradients, graphs, _ = check()
-    assert losses.holds and gradients.holds and graphs.holds and threads == {threading.main_thread()}
+    assert (
+        losses.holds and gradients.holds and graphs.holds and threads == {threading.main_thread()}
+    )
     assert "dp 2 × cp 2 × tp 2, ep 2, the last rank's" in losses.what and gradients.figure > 0
 
 
@@ -686,14 +748,20 @@ def test_a_kernel_that_cannot_start_is_a_finding(subject):
         raise OutOfResources("shared memory")
 
     with sabotaged(cases, "chunk_kda", fails):
-        check = next(pair for pair in doctor.checks(subject) if pair[0].startswith("implementations, chunk_kda"))
+        check = next(
+            pair
+            for pair in doctor.checks(subject)
+            if pair[0].startswith("implementations, chunk_kda")
+        )
         (found,) = doctor.guarded(*check)
     assert str(found).startswith("FAIL implementations, chunk_kda, layer 0: cannot be computed")
     assert "OutOfResources: shared memory" in str(found)
 
 
 def test_every_mixer_is_compared_with_definitions():
-    assert all(cases.cases.dispatch(kind) is not cases.cases.dispatch(object) for kind in MIXERS.values())
+    assert all(
+        cases.cases.dispatch(kind) is not cases.cases.dispatch(object) for kind in MIXERS.values()
+    )
 
 
 def test_ranks_that_cannot_go_on_are_a_finding(subject):
@@ -703,7 +771,9 @@ def test_ranks_that_cannot_go_on_are_a_finding(subject):
     check = partial(ops.split, subject, next(ops.cases(subject)))
     with sabotaged(folds, "act", fails):
         (found,) = doctor.guarded("split, chunk_kda", check)
-    assert "FAIL split, chunk_kda: cannot be computed" in str(found) and "of 4 in one process" in str(found)
+    assert "FAIL split, chunk_kda: cannot be computed" in str(
+        found
+    ) and "of 4 in one process" in str(found)
 
 
 # --- The command -----------------------------------------------------------------------------------------------------
@@ -711,25 +781,47 @@ def test_ranks_that_cannot_go_on_are_a_finding(subject):
 
 def test_the_debug_configuration(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("NGPU", raising=False)
-    run = ["--job.config_file", str(ROOT / "train_configs/debug.toml"), "--job.dump_folder", str(tmp_path / "run")]
+    run = [
+        "--job.config_file",
+        str(ROOT / "train_configs/debug.toml"),
+        "--job.dump_folder",
+        str(tmp_path / "run"),
+    ]
     code = doctor.main(run)
     out = capsys.readouterr().out
     assert code == 0, out
     assert "4 ranks in one process on the CPU: dp 2 × cp 2 × tp 1, contiguous" in out
     assert "cut: training.seq_len 2048 → 256" in out and out.splitlines()[-1].startswith("all ")
-    for check in ("labels", "cut", "streams", "implementation, float32", "split, float64", "documents", "repeated"):
+    for check in (
+        "labels",
+        "cut",
+        "streams",
+        "implementation, float32",
+        "split, float64",
+        "documents",
+        "repeated",
+    ):
         assert f"ok   {check}: " in out
     assert not (tmp_path / "run").exists()
 
 
 MISTAKES = {
-    "a key": ({"training.seq_length": 256}, "training.seq_length is not a key; did you mean training.seq_len"),
-    "a stream that cannot be cut": ({"training.seq_len": 250}, "training.seq_len = 250 cannot be cut into 4 equal"),
+    "a key": (
+        {"training.seq_length": 256},
+        "training.seq_length is not a key; did you mean training.seq_len",
+    ),
+    "a stream that cannot be cut": (
+        {"training.seq_len": 250},
+        "training.seq_len = 250 cannot be cut into 4 equal",
+    ),
     "a stream of one token": (
         {"training.seq_len": 1, "parallelism.context_parallel_degree": 1},
         "training.seq_len = 1: streams of one token",
     ),
-    "a corpus of less than a step": ({"training.seq_len": 16384}, "the corpus has 1[0-9],[0-9]* tokens, and a step"),
+    "a corpus of less than a step": (
+        {"training.seq_len": 16384},
+        "the corpus has 1[0-9],[0-9]* tokens, and a step",
+    ),
     "no corpus": ({"training.dataset_path": "none.jsonl"}, "training.dataset_path = 'none.jsonl'"),
 }
 
@@ -751,7 +843,9 @@ def test_short_memory_is_said_in_a_line(corpus, subject, monkeypatch, capsys):
         fitting(subject.model, subject.run, subject.degrees, torch.device("cuda"))
 
     def out_of_memory(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 80 GiB")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 80 GiB"
+        )
 
     with sabotaged(data, "labels", out_of_memory):
         assert doctor.main(arguments(corpus)) == 3
@@ -761,7 +855,11 @@ def test_short_memory_is_said_in_a_line(corpus, subject, monkeypatch, capsys):
 def test_what_may_differ_when_it_runs_again(subject):
     """On GPUs softmax attention alone."""
     on_gpu = replace(subject, device=torch.device("cuda"))
-    assert [ops.may_differ(on_gpu, layers) for layers in ([0, 1], [2], range(3))] == [False, True, True]
+    assert [ops.may_differ(on_gpu, layers) for layers in ([0, 1], [2], range(3))] == [
+        False,
+        True,
+        True,
+    ]
     assert not ops.may_differ(replace(subject, device=torch.device("cpu")), range(3))
 
 
@@ -778,7 +876,10 @@ def test_a_model_that_does_not_fit_is_narrowed_and_that_is_said(corpus):
         "layers 24 → 4, one period of their pattern",
         f"widths / 16: dim 2048 → {found.model.dim}",
     )
-    assert found.model.layers[0].mixers[0].head_dim == 128 and found.model.layers[0].mixers[0].heads % 2 == 0
+    assert (
+        found.model.layers[0].mixers[0].head_dim == 128
+        and found.model.layers[0].mixers[0].heads % 2 == 0
+    )
 
 
 def test_adapters_of_layers_that_are_cut_off_are_proved_on_the_others(corpus):
@@ -821,7 +922,12 @@ def test_a_run_that_does_not_hold_is_not_started(corpus, monkeypatch):
     monkeypatch.setattr(launch, "run_workers", lambda *_: pytest.fail("it is started"))
     monkeypatch.setenv("NGPU", "4")
     with pytest.raises(SystemExit) as stopped:
-        launch.main(arguments(corpus, **{"doctor.at_start": "true", "job.dump_folder": corpus.parent / "not started"}))
+        launch.main(
+            arguments(
+                corpus,
+                **{"doctor.at_start": "true", "job.dump_folder": corpus.parent / "not started"},
+            )
+        )
     assert stopped.value.code == 1
 
 
@@ -856,19 +962,29 @@ def test_where_transformers_departs_from_published_code(subject, tmp_path):
     def findings_of(model, **changes):
         model.save_pretrained(tmp_path)
         change_json(tmp_path / "config.json", changes)
-        return list(hf.logits(replace(subject, run=changed(subject.run, {"model.hf_assets_path": str(tmp_path)}))))
+        return list(
+            hf.logits(
+                replace(subject, run=changed(subject.run, {"model.hf_assets_path": str(tmp_path)}))
+            )
+        )
 
-    sizes = dict(head_dim=16, intermediate_size=16, layer_types=["linear_attention", "full_attention"])
+    sizes = dict(
+        head_dim=16, intermediate_size=16, layer_types=["linear_attention", "full_attention"]
+    )
     config = transformers.MiniMaxConfig(**hf_models.SIZES, **hf_models.HEADS, **sizes)
     minimax = hf_models.randomise(transformers.MiniMaxForCausalLM(config))
     (note,) = findings_of(minimax, rotary_dim=8)
-    assert re.search("are not compared: transformers rotates whole heads; .*`rotary_dim`", note.text)
+    assert re.search(
+        "are not compared: transformers rotates whole heads; .*`rotary_dim`", note.text
+    )
     (found,) = findings_of(minimax, rotary_dim=16)
     assert found.holds
 
-    nemotron = hf_models.randomise(hf_models.nemotron("M*-E"))  # of transformers' time_step_min, 0.001
+    # of transformers' time_step_min, 0.001
+    nemotron = hf_models.randomise(hf_models.nemotron("M*-E"))
     with torch.no_grad():
-        for name, p in nemotron.named_parameters():  # time steps below it, of heads that forget none the less
+        # time steps below it, of heads that forget none the less
+        for name, p in nemotron.named_parameters():
             p += {"dt_bias": -9, "A_log": 9}.get(name.rpartition(".")[2], 0)
     note, found = findings_of(nemotron)
     assert "compared with {'time_step_min': 2.2" in note.text and found.holds, found

@@ -19,7 +19,17 @@ import pytest
 import torch.distributed as dist
 
 from tests.commands import FORKSERVER
-from tests.failing import CODES, DELAY, FAULT, KEYS, PLACES, RANK_0, fail_at, says, wait_as_nccl_does
+from tests.failing import (
+    CODES,
+    DELAY,
+    FAULT,
+    KEYS,
+    PLACES,
+    RANK_0,
+    fail_at,
+    says,
+    wait_as_nccl_does,
+)
 from tests.processes import stay
 from tests.test_train import arguments
 from titan_linear import train
@@ -28,7 +38,8 @@ from titan_linear.distributed.process import LOST
 from titan_linear.run.preflight import preflight
 
 ROOT = Path(__file__).parents[1]
-HEARD, ENDED = 5.0, 15.0  # seconds, on GPUs; on the CPU, which may be busy, a rank that is not told never ends
+# seconds, on GPUs; on the CPU, which may be busy, a rank that is not told never ends
+HEARD, ENDED = 5.0, 15.0
 RUN = {
     "model.name": "kda",
     "training.local_batch_size": 2,
@@ -75,8 +86,16 @@ def run(place, argv, folder):
     output, ranks = folder / "output", []
     output.touch()
     for rank in ("0", "1"):
-        own = {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_ERROR_FILE": str(folder / f"error-{rank}")}
-        ranks.append(FORKSERVER.Process(target=rank_of_a_run, args=(place, argv, output, here | own), daemon=True))
+        own = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "TORCHELASTIC_ERROR_FILE": str(folder / f"error-{rank}"),
+        }
+        ranks.append(
+            FORKSERVER.Process(
+                target=rank_of_a_run, args=(place, argv, output, here | own), daemon=True
+            )
+        )
         ranks[-1].start()
     try:
         return watch(place, ranks, output)
@@ -126,8 +145,12 @@ def test_a_failing_rank_is_heard(place, corpus, tmp_path):
     argv = arguments(corpus, RUN, KEYS.get(place, {}), {"job.dump_folder": tmp_path / "run"})
     seen = run(place, argv, tmp_path)
     first = 0 if place in (*RANK_0, "sync save", "hang") else 1  # a failed save is told by rank 0
-    assert seen.codes[first] == CODES.get(place, 1) and seen.codes[1 - first] in (LOST, -signal.SIGTERM), seen
-    assert place in ("SIGKILL", "hang") or (tmp_path / f"error-{first}").exists()  # what torchrun's summary shows
+    assert seen.codes[first] == CODES.get(place, 1) and seen.codes[1 - first] in (
+        LOST,
+        -signal.SIGTERM,
+    ), seen
+    # what torchrun's summary shows
+    assert place in ("SIGKILL", "hang") or (tmp_path / f"error-{first}").exists()
     if place == "while saving":
         assert (tmp_path / "run/checkpoint/step-2/manifest.json").exists() and seen.ended > DELAY
 
@@ -136,7 +159,14 @@ def test_a_failing_rank_is_heard(place, corpus, tmp_path):
 
 COMMANDS = {
     "launcher": ["-m", "titan_linear.launch"],
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "titan_linear.train"],
+    "torchrun": [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "titan_linear.train",
+    ],
 }
 ON_GPUS = {"comm.train_timeout_seconds": 20}  # kernels are compiled, of several runs at a time
 
@@ -146,7 +176,9 @@ def launched(place, how, corpus, folder):
     folder.mkdir()
     more = ON_GPUS if place == "hang" else {}
     argv = arguments(corpus, RUN, KEYS.get(place, {}), more, {"job.dump_folder": folder / "run"})
-    path = os.pathsep.join([str(ROOT / "tests/faults"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(
+        [str(ROOT / "tests/faults"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     environment = {"FAIL_AT": place, "PYTHONPATH": path, "NGPU": "2"}
     output = folder / "output"
     with output.open("w") as file:
@@ -170,7 +202,9 @@ def table(corpus, folder, processes):
     be."""
     cases, wrong = list(product(PLACES, COMMANDS)), []
     with ThreadPoolExecutor(processes) as pool:
-        started = {pool.submit(launched, *case, corpus, folder / "-".join(case)): case for case in cases}
+        started = {
+            pool.submit(launched, *case, corpus, folder / "-".join(case)): case for case in cases
+        }
         for run in as_completed(started):
             place, how = started[run]
             row = {"place": place, "command": how}
@@ -178,7 +212,11 @@ def table(corpus, folder, processes):
                 row |= {"error": str(error)}
             else:
                 seen = run.result()
-                row |= {"heard": round(seen.heard, 1), "ended": round(seen.ended, 1), "code": seen.codes[0]}
+                row |= {
+                    "heard": round(seen.heard, 1),
+                    "ended": round(seen.ended, 1),
+                    "code": seen.codes[0],
+                }
             if "error" in row or row["heard"] > HEARD or row["ended"] > ENDED or not row["code"]:
                 wrong.append(row)
             print(json.dumps(row))

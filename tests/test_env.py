@@ -52,7 +52,9 @@ def executable(file, text):
 
 def find_python(checkout, path, *extras, **environment):
     """find_python's PYTHON and PYTHONPATH, called elsewhere, with this PATH."""
-    shell = 'set -euo pipefail; source "$0/tools/env.sh"; find_python "$@"; echo "$PYTHON|$PYTHONPATH"'
+    shell = (
+        'set -euo pipefail; source "$0/tools/env.sh"; find_python "$@"; echo "$PYTHON|$PYTHONPATH"'
+    )
     command = [shutil.which("bash"), "-c", shell, checkout, *extras]
     environment = {"PATH": f"{path}:/usr/bin:/bin", **environment}
     return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True)
@@ -62,7 +64,9 @@ def test_an_active_python_with_everything_is_used(checkout):
     active = Path(sys.executable).parent
     done = find_python(checkout, active, "dev")
     python, _, path = done.stdout.strip().partition("|")
-    assert done.returncode == 0 and os.path.samefile(shutil.which(python, path=active), sys.executable)
+    assert done.returncode == 0 and os.path.samefile(
+        shutil.which(python, path=active), sys.executable
+    )
     assert path == str(checkout) and not (checkout / ".venv").exists()
 
 
@@ -73,7 +77,9 @@ def test_a_python_that_lacks_one_is_not_used(requirement, checkout):
     (checkout / ".venv").mkdir()  # so that none is made
     done = find_python(checkout, Path(sys.executable).parent)
     assert done.returncode == 1 and "lacks dependencies" in done.stderr
-    project.write_text(project.read_text().replace(f'"{requirement}"', "\"nonesuch; python_version < '3'\""))
+    project.write_text(
+        project.read_text().replace(f'"{requirement}"', "\"nonesuch; python_version < '3'\"")
+    )
     assert find_python(checkout, Path(sys.executable).parent).returncode == 0
 
 
@@ -81,7 +87,10 @@ def test_an_old_python_is_named(checkout, tmp_path):
     for name in NAMES:
         executable(tmp_path / name, "#!/bin/sh\n[ $1 = --version ] && echo Python 3.9.1\nexit 1\n")
     done = find_python(checkout, tmp_path)
-    assert (done.returncode, done.stderr) == (1, "error: Python 3.10 or newer is needed; found Python 3.9.1\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: Python 3.10 or newer is needed; found Python 3.9.1\n",
+    )
 
 
 def test_an_environment_is_made_once_and_brought_up_to_date(checkout, find):
@@ -101,7 +110,9 @@ def test_a_set_up_that_fails_is_made_anew(checkout, find):
     assert done.stderr.endswith("error: pip failed; the same command tries again\n")
     (checkout / ".venv" / "torn").touch()
     done, commands = find()
-    assert done.returncode == 0 and len(commands) == 2 and not (checkout / ".venv" / "torn").exists()
+    assert (
+        done.returncode == 0 and len(commands) == 2 and not (checkout / ".venv" / "torn").exists()
+    )
 
 
 def test_an_environment_of_the_users_is_left_alone(checkout, find):
@@ -111,8 +122,12 @@ def test_an_environment_of_the_users_is_left_alone(checkout, find):
     assert (checkout / ".venv" / "mine").exists() and commands == []
 
 
-@pytest.mark.parametrize("capability, code, tried", [("8.0", 0, False), ("9.0", 0, True), ("10.0\n9.0", 1, True)])
-def test_flash_attention_4_is_tried_where_it_has_kernels(capability, code, tried, checkout, tmp_path, find):
+@pytest.mark.parametrize(
+    "capability, code, tried", [("8.0", 0, False), ("9.0", 0, True), ("10.0\n9.0", 1, True)]
+)
+def test_flash_attention_4_is_tried_where_it_has_kernels(
+    capability, code, tried, checkout, tmp_path, find
+):
     executable(tmp_path / "bin" / "nvidia-smi", f"#!/bin/sh\necho '{capability}'\n")
     fails = f'"-m pip"*gpu*) echo "$*" >>"$LOG"; exit {code} ;;\n  "-m pip"*)'
     executable(tmp_path / "bin" / "python", FAKE.replace('"-m pip"*)', fails))

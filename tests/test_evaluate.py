@@ -41,7 +41,10 @@ WORDS = ["def", "self", "return", "import", "value", "None", "for", "name", "in"
 def keys(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     rng = np.random.default_rng(0)
-    texts = ("\n".join(" ".join(rng.choice(WORDS, rng.integers(1, 25))) for _ in range(50)) for _ in range(20))
+    texts = (
+        "\n".join(" ".join(rng.choice(WORDS, rng.integers(1, 25))) for _ in range(50))
+        for _ in range(20)
+    )
     write_texts(folder / "texts.jsonl", texts)
     more = {"training.dataset_path": folder / "texts.jsonl", "job.dump_folder": folder / "run"}
     return BASE | FLOAT64 | SMALL_HYBRID | more
@@ -50,16 +53,24 @@ def keys(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizers")
-    texts = [string.printable, " ".join(WORDS), "One of the special magic numbers for is: 0123456789."]
+    texts = [
+        string.printable,
+        " ".join(WORDS),
+        "One of the special magic numbers for is: 0123456789.",
+    ]
     spaces = {"pre_tokenizer": pre_tokenizers.Metaspace(), "decoder": decoders.Metaspace()}
     for name, parts in (("bytes", {}), ("spaces", spaces)):
         (folder / name).mkdir()
         byte_bpe(texts, 400, ["<|endoftext|>"], **parts).save(str(folder / name / "tokenizer.json"))
-    return {"": ByteTokenizer()} | {name: build_tokenizer(str(folder / name)) for name in ("bytes", "spaces")}
+    return {"": ByteTokenizer()} | {
+        name: build_tokenizer(str(folder / name)) for name in ("bytes", "spaces")
+    }
 
 
 def prompts_of(keys, tokenizer, **more):
-    return open_prompts(load_config(argv_of(keys, evaluation__tasks=["niah_single_2"], **more)), tokenizer)
+    return open_prompts(
+        load_config(argv_of(keys, evaluation__tasks=["niah_single_2"], **more)), tokenizer
+    )
 
 
 # --- The reference: answers as a reader finds them in the text --------------------------------------------------------
@@ -87,7 +98,9 @@ def counted(text):
 def titled(text):
     quoted = re.search(r" says: (.*)\n", text)[1]
     (found,) = (
-        part for part in text.split(" says: ")[0].split("\nDocument ")[1:] if quoted in part.partition("It refers")[0]
+        part
+        for part in text.split(" says: ")[0].split("\nDocument ")[1:]
+        if quoted in part.partition("It refers")[0]
     )
     title, to = found[:6], re.search(r"refers to the document (\w+)", found)[1]
     return [to if "To which" in text else title]
@@ -121,7 +134,9 @@ def test_a_reader_finds_the_answers(task, keys, tokenizers):
         asked = re.compile(r"\nWh|\nTo which").search(text)
         context = text[: asked.start()] if asked else text[: text.rindex(written[0])]
         found = REFERENCE[task](text)
-        assert (found[-len(written) :] if task in ("mqar", "induction") else found[: len(written)]) == written, name
+        assert (
+            found[-len(written) :] if task in ("mqar", "induction") else found[: len(written)]
+        ) == written, name
         if task.startswith("niah"):
             assert all(context.count(answer) == 1 for answer in written)  # in its needle alone
         first = [np.flatnonzero((part == i) & (answers[:, 1] != NONE)) for i in range(len(written))]
@@ -133,7 +148,9 @@ def test_a_reader_finds_the_answers(task, keys, tokenizers):
 def test_a_depth_is_told_where_one_needle_has_all_answers():
     rows = np.array([[0, 1, 0, 1, -1, -2]])
     for task, make in TASKS.items():
-        question = make(Draw(random.Random(0)), repeat("This line is longer than twenty characters.\n"), 0.5)
+        question = make(
+            Draw(random.Random(0)), repeat("This line is longer than twenty characters.\n"), 0.5
+        )
         depth = recall(Sample(task, 3, 0.5, 0), rows)["depth"]
         assert (depth == 0.5) == (len(question.answers) == 1 or len(question.needles) == 1), task
 
@@ -183,7 +200,9 @@ def test_who_knows_has_all_and_who_does_not_has_chance(keys, worlds):
         loss = "loss" if "chance" in none else "score"
         assert none[loss] == pytest.approx(np.log(257), rel=1e-12) and best[loss] < 1e-9
         if "chance" in none:
-            assert (best["exact"], best["score"], none["exact"]) == (1, 1, 0) and none["score"] == none["chance"]
+            assert (best["exact"], best["score"], none["exact"]) == (1, 1, 0) and none[
+                "score"
+            ] == none["chance"]
 
 
 def examined(rank, world_size, argv):
@@ -191,7 +210,10 @@ def examined(rank, world_size, argv):
     return evaluate.examined(load_config(argv))
 
 
-SMALL_TASKS = {"evaluation.tasks": "['niah_single_1', 'mqar', 'induction', 'loss']", "evaluation.lengths": "[600, 353]"}
+SMALL_TASKS = {
+    "evaluation.tasks": "['niah_single_1', 'mqar', 'induction', 'loss']",
+    "evaluation.lengths": "[600, 353]",
+}
 SPLIT = {
     "one process": (1, {}),
     "dp 2": (2, {}),
@@ -212,31 +234,50 @@ def alone(keys, worlds):
 @pytest.mark.parametrize("name", SPLIT)
 def test_scores_do_not_depend_on_the_split(name, keys, alone, worlds):
     processes, split = SPLIT[name]
-    argv = argv_of(keys | EVALUATED | SMALL_TASKS | split, training__seq_len=1024)  # two lengths in one stream
+    # two lengths in one stream
+    argv = argv_of(keys | EVALUATED | SMALL_TASKS | split, training__seq_len=1024)
     records, *others = worlds(processes).run(examined, argv)
     assert not any(others)
-    of_each = [sorted(of, key=lambda record: (record["task"], record["length"])) for of in (records, alone)]
+    of_each = [
+        sorted(of, key=lambda record: (record["task"], record["length"])) for of in (records, alone)
+    ]
     for record, other in zip(*of_each, strict=True):
-        near = {key: pytest.approx(x, rel=1e-9) if isinstance(x, float) else x for key, x in other.items()}
+        near = {
+            key: pytest.approx(x, rel=1e-9) if isinstance(x, float) else x
+            for key, x in other.items()
+        }
         assert record == near
 
 
 @pytest.mark.parametrize(
     "more, said",
     [
-        ({"evaluation.tasks": "['niah']"}, "evaluation.tasks: 'niah' is unknown; use some of niah_single_1, "),
+        (
+            {"evaluation.tasks": "['niah']"},
+            "evaluation.tasks: 'niah' is unknown; use some of niah_single_1, ",
+        ),
         (
             {"evaluation.tasks": "['vt']", "evaluation.lengths": "[99]"},
             r"99 is too short for the task 'vt', which takes 4\d\d",
         ),
-        ({"evaluation.tasks": "['loss']", "evaluation.lengths": "[9000]"}, "no document of the text has 9,000 tokens"),
-        ({"evaluation.lengths": "[90000]"}, "90,000 tokens are more than the text's 63,555; give a longer"),
+        (
+            {"evaluation.tasks": "['loss']", "evaluation.lengths": "[9000]"},
+            "no document of the text has 9,000 tokens",
+        ),
+        (
+            {"evaluation.lengths": "[90000]"},
+            "90,000 tokens are more than the text's 63,555; give a longer",
+        ),
         (
             {"model.flavor": "softmax", "evaluation.lengths": "[65]"},
             "65 is above the 64 positions of the model; give less",
         ),
         (
-            {"model.flavor": "wide-norms", "evaluation.lengths": "[129]", "model.hf_assets_path": "FOLDER"},
+            {
+                "model.flavor": "wide-norms",
+                "evaluation.lengths": "[129]",
+                "model.hf_assets_path": "FOLDER",
+            },
             "129 is above the 128 positions of the model; give less, or extend them by rope_scaling",
         ),
     ],
@@ -247,7 +288,9 @@ def test_what_cannot_be_evaluated_is_refused(more, said, keys, tmp_path):
     more = {key: tmp_path if value == "FOLDER" else value for key, value in more.items()}
     config = load_config(argv_of(keys | {"evaluation.tasks": "['niah_single_2']"} | more))
     with refused(said):
-        check_evaluation(config, (OWN["hybrid"] | OWN_FLAVORS)[config.model.flavor], ByteTokenizer())
+        check_evaluation(
+            config, (OWN["hybrid"] | OWN_FLAVORS)[config.model.flavor], ByteTokenizer()
+        )
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path, capsys):
@@ -261,8 +304,12 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path, capsys):
 
 def test_sizes_are_read(capsys):
     assert [evaluate.size(text) for text in ("512", "4k", "1M")] == [512, 4096, 2**20]
-    assert is_refused(evaluate.main, ["--tasks", "vt"], capsys).startswith("give PATH, what is evaluated")
-    assert is_refused(score.main, ["a", "--temperature", "nan"], capsys).endswith("--temperature nan above 0\n")
+    assert is_refused(evaluate.main, ["--tasks", "vt"], capsys).startswith(
+        "give PATH, what is evaluated"
+    )
+    assert is_refused(score.main, ["a", "--temperature", "nan"], capsys).endswith(
+        "--temperature nan above 0\n"
+    )
 
 
 def test_where_results_go_is_tried_first(tmp_path, monkeypatch, capsys):
@@ -276,19 +323,31 @@ def test_where_results_go_is_tried_first(tmp_path, monkeypatch, capsys):
 
 def test_a_run_shows_what_its_checkpoint_does(keys, tmp_path, worlds):
     """By step; in TensorBoard by length, and as an image of tiles by depth and length."""
-    more = {"job.dump_folder": tmp_path, "checkpoint.enable": "true", "metrics.enable_tensorboard": "true"}
+    more = {
+        "job.dump_folder": tmp_path,
+        "checkpoint.enable": "true",
+        "metrics.enable_tensorboard": "true",
+    }
     of_run = keys | EVALUATED | SMALL_TASKS | more | {"evaluation.freq": 2, "training.steps": 3}
     worlds(2).run(train, argv_of(of_run, parallelism__context_parallel_degree=2))
     lines = read_lines(tmp_path / "evaluation.jsonl")
     assert [step for step, _ in groupby(line.pop("step") for line in lines)] == [2, 3]
-    saved = {"checkpoint.initial_load_path": tmp_path / "checkpoint/step-3", "job.dump_folder": tmp_path / "again"}
+    saved = {
+        "checkpoint.initial_load_path": tmp_path / "checkpoint/step-3",
+        "job.dump_folder": tmp_path / "again",
+    }
     records = worlds(1).run(examined, argv_of(of_run | saved))[0]
     for line, record in zip(lines[len(records) :], records, strict=True):
-        assert line == {key: pytest.approx(x, rel=1e-9) if isinstance(x, float) else x for key, x in record.items()}
+        assert line == {
+            key: pytest.approx(x, rel=1e-9) if isinstance(x, float) else x
+            for key, x in record.items()
+        }
     events = events_of(tmp_path)
     first = [line["loss"] for line in lines[:4] if line["length"] == 600]
     shown = events.Scalars("evaluation_loss/niah_single_1_600")
-    assert [event.step for event in shown] == [2, 3] and shown[0].value == pytest.approx(np.mean(first), rel=1e-6)
+    assert [event.step for event in shown] == [2, 3] and shown[0].value == pytest.approx(
+        np.mean(first), rel=1e-6
+    )
     image = events.Images("evaluation/niah_single_1")[0]
     assert (image.width, image.height) == (32, 32)  # of two lengths and depths
 
@@ -302,7 +361,11 @@ def said(rank, world_size, argv, change):
     def prompt(sample):
         rows = asked(sample)
         before = rows[: np.argmax(rows[:, 1] != NONE), 0].tolist()
-        options = {"max_new_tokens": sample.length - len(before), "sampling": Sampling(), "device": torch.device("cpu")}
+        options = {
+            "max_new_tokens": sample.length - len(before),
+            "sampling": Sampling(),
+            "device": torch.device("cpu"),
+        }
         (new,) = generate_tokens(reader.model, [before], **options, vocab_size=257)
         rows[len(before) :, 0] = new
         rows[-1, 0] = (new[-1] + change) % 256
@@ -321,25 +384,41 @@ def test_exact_is_what_greedy_decoding_writes(keys, worlds):
 def likely(rank, world_size, argv, requests):
     OWN["hybrid"] |= OWN_FLAVORS
     reader = open_reader(load_config(argv))
-    return lm_eval.likelihoods(requests, reader), [whole(reader.model, *of) for of in requests if world_size == 1]
+    return lm_eval.likelihoods(requests, reader), [
+        whole(reader.model, *of) for of in requests if world_size == 1
+    ]
 
 
 def whole(model, tokens, begin):
     with torch.no_grad():
-        logits = model(torch.tensor([tokens]), BatchPlan(torch.arange(len(tokens))))[0, begin - 1 : -1]
+        logits = model(torch.tensor([tokens]), BatchPlan(torch.arange(len(tokens))))[
+            0, begin - 1 : -1
+        ]
     after = torch.tensor(tokens[begin:])
-    return logits.log_softmax(-1).gather(1, after[:, None]).sum().item(), bool((logits.argmax(-1) == after).all())
+    return logits.log_softmax(-1).gather(1, after[:, None]).sum().item(), bool(
+        (logits.argmax(-1) == after).all()
+    )
 
 
 def test_likelihoods_of_a_harness_are_those_of_whole_logits(keys, worlds):
     """In its order, on every rank."""
     rng = np.random.default_rng(0)
-    requests = [(rng.integers(0, 256, n).tolist(), begin) for n, begin in ((9, 8), (70, 1), (33, 20), (70, 69), (2, 1))]
+    requests = [
+        (rng.integers(0, 256, n).tolist(), begin)
+        for n, begin in ((9, 8), (70, 1), (33, 20), (70, 69), (2, 1))
+    ]
     argv = argv_of(keys, training__local_batch_size=1)
     ((alone, exact),) = worlds(1).run(likely, argv, requests)
-    cp, tp = ([*argv, f"--parallelism.{name}_parallel_degree", "2"] for name in ("context", "tensor"))
-    for found in (alone, *(of for split in (cp, tp) for of, _ in worlds(2).run(likely, split, requests))):
-        assert [logprob for logprob, _ in found] == pytest.approx([logprob for logprob, _ in exact], rel=1e-9)
+    cp, tp = (
+        [*argv, f"--parallelism.{name}_parallel_degree", "2"] for name in ("context", "tensor")
+    )
+    for found in (
+        alone,
+        *(of for split in (cp, tp) for of, _ in worlds(2).run(likely, split, requests)),
+    ):
+        assert [logprob for logprob, _ in found] == pytest.approx(
+            [logprob for logprob, _ in exact], rel=1e-9
+        )
         assert [greedy for _, greedy in found] == [greedy for _, greedy in exact]
 
 
@@ -377,14 +456,22 @@ def test_a_user_asks_by_the_chat_template(keys, tokenizers, tmp_path):
     """The answer follows what begins the assistant's turn; the length stays."""
     with refused("evaluation.chat = true takes a chat template, and the tokenizer has none"):
         prompts_of(keys, tokenizers["bytes"], evaluation__chat="true")
-    byte_bpe([string.printable], 300, ["<|user|>", "<|bot|>"]).save(str(tmp_path / "tokenizer.json"))
+    byte_bpe([string.printable], 300, ["<|user|>", "<|bot|>"]).save(
+        str(tmp_path / "tokenizer.json")
+    )
     template = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|bot|>"
     (tmp_path / "chat_template.jinja").write_text(template)
     tokenizer = build_tokenizer(str(tmp_path))
-    rows = prompts_of(keys, tokenizer, evaluation__chat="true").prompt(Sample("niah_single_1", 900, 0.5, 0))
+    rows = prompts_of(keys, tokenizer, evaluation__chat="true").prompt(
+        Sample("niah_single_1", 900, 0.5, 0)
+    )
     text = tokenizer.decode(rows[rows[:, 1] == NONE, 0], special=True)
-    assert len(rows) == 900 and text.startswith("<|user|>Some special") and text.count("<|bot|>") == 1
-    assert re.search(r"in their order\?\n<\|bot\|>\nOne of the special magic numbers for \w+ is:$", text)
+    assert (
+        len(rows) == 900 and text.startswith("<|user|>Some special") and text.count("<|bot|>") == 1
+    )
+    assert re.search(
+        r"in their order\?\n<\|bot\|>\nOne of the special magic numbers for \w+ is:$", text
+    )
 
 
 def test_models_that_are_compared_have_one_size_and_positions():
@@ -409,6 +496,14 @@ def test_an_answer_is_compared_with_what_there_is():
 
 
 def test_tiles_have_depths_down_and_lengths_across():
-    records = [{"length": n, "depth": depth, "score": n * depth} for n in (64, 128, 256) for depth in (0.0, 1.0)]
+    records = [
+        {"length": n, "depth": depth, "score": n * depth}
+        for n in (64, 128, 256)
+        for depth in (0.0, 1.0)
+    ]
     lengths, depths, scores = tiles(records)
-    assert (lengths, depths, scores.tolist()) == ([64, 128, 256], [0, 1], [[0, 0, 0], [64, 128, 256]])
+    assert (lengths, depths, scores.tolist()) == (
+        [64, 128, 256],
+        [0, 1],
+        [[0, 0, 0], [64, 128, 256]],
+    )

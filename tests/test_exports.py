@@ -48,9 +48,18 @@ def test_a_checkpoint_is_exported_while_training_goes_on(corpus, worlds, tmp_pat
     folder = tmp_path / "checkpoint"
     # One is kept, and no other stays because it was read.
     assert sorted(path.name for path in folder.iterdir()) == ["step-1-hf", "step-2", "step-2-hf"]
-    assert convert.main(["to-hf", str(folder / "step-2"), str(tmp_path / "out"), "--export-dtype", "bfloat16"]) == 0
-    found, wanted = (load_file(path / "model.safetensors") for path in (folder / "step-2-hf", tmp_path / "out"))
-    assert found.keys() == wanted.keys() and all((found[name] == wanted[name]).all() for name in wanted)
+    assert (
+        convert.main(
+            ["to-hf", str(folder / "step-2"), str(tmp_path / "out"), "--export-dtype", "bfloat16"]
+        )
+        == 0
+    )
+    found, wanted = (
+        load_file(path / "model.safetensors") for path in (folder / "step-2-hf", tmp_path / "out")
+    )
+    assert found.keys() == wanted.keys() and all(
+        (found[name] == wanted[name]).all() for name in wanted
+    )
     kept = tmp_path / "config.toml"  # of another model: a layer would be left out
     kept.write_text(kept.read_text().replace("num_layers = 0", "num_layers = 1"))
     assert convert.main(["to-hf", str(folder / "step-2"), str(tmp_path / "less")]) == 2
@@ -65,7 +74,9 @@ class SignalAtStep2(Hook):
 
 def stop_rank_1(rank, world_size, argv):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exports, "command", lambda *_: [sys.executable, "-c", "import signal; signal.pause()"])
+        patch.setattr(
+            exports, "command", lambda *_: [sys.executable, "-c", "import signal; signal.pause()"]
+        )
         trainer = Trainer(load_config(argv))
         trainer.hooks += [SignalAtStep2()] * rank
         with trainer.stop:
@@ -103,7 +114,9 @@ def saved(folder, *steps):
 
 def runs(monkeypatch, code):
     """In place of the export: code that knows the folder that it is to write."""
-    monkeypatch.setattr(exports, "command", lambda _, folder, __: [sys.executable, "-c", code, str(folder)])
+    monkeypatch.setattr(
+        exports, "command", lambda _, folder, __: [sys.executable, "-c", code, str(folder)]
+    )
 
 
 def test_what_was_cut_short_is_made_up_for(monkeypatch, capsys, tmp_path):
@@ -167,12 +180,20 @@ def test_an_export_that_is_killed_starts_again_once(code, monkeypatch, capsys, t
     until(lambda: found.look() or not in_use)
     assert not found.waiting and found.process is None
     folder = exports.export_folder(config, 2)
-    assert capsys.readouterr().out == "warning: exporting step-2 failed: its process was killed; it starts again\n" + (
-        f"exported '{folder}'\n" if code == ONCE else "warning: exporting step-2 failed: exit code -9\n"
+    assert (
+        capsys.readouterr().out
+        == "warning: exporting step-2 failed: its process was killed; it starts again\n"
+        + (
+            f"exported '{folder}'\n"
+            if code == ONCE
+            else "warning: exporting step-2 failed: exit code -9\n"
+        )
     )
 
 
-@pytest.mark.parametrize("lacking, said", [("tempfile.TemporaryFile", "full"), ("subprocess.Popen", "too many")])
+@pytest.mark.parametrize(
+    "lacking, said", [("tempfile.TemporaryFile", "full"), ("subprocess.Popen", "too many")]
+)
 def test_an_export_that_cannot_start_is_a_warning(lacking, said, monkeypatch, capsys, tmp_path):
     """No room for temporary files, or for processes: what it does to one export it need not do to the next."""
     runs(monkeypatch, "import os, sys; os.mkdir(sys.argv[1])")
@@ -248,7 +269,10 @@ def test_an_export_dies_with_its_rank(tmp_path):
     until(lambda: gone(export))
     (tmp_path / "imports").unlink()
     command = read_json(tmp_path / "command")  # of a rank that is no more
-    assert subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 1
+    assert (
+        subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode
+        == 1
+    )
     assert not (tmp_path / "imports").exists()
 
 

@@ -47,7 +47,11 @@ def test_what_is_no_json_is_said_in_a_line(content, why, tmp_path):
     with pytest.raises(Unreadable) as error:
         read_json(file, dict[str, int], "do this")
     line = str(error.value)
-    assert line.startswith(f"'{file}' cannot be read ({why}") and line.endswith("); do this") and "\n" not in line
+    assert (
+        line.startswith(f"'{file}' cannot be read ({why}")
+        and line.endswith("); do this")
+        and "\n" not in line
+    )
 
 
 def test_a_name_that_is_too_long():

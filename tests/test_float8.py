@@ -13,7 +13,15 @@ from torch._dynamo.utils import counters
 from tests.keys import argv_of
 from tests.models.ours import loss_of
 from tests.refusals import refused
-from tests.test_train import FLOAT64, SMALL_HYBRID, SPLITS, arguments, check_equal, train_on_rank, worst
+from tests.test_train import (
+    FLOAT64,
+    SMALL_HYBRID,
+    SPLITS,
+    arguments,
+    check_equal,
+    train_on_rank,
+    worst,
+)
 from titan_linear.config import check_config, load_config
 from titan_linear.distributed.compiling import apply_compile
 from titan_linear.models import float8
@@ -36,7 +44,8 @@ from titan_linear.run.preflight import check_float8, check_float8_device, prefli
 ON = {"float8.enable": "true", "float8.emulate": "true"}
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
 E4M3 = E4M3[E4M3.isfinite()].unique()
-E4M3 = torch.cat([E4M3[::2], E4M3[1::2]])  # of two that are as near, the one with an even last bit comes first
+# of two that are as near, the one with an even last bit comes first
+E4M3 = torch.cat([E4M3[::2], E4M3[1::2]])
 TALL = torch.logspace(-20, 8, 61, base=2.0)[:, None]  # rows of sizes far apart
 
 
@@ -61,7 +70,9 @@ def test_rows_are_rounded_as_defined():
     numbers, scales = scaled_rows(x)
     assert torch.equal(numbers.double() * scales, rounded(x.double()))
     assert torch.equal(torch.frexp(scales).mantissa, torch.full_like(scales, 0.5))  # powers of two
-    assert bool(((numbers.float().abs().amax(1) >= 224) & (numbers.float().abs().amax(1) <= 448)).all())
+    assert bool(
+        ((numbers.float().abs().amax(1) >= 224) & (numbers.float().abs().amax(1) <= 448)).all()
+    )
     error, row = (numbers.double() * scales - x).abs(), x.abs().amax(1, keepdim=True)
     assert bool((error <= torch.maximum(x.abs() * 2**-4, row * 2**-17)).all())
 
@@ -69,7 +80,9 @@ def test_rows_are_rounded_as_defined():
 @pytest.mark.parametrize("largest", [448.0, 448.0 * (1 + 2**-7), 224.0, 3.0, 2.0**-99, 2.0**100])
 def test_largest_numbers_do_not_overflow(largest):
     numbers, scales = scaled_rows(torch.tensor([[largest, -largest, largest / 2]]))
-    assert (numbers.float() * scales)[0].tolist() == pytest.approx([largest, -largest, largest / 2], rel=2**-4)
+    assert (numbers.float() * scales)[0].tolist() == pytest.approx(
+        [largest, -largest, largest / 2], rel=2**-4
+    )
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
@@ -77,9 +90,15 @@ def test_rows_that_are_zero_or_not_finite(bad):
     x, w = draw(4, 32).double(), draw(16, 32, seed=1).double()  # in which sums are exact
     x[1], x[2, 5] = 0, bad
     y = emulated_linear(x, w)
-    assert torch.equal(y[[0, 3]], emulated_linear(x[[0, 3]], w)) and not y[1].any() and not y[2].isfinite().any()
+    assert (
+        torch.equal(y[[0, 3]], emulated_linear(x[[0, 3]], w))
+        and not y[1].any()
+        and not y[2].isfinite().any()
+    )
     w[3, 0] = bad
-    assert emulated_linear(x[[0, 1, 3]], w).isfinite().all(0).tolist() == [n != 3 for n in range(16)]
+    assert emulated_linear(x[[0, 1, 3]], w).isfinite().all(0).tolist() == [
+        n != 3 for n in range(16)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -181,7 +200,9 @@ IN_FLOAT8 = {
     "qwen3.5/9B": BRANCH | SWIGLU | {"mixer.q_proj"},
     "qwen3.5/397B-A17B": BRANCH | {"mixer.q_proj", "mlp.shared.gate_proj + mlp.shared.up_proj"},
     "olmo-hybrid/7B": BRANCH | SWIGLU | {f"mixer.{x}_proj" for x in "qkv"},
-    "kimi-linear/48B-A3B": BRANCH | SWIGLU | {"mixer.q_proj", "mlp.shared.gate_proj + mlp.shared.up_proj"},
+    "kimi-linear/48B-A3B": BRANCH
+    | SWIGLU
+    | {"mixer.q_proj", "mlp.shared.gate_proj + mlp.shared.up_proj"},
     "ling-3/tiny": set(),
     "ling-3/flash": BRANCH | SWIGLU | {"mixer.q_proj"},
     "nemotron-h/8B": {"mixer.o_proj", "mixer.q_proj", "mlp.up_proj", "mlp.down_proj"},
@@ -199,7 +220,9 @@ def test_projections_in_float8(name):
     products = use_float8(model, [])
     assert {" + ".join(n.split(".", 2)[2] for n in names) for names in products} == IN_FLOAT8[name]
     assert {n for names in products for n in names} == {
-        n for n, m in model.named_modules() if isinstance(m, Projection) and m.product is not F.linear
+        n
+        for n, m in model.named_modules()
+        if isinstance(m, Projection) and m.product is not F.linear
     }
 
 
@@ -239,7 +262,9 @@ def test_splits_equal_one_process(corpus, worlds):
 @pytest.mark.usefixtures("small")
 def test_a_layer_is_one_graph():
     pattern = (Attention(heads=2, kv_heads=1, head_dim=32, rope_theta=None),)
-    model = Decoder(ModelConfig(vocab_size=64, dim=32, num_layers=2, hidden_dim=32, pattern=pattern))
+    model = Decoder(
+        ModelConfig(vocab_size=64, dim=32, num_layers=2, hidden_dim=32, pattern=pattern)
+    )
     initialise(model.use("torch", torch.device("cpu"), torch.float32), seed=0)
     assert len(use_float8(model, [], emulate=True)) == 2 * 6
     torch.compiler.reset()
@@ -247,7 +272,9 @@ def test_a_layer_is_one_graph():
     apply_compile(model, "aot_eager")
     context = build_cp_context(torch.tensor([0, 20, 64], dtype=torch.int32), rank=0, world_size=1)
     tokens = torch.arange(64)[None]
-    model(tokens, BatchPlan(context.position_ids, cp_context=context), loss=loss_of(tokens)).backward()
+    model(
+        tokens, BatchPlan(context.position_ids, cp_context=context), loss=loss_of(tokens)
+    ).backward()
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
@@ -262,9 +289,18 @@ def config_of(**keys):
 @pytest.mark.parametrize(
     "keys, message",
     [
-        ({"parallelism__tensor_parallel_degree": 2}, r"tensor_parallel_degree = 2 leaves ranks parts of them"),
-        ({"float8__enable": "false", "float8__emulate": "true"}, "float8.emulate = true has no effect with"),
-        ({"float8__enable": "false", "float8__filter_fqns": '["o_proj"]'}, r"float8.filter_fqns = \[.o_proj.\] has no"),
+        (
+            {"parallelism__tensor_parallel_degree": 2},
+            r"tensor_parallel_degree = 2 leaves ranks parts of them",
+        ),
+        (
+            {"float8__enable": "false", "float8__emulate": "true"},
+            "float8.emulate = true has no effect with",
+        ),
+        (
+            {"float8__enable": "false", "float8__filter_fqns": '["o_proj"]'},
+            r"float8.filter_fqns = \[.o_proj.\] has no",
+        ),
     ],
 )
 def test_keys_that_contradict_it_are_refused(keys, message):
@@ -275,9 +311,18 @@ def test_keys_that_contradict_it_are_refused(keys, message):
 @pytest.mark.parametrize(
     "keys, message",
     [
-        ({"model__flavor": "340M"}, r"of model.flavor = '340M' \(dim 1024\) has a weight of 2048 × 2048 or more, and"),
-        ({"float8__filter_fqns": '["head"]'}, r"'head' is in the name of no projection in float8; remove it"),
-        ({"float8__filter_fqns": '["layers."]'}, r"no product outside float8.filter_fqns \(dim 2048\)"),
+        (
+            {"model__flavor": "340M"},
+            r"of model.flavor = '340M' \(dim 1024\) has a weight of 2048 × 2048 or more, and",
+        ),
+        (
+            {"float8__filter_fqns": '["head"]'},
+            r"'head' is in the name of no projection in float8; remove it",
+        ),
+        (
+            {"float8__filter_fqns": '["layers."]'},
+            r"no product outside float8.filter_fqns \(dim 2048\)",
+        ),
     ],
 )
 def test_models_without_such_products_are_refused(keys, message):
@@ -291,7 +336,11 @@ def test_models_without_such_products_are_refused(keys, message):
     [
         (None, {}, r"8.9 or more, not a CPU; set it to false, or float8.emulate = true"),
         ((8, 0), {}, r"8.9 or more, not 8.0; set it to false"),
-        ((9, 0), {"training__mixed_precision_param": "float32"}, r"is for training.mixed_precision_param = 'bfloat16'"),
+        (
+            (9, 0),
+            {"training__mixed_precision_param": "float32"},
+            r"is for training.mixed_precision_param = 'bfloat16'",
+        ),
     ],
 )
 def test_devices_without_it_are_refused(capability, keys, message, monkeypatch):
@@ -309,7 +358,9 @@ def test_a_small_model_is_refused_before_the_run(corpus):
 
 def test_the_doctor_proves_products():
     config = config_of(float8__emulate="true")
-    subject = SimpleNamespace(run=config, config=config, device=torch.device("cpu"), dtype=torch.bfloat16)
+    subject = SimpleNamespace(
+        run=config, config=config, device=torch.device("cpu"), dtype=torch.bfloat16
+    )
     assert [found.holds for found in definitions.float8(subject)] == [True, True]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(definitions, "float8_linear", lambda x, w, emulate: x @ w.T)  # not rounded
@@ -335,7 +386,11 @@ def test_plans(monkeypatch):
         of_gpus = machine.Machine(fast, 8, 5e10, "flash4")
         plans[name] = timing.step(config, model, 1, of_gpus), memory.memory(config, model, 1)
     steps = {name: step.parts for name, (step, _) in plans.items()}
-    assert steps["float8"]["products"] < steps["without the second layer"]["products"] < steps["bfloat16"]["products"]
+    assert (
+        steps["float8"]["products"]
+        < steps["without the second layer"]["products"]
+        < steps["bfloat16"]["products"]
+    )
     assert steps["float8"]["elementwise"] > steps["bfloat16"]["elementwise"]
     assert plans["float8"][1]["activations"] == plans["bfloat16"][1]["activations"]
     with refused(r"rates of NVIDIA H200 do not say how fast products in float8 are"):
@@ -351,7 +406,8 @@ def test_the_gpu_computes_the_same(compiled):
     """As the emulation does with the same numbers; Hopper drops 2⁻¹³ of a sum with every 32 terms."""
     run = torch.compile(float8_linear, fullgraph=True) if compiled else float8_linear
     x, w = (draw(n, 2048, seed=n).bfloat16().cuda() for n in (1000, 4096))
-    for a, b in ((x, w), (x @ w.T, w.T), (x[3:4], w)):  # hidden states, their gradients, one token that is decoded
+    # hidden states, their gradients, one token that is decoded
+    for a, b in ((x, w), (x @ w.T, w.T), (x[3:4], w)):
         want = emulated_linear(a.double(), b.double())
         bound = 2**-8 + a.shape[1] / 32 * 2**-13
         assert ((run(a, b).double() - want).norm() / want.norm()).item() < bound

@@ -19,7 +19,13 @@ from titan_linear.models.mixers import GDN, KDA, MLA, RWKV7, Attention, Lightnin
 from titan_linear.models.plan import BatchPlan, Later
 from titan_linear.models.presets import preset
 from titan_linear.step import flops
-from titan_linear.step.flops import forward_flops, known_peak, peak_tflops, token_flops, training_flops
+from titan_linear.step.flops import (
+    forward_flops,
+    known_peak,
+    peak_tflops,
+    token_flops,
+    training_flops,
+)
 
 aten = torch.ops.aten
 CHUNKED, PACKED = [64, 192, 128], [1, 70, 64, 150]  # documents of whole chunks, and of any length
@@ -27,11 +33,16 @@ DIM = 24
 MIXERS = {
     "attention": Attention(heads=4, kv_heads=2, head_dim=8, qk_norm="head", output_gate=True),
     "plain attention": Attention(heads=2, kv_heads=2, head_dim=12),
-    "mla": MLA(heads=4, kv_rank=16, nope_dim=8, shared_k_dim=4, v_dim=12),  # the CPU pads v to the keys
-    "mla, positions": MLA(heads=4, kv_rank=16, nope_dim=8, shared_k_dim=4, v_dim=12, rope_theta=1e4, head_gate=True),
+    # the CPU pads v to the keys
+    "mla": MLA(heads=4, kv_rank=16, nope_dim=8, shared_k_dim=4, v_dim=12),
+    "mla, positions": MLA(
+        heads=4, kv_rank=16, nope_dim=8, shared_k_dim=4, v_dim=12, rope_theta=1e4, head_gate=True
+    ),
     "kda, whole gates": KDA(heads=2, v_heads=4, head_dim=8, v_head_dim=12, low_rank_gates=False),
     "kda": KDA(heads=2, v_heads=4, head_dim=8, v_head_dim=12),
-    "kda, softplus gate": KDA(heads=2, v_heads=2, head_dim=8, v_head_dim=12, lower_bound=None, conv_size=3),
+    "kda, softplus gate": KDA(
+        heads=2, v_heads=2, head_dim=8, v_head_dim=12, lower_bound=None, conv_size=3
+    ),
     "gdn": GDN(heads=2, v_heads=4, head_dim=8, v_head_dim=12),
     "mamba2": Mamba2(heads=4, head_dim=12, state_dim=8, groups=2),
     "rwkv7": RWKV7(heads=4, head_dim=12, w_rank=4, a_rank=5, v_rank=6, g_rank=7),
@@ -57,7 +68,8 @@ class Products(Inside):
             self.counts["attention"] += 2 * B * H * (D + Dv) * T * (T + 1) // 2
         elif packet is aten.linalg_solve_triangular:
             *batch, C, columns = args[1].shape
-            self.counts["solve"] += int(np.prod(batch)) * C * (C - 1) * columns  # the diagonal is one
+            # the diagonal is one
+            self.counts["solve"] += int(np.prod(batch)) * C * (C - 1) * columns
         elif packet in flop_registry:
             name = "convolution" if packet is aten.convolution else "products"
             self.counts[name] += flop_registry[packet](*args, **kwargs, out_val=out)
@@ -68,7 +80,9 @@ class Products(Inside):
 
 
 def model_of(mixer, **options):
-    return ModelConfig(vocab_size=40, dim=DIM, pattern=(mixer,), num_layers=1, hidden_dim=32, **options)
+    return ModelConfig(
+        vocab_size=40, dim=DIM, pattern=(mixer,), num_layers=1, hidden_dim=32, **options
+    )
 
 
 def plan_of(lengths):
@@ -98,7 +112,10 @@ def test_softmax_mixers_by_pairs(name):
     products, documents = counted(model_of(MIXERS[name]), PACKED), plan_of(PACKED)[1]
     assert products.total == stated(MIXERS[name], documents)
     ops = MIXERS[name].ops["attention"]
-    assert products.counts["attention"] == 2 * MIXERS[name].heads * (ops["D"] + ops["Dv"]) * documents.pairs
+    assert (
+        products.counts["attention"]
+        == 2 * MIXERS[name].heads * (ops["D"] + ops["Dv"]) * documents.pairs
+    )
 
 
 @pytest.mark.parametrize("name", ["kda", "kda, softplus gate", "gdn"])
@@ -113,15 +130,25 @@ def test_linear_mixers_by_chunks(name):
     left_out = matrices * (256 - 160) // 256 if isinstance(mixer, KDA) else 0
     channels, gaps = 2 * mixer.heads * K + HV * V, (len(CHUNKED) - 1) * (mixer.conv_size - 1)
     assert products.counts["solve"] == HV * NC * C * (C - 1) * (K + V)
-    assert products.counts["convolution"] == 2 * mixer.conv_size * channels * (documents.tokens + gaps)
+    assert products.counts["convolution"] == 2 * mixer.conv_size * channels * (
+        documents.tokens + gaps
+    )
     expected = stated(mixer, documents) - solve - left_out
-    assert products.counts["products"] == expected - 2 * mixer.conv_size * channels * documents.tokens
+    assert (
+        products.counts["products"] == expected - 2 * mixer.conv_size * channels * documents.tokens
+    )
 
 
 def test_mamba2_by_chunks():
-    mixer, products, documents = MIXERS["mamba2"], counted(model_of(MIXERS["mamba2"]), CHUNKED), plan_of(CHUNKED)[1]
+    mixer, products, documents = (
+        MIXERS["mamba2"],
+        counted(model_of(MIXERS["mamba2"]), CHUNKED),
+        plan_of(CHUNKED)[1],
+    )
     gaps = (len(CHUNKED) - 1) * (mixer.conv_size - 1)
-    assert products.total == stated(mixer, documents) + 2 * mixer.conv_size * sum(mixer.widths) * gaps
+    assert (
+        products.total == stated(mixer, documents) + 2 * mixer.conv_size * sum(mixer.widths) * gaps
+    )
 
 
 def test_rwkv7_by_chunks():
@@ -137,11 +164,16 @@ def test_rwkv7_by_chunks():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("moe", [None, MOE, replace(MOE, shared_hidden_dim=0, shared_gate=False), LATENT])
+@pytest.mark.parametrize(
+    "moe", [None, MOE, replace(MOE, shared_hidden_dim=0, shared_gate=False), LATENT]
+)
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_mlps_and_experts(moe, activation):
     moe = moe and replace(moe, activation=activation)
-    config, (plan, documents) = model_of(MIXERS["gdn"], moe=moe, activation=activation), plan_of(PACKED)
+    config, (plan, documents) = (
+        model_of(MIXERS["gdn"], moe=moe, activation=activation),
+        plan_of(PACKED),
+    )
     decoder = initialised(config)
     with Products() as products:
         decoder.layers[0].mlp(torch.randn(1, documents.tokens, DIM), plan)
@@ -155,14 +187,18 @@ def test_backward_is_twice_forward(depth):
     decoder, tokens = initialised(config), torch.arange(documents.tokens) % 40
     labels = labels_of(tokens, np.cumsum([0, *PACKED]).tolist())
     if depth:
-        plan.later = Later(*(torch.stack([x] * depth) for x in (tokens, labels, torch.ones(len(tokens)))))
+        plan.later = Later(
+            *(torch.stack([x] * depth) for x in (tokens, labels, torch.ones(len(tokens))))
+        )
     with Products() as products, torch.autograd.set_multithreading_enabled(False):
         decoder(tokens[None], plan, loss=loss_of(labels)).backward()
     attended = products.counts.pop("attention")
     assert products.total == training_flops(config, documents) - 3 * attended
 
 
-@pytest.mark.parametrize("name, flavor", [("hybrid", "1.3B"), ("qwen3.5", "35B-A3B"), ("kimi-linear", "48B-A3B")])
+@pytest.mark.parametrize(
+    "name, flavor", [("hybrid", "1.3B"), ("qwen3.5", "35B-A3B"), ("kimi-linear", "48B-A3B")]
+)
 def test_projections_are_the_parameters_that_a_token_meets(name, flavor):
     """Twice their number, but for norms, gates and the convolution."""
     config = preset(name, flavor)
@@ -170,12 +206,16 @@ def test_projections_are_the_parameters_that_a_token_meets(name, flavor):
         blocks = {layer: Block(config, layer) for layer in range(config.num_layers)}
     met = config.vocab_size * config.dim
     for layer, block in blocks.items():
-        met += sum(p.numel() for n, p in block.named_parameters() if p.dim() > 1 and "experts" not in n)
+        met += sum(
+            p.numel() for n, p in block.named_parameters() if p.dim() > 1 and "experts" not in n
+        )
         if config.has_experts(layer):
             met += config.moe.top_k * sum(p[0].numel() for p in block.mlp.experts.parameters())
     tokens = Documents(tokens=1, pairs=0, chunk_pairs=0)
     states = sum(
-        6 * m.v_heads * m.head_dim * m.v_head_dim for m in chain(*(x.mixers for x in config.layers)) if m.linear
+        6 * m.v_heads * m.head_dim * m.v_head_dim
+        for m in chain(*(x.mixers for x in config.layers))
+        if m.linear
     )
     assert forward_flops(config, tokens) == 2 * met + states
 
@@ -231,7 +271,13 @@ def test_the_peak_of_a_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     config, wide = load_config([], cuda=True), load_config([], cuda=False)
-    assert peak_tflops(config, gpu) == 989 and peak_tflops(wide, gpu) is None and peak_tflops(wide, cpu) is None
+    assert (
+        peak_tflops(config, gpu) == 989
+        and peak_tflops(wide, gpu) is None
+        and peak_tflops(wide, cpu) is None
+    )
     assert peak_tflops(load_config(["--metrics.peak_tflops=0.5"], cuda=False), cpu) == 0.5
-    assert flops.no_peak(wide, gpu).startswith("no MFU: the peak of NVIDIA H200 in float32 is not known; metrics.peak_")
+    assert flops.no_peak(wide, gpu).startswith(
+        "no MFU: the peak of NVIDIA H200 in float32 is not known; metrics.peak_"
+    )
     assert "the CPU in float32" in flops.no_peak(wide, cpu)

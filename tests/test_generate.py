@@ -32,17 +32,32 @@ from titan_linear.run.generate import (
 from titan_linear.storage.tensors import named_parameters
 
 CPU = torch.device("cpu")
-PROMPTS = [list(range(1, 1 + n)) for n in (5, 1, 70)]  # one token; longer than a chunk of the delta rule
+# one token; longer than a chunk of the delta rule
+PROMPTS = [list(range(1, 1 + n)) for n in (5, 1, 70)]
 KDA, GDN, ATTENTION = preset("hybrid", "debug").pattern
-LATENT = MLA(heads=4, kv_rank=16, nope_dim=16, shared_k_dim=8, v_dim=16, rope_theta=1e4, head_gate=True)
-MOE = MoEConfig(num_experts=8, top_k=2, hidden_dim=32, shared_hidden_dim=32, score="sigmoid", selection_bias=True)
+LATENT = MLA(
+    heads=4, kv_rank=16, nope_dim=16, shared_k_dim=8, v_dim=16, rope_theta=1e4, head_gate=True
+)
+MOE = MoEConfig(
+    num_experts=8,
+    top_k=2,
+    hidden_dim=32,
+    shared_hidden_dim=32,
+    score="sigmoid",
+    selection_bias=True,
+)
 MODELS = {
     "bounded gates": preset("hybrid", "debug"),
     "softplus gates, no positions": replace(
-        preset("hybrid", "debug"), pattern=(replace(KDA, lower_bound=None), GDN, replace(ATTENTION, rope_theta=None))
+        preset("hybrid", "debug"),
+        pattern=(replace(KDA, lower_bound=None), GDN, replace(ATTENTION, rope_theta=None)),
     ),
-    "side by side": replace(preset("hybrid", "debug"), pattern=((KDA, GDN, ATTENTION),), num_layers=2),
-    "latent attention, experts": replace(preset("hybrid", "debug"), pattern=(KDA, LATENT), num_layers=2, moe=MOE),
+    "side by side": replace(
+        preset("hybrid", "debug"), pattern=((KDA, GDN, ATTENTION),), num_layers=2
+    ),
+    "latent attention, experts": replace(
+        preset("hybrid", "debug"), pattern=(KDA, LATENT), num_layers=2, moe=MOE
+    ),
 }
 
 
@@ -75,9 +90,14 @@ def test_one_token_equals_a_chunk(op):
     """The step of the recurrence (no gradients) against the chunked way (gradients), with grouped value heads."""
     B, H, HV, K, V = 3, 2, 4, 8, 6
     draw = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(B, 1, h, d, generator=draw).double() for h, d in ((H, K), (H, K), (HV, V)))
+    q, k, v = (
+        torch.randn(B, 1, h, d, generator=draw).double() for h, d in ((H, K), (H, K), (HV, V))
+    )
     gates = (B, 1, HV, K) if op is chunk_kda else (B, 1, HV)
-    g, beta = torch.randn(gates, generator=draw).double(), torch.rand(B, 1, HV, generator=draw).double()
+    g, beta = (
+        torch.randn(gates, generator=draw).double(),
+        torch.rand(B, 1, HV, generator=draw).double(),
+    )
     options = {
         "initial_state": torch.randn(B, HV, K, V, generator=draw).double(),
         "output_final_state": True,
@@ -110,7 +130,9 @@ def test_a_row_depends_on_its_prompt_and_seed_alone():
     options = {"max_new_tokens": 6, "device": CPU}
     for sampling in (Sampling(), Sampling(1.0, 0.9, seed=3)):
         together = generate_tokens(model, PROMPTS, sampling=sampling, **options)
-        assert together == generate_tokens(model, PROMPTS, sampling=sampling, prefill_chunk=2, **options)
+        assert together == generate_tokens(
+            model, PROMPTS, sampling=sampling, prefill_chunk=2, **options
+        )
         assert together[:1] == generate_tokens(model, PROMPTS[:1], sampling=sampling, **options)
     other = generate_tokens(model, PROMPTS, sampling=Sampling(1.0, 0.9, seed=4), **options)
     assert other != together and all(len(row) == 6 for row in other)
@@ -120,11 +142,19 @@ def test_rows_end_at_eos_each_by_itself():
     model = build(MODELS["bounded gates"])
     free = generate_tokens(model, PROMPTS, max_new_tokens=8, sampling=Sampling(1.0), device=CPU)
     eos = free[0][3]
-    ended = generate_tokens(model, PROMPTS, max_new_tokens=8, sampling=Sampling(1.0), device=CPU, eos_id=eos)
+    ended = generate_tokens(
+        model, PROMPTS, max_new_tokens=8, sampling=Sampling(1.0), device=CPU, eos_id=eos
+    )
     assert ended == [row[: row.index(eos)] if eos in row else row for row in free]
-    small = generate_tokens(model, PROMPTS, max_new_tokens=8, sampling=Sampling(5.0), device=CPU, vocab_size=10)
+    small = generate_tokens(
+        model, PROMPTS, max_new_tokens=8, sampling=Sampling(5.0), device=CPU, vocab_size=10
+    )
     assert max(map(max, small)) < 10
-    assert generate_tokens(model, PROMPTS, max_new_tokens=0, sampling=Sampling(), device=CPU) == [[], [], []]
+    assert generate_tokens(model, PROMPTS, max_new_tokens=0, sampling=Sampling(), device=CPU) == [
+        [],
+        [],
+        [],
+    ]
 
 
 DRAFTING = ("hybrid", "kda", "rwkv7", "nemotron-h", "ling-3")
@@ -154,31 +184,50 @@ def test_drafts_change_no_text(name, monkeypatch):
         plan, tokens = BatchPlan(torch.arange(len(text) - 1)), torch.tensor([text])
         with torch.no_grad():
             embedded, between = model.embedded(tokens), Between()
-            h = model.head.norm(model.through(range(model.config.num_layers), embedded[:, :-1], plan, None, between))
-            h = model.through(model.predictor(0), torch.cat([embedded[:, 1:], h], -1), plan, None, between)
+            h = model.head.norm(
+                model.through(range(model.config.num_layers), embedded[:, :-1], plan, None, between)
+            )
+            h = model.through(
+                model.predictor(0), torch.cat([embedded[:, 1:], h], -1), plan, None, between
+            )
             whole = model.head.logits(h)[0, :, :words].argmax(-1).tolist()
         assert all(whole[n - 1] == token for n, token in made.items() if n < len(text))
         for eos in new[5:8]:
-            assert draft_tokens(model, prompt, Drafts(), eos_id=eos, **options) == new[: new.index(eos)]
+            assert (
+                draft_tokens(model, prompt, Drafts(), eos_id=eos, **options)
+                == new[: new.index(eos)]
+            )
 
 
 def test_choice_among_the_likeliest():
     logits = torch.tensor([0.1, 0.5, 0.15, 0.25]).log().double()
     draws = {
-        top_p: {choose(logits, Sampling(1.0, top_p), torch.Generator().manual_seed(i)) for i in range(200)}
+        top_p: {
+            choose(logits, Sampling(1.0, top_p), torch.Generator().manual_seed(i))
+            for i in range(200)
+        }
         for top_p in (0.4, 0.6, 0.8, 1.0)
     }
     assert draws == {0.4: {1}, 0.6: {1, 3}, 0.8: {1, 2, 3}, 1.0: {0, 1, 2, 3}}
     assert choose(logits, Sampling(0.0), torch.Generator()) == 1
     halves = torch.zeros(2)  # the first reaches it
-    assert {choose(halves, Sampling(1.0, 0.5), torch.Generator().manual_seed(i)) for i in range(20)} == {0}
-    for broken, temperature in ((logits * torch.nan, 0.0), (logits * torch.nan, 1.0), (logits, 1e-320)):
+    assert {
+        choose(halves, Sampling(1.0, 0.5), torch.Generator().manual_seed(i)) for i in range(20)
+    } == {0}
+    for broken, temperature in (
+        (logits * torch.nan, 0.0),
+        (logits * torch.nan, 1.0),
+        (logits, 1e-320),
+    ):
         with refused("logits are not finite at --temperature"):
             choose(broken, Sampling(temperature), torch.Generator())
 
 
 def test_text():
-    model, options = build(MODELS["bounded gates"]), {"max_new_tokens": 3, "sampling": Sampling(), "device": CPU}
+    model, options = (
+        build(MODELS["bounded gates"]),
+        {"max_new_tokens": 3, "sampling": Sampling(), "device": CPU},
+    )
     texts = generate(model, ByteTokenizer(), ["def f", "x"], **options)
     assert texts[0].startswith("def f") and texts[1].startswith("x")
     with refused("prompt ''"):
@@ -193,14 +242,23 @@ def sharded(rank, world_size, name, tp, ep):
     parallelize(model, build_mesh("cpu", 1, world_size // tp, 1, tp, ep), config, CPU)
     materialise(model, CPU)
     initialise(model, seed=1, parameters=named_parameters(model))
-    return generate_tokens(model, PROMPTS, max_new_tokens=6, sampling=Sampling(1.0, 0.9), device=CPU)
+    return generate_tokens(
+        model, PROMPTS, max_new_tokens=6, sampling=Sampling(1.0, 0.9), device=CPU
+    )
 
 
 @pytest.mark.parametrize(
     "name, tp, ep",
-    [("bounded gates", 1, 1), ("bounded gates", 2, 1), ("side by side", 2, 1), ("latent attention, experts", 1, 2)],
+    [
+        ("bounded gates", 1, 1),
+        ("bounded gates", 2, 1),
+        ("side by side", 2, 1),
+        ("latent attention, experts", 1, 2),
+    ],
 )
 def test_a_model_that_ranks_share_says_the_same(name, tp, ep, worlds):
     model = build(MODELS[name])
-    alone = generate_tokens(model, PROMPTS, max_new_tokens=6, sampling=Sampling(1.0, 0.9), device=CPU)
+    alone = generate_tokens(
+        model, PROMPTS, max_new_tokens=6, sampling=Sampling(1.0, 0.9), device=CPU
+    )
     assert worlds(2).run(sharded, name, tp, ep) == [alone, alone]

@@ -66,7 +66,12 @@ RUNS = [
     ("hybrid", "tp 4", 4, {TP: 4}),
     ("hybrid", "cp 2 x tp 2", 4, {CP: 2, TP: 2}),
     ("hybrid", "dp 2 x tp 2", 4, {TP: 2} | DP_2),
-    ("hybrid", "HSDP, offload", 4, {"parallelism.data_parallel_replicate_degree": 2} | DP_4 | OFFLOAD),
+    (
+        "hybrid",
+        "HSDP, offload",
+        4,
+        {"parallelism.data_parallel_replicate_degree": 2} | DP_4 | OFFLOAD,
+    ),
     ("kimi-linear", "accumulation", 1, {"training.local_batch_size": 1}),
     ("kimi-linear", "dp 4", 4, DP_4),
     ("kimi-linear", "ep 4", 4, {EP: 4} | DP_4),
@@ -113,7 +118,9 @@ def run(folder, worlds):
 @pytest.mark.parametrize(
     "model, processes, keys",
     [
-        pytest.param(model, processes, keys, id=f"{model}, {name}", marks=pytest.mark.cuda(processes))
+        pytest.param(
+            model, processes, keys, id=f"{model}, {name}", marks=pytest.mark.cuda(processes)
+        )
         for model, name, processes, keys in RUNS
     ],
 )
@@ -147,7 +154,12 @@ def compiled_on_rank(rank, world_size, argv):
 )
 def test_kinds_of_layers_are_compiled_once(processes, keys, folder, worlds):
     """Each in the first step, and without gradients in the first validation, whatever the documents."""
-    steps = {"training.local_batch_size": 1, "training.seq_len": 8192, "training.steps": 12, "validation.freq": 2}
+    steps = {
+        "training.local_batch_size": 1,
+        "training.seq_len": 8192,
+        "training.steps": 12,
+        "validation.freq": 2,
+    }
     validation = {"validation.enable": "true", "validation.steps": 4, "validation.holdout": 0.05}
     keys = BASE | steps | validation | keys | {"model.name": "hybrid", "model.flavor": "unequal"}
     found = []

@@ -60,7 +60,9 @@ def test_a_step_is_completed_if_there_is_time(corpus, worlds, tmp_path):
         argv = arguments(corpus, KEYS, {"job.dump_folder": folder})
         signals = worlds(2).run(train_on_rank, argv, seconds)
         assert signals == [signal.SIGTERM if seconds else 0] * 2
-        assert max(path.name for path in (folder / "checkpoint").iterdir()) == f"step-{reached[name]}"
+        assert (
+            max(path.name for path in (folder / "checkpoint").iterdir()) == f"step-{reached[name]}"
+        )
     assert reported(tmp_path / "does not") == reported(tmp_path / "alone")
 
 
@@ -106,7 +108,14 @@ def decide(rank, world_size):
     said = []
     patch = pytest.MonkeyPatch()
     patch.setattr("titan_linear.hooks.grace.time", SimpleNamespace(monotonic=lambda: 0.0))
-    for seconds, done, save in ((50, 2, 15.0), (60, 2, 15.0), (60, 0, 15.0), (0, 2, 15.0), (81, 2, 0.0), (79, 2, 0.0)):
+    for seconds, done, save in (
+        (50, 2, 15.0),
+        (60, 2, 15.0),
+        (60, 0, 15.0),
+        (0, 2, 15.0),
+        (81, 2, 0.0),
+        (79, 2, 0.0),
+    ):
         stop = StopSignal()
         grace = Grace(seconds, stop, dist.group.WORLD, 4, lambda save=save: save)
         grace.step_seconds = 40.0
@@ -136,4 +145,7 @@ def test_a_warning_once_where_a_save_may_come_too_late():
     grace.after_step(None)
     assert grace.warning() == ""  # the first step compiles
     grace.step_seconds = 44.0
-    assert "a micro-step takes 11 s and a save 10 s (assumed" in grace.warning() and not grace.warning()
+    assert (
+        "a micro-step takes 11 s and a save 10 s (assumed" in grace.warning()
+        and not grace.warning()
+    )

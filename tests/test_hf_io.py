@@ -63,9 +63,17 @@ from titan_linear.storage.hf_io import load_weights, open_folder, read_model
 from titan_linear.storage.hf_writing import find_family, gather, write_folder
 from titan_linear.storage.step_folders import Content, Progress
 
-FLA = {"FLA KDA": KDA, "FLA GDN": replace(preset("gdn", "debug"), norm_eps=1e-6, tie_embeddings=True)}
+FLA = {
+    "FLA KDA": KDA,
+    "FLA GDN": replace(preset("gdn", "debug"), norm_eps=1e-6, tie_embeddings=True),
+}
 CASES = [*hf_models.MODELS, *FLA]
-PROCESSORS = ("preprocessor_config", "video_preprocessor_config", "processor_config", "chat_template")
+PROCESSORS = (
+    "preprocessor_config",
+    "video_preprocessor_config",
+    "processor_config",
+    "chat_template",
+)
 
 
 def save_model(name, folder):
@@ -99,7 +107,10 @@ def folders(tmp_path_factory):
             done[name] = root / str(len(done))
             save_model(name, done[name])
             keep = ("A_log", "dt_bias", "correction_bias")
-            change_tensors(done[name], lambda x: {n: t if n.endswith(keep) else t.bfloat16() for n, t in x.items()})
+            change_tensors(
+                done[name],
+                lambda x: {n: t if n.endswith(keep) else t.bfloat16() for n, t in x.items()},
+            )
         return done[name]
 
     return get
@@ -107,7 +118,8 @@ def folders(tmp_path_factory):
 
 def tensor_bytes(folder):
     return {
-        name: (t.code, t.shape, t.file.read_bytes()[t.begin : t.end]) for name, t in open_folder(folder).tensors.items()
+        name: (t.code, t.shape, t.file.read_bytes()[t.begin : t.end])
+        for name, t in open_folder(folder).tensors.items()
     }
 
 
@@ -155,14 +167,18 @@ def with_even_vocabulary(source, folder):
     """A folder without the last row of the vocabulary."""
     shutil.copytree(source, folder)
     rows = hf_models.VOCAB - 1
-    change_tensors(folder, lambda x: {n: t[:rows] if len(t) == rows + 1 else t for n, t in x.items()})
+    change_tensors(
+        folder, lambda x: {n: t[:rows] if len(t) == rows + 1 else t for n, t in x.items()}
+    )
     change_json(folder / "config.json", {"vocab_size": rows})
     return folder
 
 
 def test_in_and_out_with_tensor_and_expert_parallelism(folders, worlds, tmp_path):
     """Two ranks of tp, each with two shards, or half of the experts: parts of rows, of columns, of fused tensors."""
-    sources = [with_even_vocabulary(folders(name), tmp_path / f"in {name}") for name in hf_models.MODELS]
+    sources = [
+        with_even_vocabulary(folders(name), tmp_path / f"in {name}") for name in hf_models.MODELS
+    ]
     paths = [(source, tmp_path / f"out {i}") for i, source in enumerate(sources)]
     worlds(4).run(workers.in_and_out, paths, 1, 2, 2)
     assert all(tensor_bytes(target) == tensor_bytes(source) for source, target in paths)
@@ -196,9 +212,17 @@ def test_what_is_not_ours_is_kept(folders, tmp_path):
 
 def test_an_export_opens_in_its_own_dtype(tmp_path):
     """Of a model with vision beside the text, from whose text_config alone transformers opens the language model."""
-    vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=32, patch_size=4)
+    vision = dict(
+        depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=32, patch_size=4
+    )
     vision |= dict(spatial_merge_size=2, temporal_patch_size=2, num_position_embeddings=16)
-    text = dict(hf_models.QWEN, intermediate_size=48, tie_word_embeddings=True, dtype="bfloat16", eos_token_id=7)
+    text = dict(
+        hf_models.QWEN,
+        intermediate_size=48,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+        eos_token_id=7,
+    )
     whole = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
     source, out = tmp_path / "source", tmp_path / "out"
     hf_models.randomise(Qwen3_5ForConditionalGeneration(whole)).bfloat16().save_pretrained(source)
@@ -209,9 +233,13 @@ def test_an_export_opens_in_its_own_dtype(tmp_path):
         family, model, decoder = loaded(source)
         decoder.embedding.weight.data.add_(1e-4)
         extra = {"eos_token_id": 3}
-        write_folder(out, model, family, gather(decoder), dtype=torch.float32, like=source, extra=extra)
+        write_folder(
+            out, model, family, gather(decoder), dtype=torch.float32, like=source, extra=extra
+        )
         opened = AutoModelForCausalLM.from_pretrained(out)
-        assert {p.dtype for p in opened.parameters()} == {torch.float32} and opened.config.eos_token_id == 3
+        assert {p.dtype for p in opened.parameters()} == {
+            torch.float32
+        } and opened.config.eos_token_id == 3
         assert torch.equal(opened.get_input_embeddings().weight, decoder.embedding.weight)
 
 
@@ -221,7 +249,9 @@ def test_an_export_rounds_what_transformers_rounds(name, dtype, tmp_path, remote
     """Tensor by tensor the dtype in which their class saves the model that it opened in this one, by either's names."""
     source, out, saved = tmp_path / "source", tmp_path / "out", tmp_path / "saved"
     save_model(name, source)
-    AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=True).save_pretrained(saved)
+    AutoModelForCausalLM.from_pretrained(
+        source, dtype=dtype, trust_remote_code=True
+    ).save_pretrained(saved)
     theirs = load_file(saved / "model.safetensors")
     family, config, decoder = loaded(source)
     constants = ignored(config, family, open_folder(source).shapes)
@@ -242,9 +272,12 @@ def test_numbers_beyond_a_dtype_are_not_exported_as_infinity(folders, tmp_path):
     decoder.head.norm.weight.data[0] = 65504.0  # float16's largest
     write_folder(out, model, family, gather(decoder), dtype=torch.float16)
     decoder.head.norm.weight.data[0] = 7e4
-    with pytest.raises(SaveFailed, match=r"out' failed: model.norm.weight has values beyond F16.s range"):
+    with pytest.raises(
+        SaveFailed, match=r"out' failed: model.norm.weight has values beyond F16.s range"
+    ):
         write_folder(out, model, family, gather(decoder), dtype=torch.float16)
-    assert load_file(out / "model.safetensors")["model.norm.weight"][0] == 65504.0  # the earlier folder is there still
+    # the earlier folder is there still
+    assert load_file(out / "model.safetensors")["model.norm.weight"][0] == 65504.0
 
 
 def test_a_head_that_is_not_the_embedding_is_not_dropped(folders, tmp_path):
@@ -283,7 +316,9 @@ def test_a_folder_of_another_model_is_no_pattern_for_an_export(folders, tmp_path
         shutil.copytree(folders(like), other)
         change_json(other / "config.json", {"norm_eps": 0.5})
         with refused(rf"is another model: .*{words}.*; use model.flavor"):
-            write_folder(tmp_path / "out", config, family, gather(model), dtype=torch.float32, like=other)
+            write_folder(
+                tmp_path / "out", config, family, gather(model), dtype=torch.float32, like=other
+            )
     assert not (tmp_path / "out").exists()
 
 
@@ -356,13 +391,19 @@ def test_a_run_from_a_folder_to_a_folder(kimi, corpus, worlds, tmp_path, capsys)
     embedding = load_file(exported / "model.safetensors")["model.embed_tokens.weight"]
     for step, found in worlds(2).run(workers.go_on, longer):
         assert step == 5 and torch.equal(found.bfloat16(), embedding)
-    assert convert.main(["to-hf", str(checkpoint), str(tmp_path / "out"), "--export-dtype", "source"]) == 0
+    assert (
+        convert.main(["to-hf", str(checkpoint), str(tmp_path / "out"), "--export-dtype", "source"])
+        == 0
+    )
     before, after = tensor_bytes(kimi), tensor_bytes(exported)
     assert after == tensor_bytes(tmp_path / "out")
     assert {n: t[:2] for n, t in after.items()} == {n: t[:2] for n, t in before.items()}
     assert sum(after[n] != before[n] for n in before) > len(before) / 2  # it trained
     assert (exported / "tokenizer.json").read_bytes() == (kimi / "tokenizer.json").read_bytes()
-    text, tokenizers = Path(__file__).read_text(), (AutoTokenizer.from_pretrained(exported), build_tokenizer(str(kimi)))
+    text, tokenizers = (
+        Path(__file__).read_text(),
+        (AutoTokenizer.from_pretrained(exported), build_tokenizer(str(kimi))),
+    )
     assert tokenizers[0].encode(text) == tokenizers[1].encode(text).tolist()
     assert tokenizers[0].eos_token_id == tokenizers[1].eos_id == 0
     _, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
@@ -372,7 +413,12 @@ def test_a_run_from_a_folder_to_a_folder(kimi, corpus, worlds, tmp_path, capsys)
     texts = []
     for path in (exported, run / "again", run):
         capsys.readouterr()
-        assert generate.main([str(path), "--prompt", "def f", "--prompt", "return", "--max-new-tokens", "6"]) == 0
+        assert (
+            generate.main(
+                [str(path), "--prompt", "def f", "--prompt", "return", "--max-new-tokens", "6"]
+            )
+            == 0
+        )
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] and texts[0].startswith("def f") and "\n---\nreturn" in texts[0]
     assert texts[2].startswith("def f")  # of other weights: exported ones are rounded
@@ -384,7 +430,10 @@ def test_keys_extend_the_context_of_a_folder(corpus, tmp_path):
     hf_models.randomise(Qwen3_5ForCausalLM(config)).save_pretrained(tmp_path / "folder")
     make_tokenizer(tmp_path / "folder")
     yarn = "{rope_type = 'yarn', factor = 4.0, original_max_position_embeddings = 16}"
-    run = {"checkpoint__initial_load_path": tmp_path / "folder", "checkpoint__last_save_in_hf": "true"}
+    run = {
+        "checkpoint__initial_load_path": tmp_path / "folder",
+        "checkpoint__last_save_in_hf": "true",
+    }
     argv = arguments(corpus, tmp_path / "run", **run, model__attention__rope_scaling=yarn)
     preflight(load_config(argv), world_size=2)
     assert "rope_scaling" in model_name(load_config(argv))
@@ -395,16 +444,25 @@ def test_keys_extend_the_context_of_a_folder(corpus, tmp_path):
 def test_the_shipped_configuration_continues_any_folder(kimi, corpus, tmp_path, monkeypatch):
     """With its two lines changed: of its tokenizer, at a low rate, to a folder like it."""
     monkeypatch.chdir(tmp_path)
-    keys = {"checkpoint.initial_load_path": kimi, "training.dataset_path": corpus, "training.seq_len": 4096}
+    keys = {
+        "checkpoint.initial_load_path": kimi,
+        "training.dataset_path": corpus,
+        "training.seq_len": 4096,
+    }
     argv = ["--job.config_file", str(Path(__file__).parents[1] / "train_configs/continue_hf.toml")]
     config = load_config(argv + [f"--{key}={value}" for key, value in keys.items()])
     check_config(config, world_size=2)
     preflight(config, world_size=2)
     assert config.optimizer.lr <= 1e-4 and config.checkpoint.last_save_in_hf
-    assert config.checkpoint.export_dtype == "source" and tokenizer_path(config) == f"{kimi}/tokenizer.json"
+    assert (
+        config.checkpoint.export_dtype == "source"
+        and tokenizer_path(config) == f"{kimi}/tokenizer.json"
+    )
 
 
-@pytest.mark.parametrize("others", [["tiktoken.model"], ["merges.txt", "vocab.json"], ["tokenizer.model.v3"]])
+@pytest.mark.parametrize(
+    "others", [["tiktoken.model"], ["merges.txt", "vocab.json"], ["tokenizer.model.v3"]]
+)
 def test_weights_whose_tokenizer_is_of_another_kind(others, kimi, corpus, tmp_path, capsys):
     """They are not trained on bytes unless that is asked for, and the start says what is loaded."""
     folder = tmp_path / "folder"
@@ -422,10 +480,14 @@ def test_weights_whose_tokenizer_is_of_another_kind(others, kimi, corpus, tmp_pa
     preflight(config, world_size=2)
     assert f"tokenizer: '{kimi}/tokenizer.json', 281 tokens\n" in capsys.readouterr().out
     assert (
-        model_name(config) == f"KimiLinearForCausalLM of '{kimi}'" and first_weights(config) == f"weights of '{kimi}'"
+        model_name(config) == f"KimiLinearForCausalLM of '{kimi}'"
+        and first_weights(config) == f"weights of '{kimi}'"
     )
     drawn = load_config(["--model.flavor", "hf", "--model.hf_assets_path", str(kimi)])
-    assert model_name(drawn) == model_name(config) and first_weights(drawn) == "weights drawn from debug.seed = 0"
+    assert (
+        model_name(drawn) == model_name(config)
+        and first_weights(drawn) == "weights drawn from debug.seed = 0"
+    )
 
 
 def test_the_command_of_the_message_converts_a_tokenizer(tmp_path):
@@ -433,7 +495,8 @@ def test_the_command_of_the_message_converts_a_tokenizer(tmp_path):
     folder.mkdir()
     make_tokenizer(folder)
     text, whole = Path(__file__).read_text(), build_tokenizer(str(folder))
-    Tokenizer.from_file(str(folder / "tokenizer.json")).model.save(str(folder))  # vocab.json and merges.txt
+    # vocab.json and merges.txt
+    Tokenizer.from_file(str(folder / "tokenizer.json")).model.save(str(folder))
     (folder / "tokenizer.json").unlink()
     settings = {"eos_token": "<|endoftext|>", "tokenizer_class": "GPT2Tokenizer"}
     write_json(folder / "tokenizer_config.json", settings)
@@ -453,16 +516,27 @@ def test_generation_equals_that_of_transformers(kimi):
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = theirs.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
     cpu = torch.device("cpu")
-    assert generate_tokens(model, [prompt], max_new_tokens=8, sampling=Sampling(), device=cpu) == [expected]
+    assert generate_tokens(model, [prompt], max_new_tokens=8, sampling=Sampling(), device=cpu) == [
+        expected
+    ]
 
 
-@pytest.mark.parametrize("name", [name for name, sizes in MODELS.items() if "debug" in sizes and name != "rwkv7"])
+@pytest.mark.parametrize(
+    "name", [name for name, sizes in MODELS.items() if "debug" in sizes and name != "rwkv7"]
+)
 def test_a_preset_is_exported_with_its_length(name, tmp_path, remote_code):
     """The class, by whatever name it has it, knows as long a text as the model was trained on."""
     model = MODELS[name]["debug"]
     decoder = initialised(model)
     for longest in (16384, 10**6):
-        write_folder(tmp_path / "out", model, find_family(model), gather(decoder), dtype=torch.float32, longest=longest)
+        write_folder(
+            tmp_path / "out",
+            model,
+            find_family(model),
+            gather(decoder),
+            dtype=torch.float32,
+            longest=longest,
+        )
         config = AutoConfig.from_pretrained(tmp_path / "out", trust_remote_code=True)
         assert config.max_position_embeddings == longest
         assert not differences(read_model(tmp_path / "out")[1], model)
@@ -482,8 +556,11 @@ def test_a_folder_keeps_its_length_or_gets_a_longer_one(name, tmp_path):
         family, model, decoder = loaded(source)
         had = length or written[key]
         for longest in (64, 2 * had):
-            write_folder(out, model, family, gather(decoder), dtype=None, like=source, longest=longest)
-            reached = 4 * had if name == "Qwen3-Next" and longest > had else max(longest, had)  # by YaRN, now said
+            write_folder(
+                out, model, family, gather(decoder), dtype=None, like=source, longest=longest
+            )
+            # by YaRN, now said
+            reached = 4 * had if name == "Qwen3-Next" and longest > had else max(longest, had)
             assert AutoConfig.from_pretrained(out).max_position_embeddings == reached
             assert read_model(out) == (family, model)
 
@@ -492,7 +569,9 @@ def test_an_export_ends_where_its_tokenizer_does(corpus, tmp_path):
     """After the folder's end token was changed, in config.json, also of a text_config, and in generation_config.json;
     lists that have it stay as they are."""
     source, out = tmp_path / "source", tmp_path / "out"
-    config = Qwen3NextConfig(**hf_models.QWEN | hf_models.QWEN_MOE | {"vocab_size": 301}, eos_token_id=7)
+    config = Qwen3NextConfig(
+        **hf_models.QWEN | hf_models.QWEN_MOE | {"vocab_size": 301}, eos_token_id=7
+    )
     hf_models.randomise(Qwen3NextForCausalLM(config)).save_pretrained(source)
     make_tokenizer(source)  # its end token is 0
     run = load_config(arguments(corpus, tmp_path / "run", checkpoint__initial_load_path=source))
@@ -500,12 +579,20 @@ def test_an_export_ends_where_its_tokenizer_does(corpus, tmp_path):
         change_json(source / "config.json", {"bos_token_id": 5, "eos_token_id": known})
         write_json(source / "generation_config.json", {"eos_token_id": known, "top_k": 20})
         _, model, decoder = loaded(source)
-        export.export(out, run, model, build_tokenizer(str(source)), gather(decoder), dtype="source")
-        whole, generation = (read_json(out / name) for name in ("config.json", "generation_config.json"))
+        export.export(
+            out, run, model, build_tokenizer(str(source)), gather(decoder), dtype="source"
+        )
+        whole, generation = (
+            read_json(out / name) for name in ("config.json", "generation_config.json")
+        )
         assert whole["eos_token_id"] == generation["eos_token_id"] == said
         assert whole["bos_token_id"] == 5 and generation["top_k"] == 20
     tokenizer = AutoTokenizer.from_pretrained(out)
-    assert tokenizer.eos_token_id == AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id == 0
+    assert (
+        tokenizer.eos_token_id
+        == AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id
+        == 0
+    )
 
 
 # --- Folders and runs that are refused -------------------------------------------------------------------------------
@@ -529,7 +616,9 @@ def make_large_tokenizer(folder):
 
 
 def change_beta(change):
-    return lambda folder: change_tensors(folder, lambda x: x | {BETA: change(x[BETA]).contiguous()}, SHARD)
+    return lambda folder: change_tensors(
+        folder, lambda x: x | {BETA: change(x[BETA]).contiguous()}, SHARD
+    )
 
 
 DAMAGES = {
@@ -545,17 +634,28 @@ DAMAGES = {
         lambda folder: os.truncate(folder / SHARD, 40),
         rf"{SHARD}' is cut short or no safetensors file \(.*header",
     ),
-    "another shape": (change_beta(lambda w: w.T), rf"{BETA}: shape \[128, 4\], not \[4, 128\].*in {SHARD}"),
-    "another dtype": (change_beta(lambda w: w.to(torch.int64)), rf"{SHARD}': tensor '{BETA}' is I64"),
+    "another shape": (
+        change_beta(lambda w: w.T),
+        rf"{BETA}: shape \[128, 4\], not \[4, 128\].*in {SHARD}",
+    ),
+    "another dtype": (
+        change_beta(lambda w: w.to(torch.int64)),
+        rf"{SHARD}': tensor '{BETA}' is I64",
+    ),
     "a tensor is lost": (
-        lambda folder: change_tensors(folder, lambda x: {n: t for n, t in x.items() if n != BETA}, SHARD),
+        lambda folder: change_tensors(
+            folder, lambda x: {n: t for n, t in x.items() if n != BETA}, SHARD
+        ),
         rf"{SHARD}' lacks tensor '{BETA}'",
     ),
     "unknown architecture": (
         lambda folder: write_json(folder / "config.json", {"architectures": ["GPT2LMHeadModel"]}),
         r"config.json': architectures = \['GPT2LMHeadModel'\]",
     ),
-    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), r"config.json' cannot be read"),
+    "no JSON": (
+        lambda folder: (folder / "config.json").write_text("{"),
+        r"config.json' cannot be read",
+    ),
     "pickles": (remove_pickles, r"pytorch_model.bin is a pickle file, which is never loaded"),
     "a large tokenizer": (
         make_large_tokenizer,
@@ -569,7 +669,13 @@ def test_a_bad_folder_is_refused_before_training(damage, corpus, tmp_path):
     model, folder = initialised(KDA), tmp_path / "folder"
     files = build_tokenizer(None).hugging_face_files()
     write_folder(
-        folder, KDA, "KDAForCausalLM", gather(model), dtype=torch.float32, shard_bytes=600_000, tokenizer=files
+        folder,
+        KDA,
+        "KDAForCausalLM",
+        gather(model),
+        dtype=torch.float32,
+        shard_bytes=600_000,
+        tokenizer=files,
     )
     assert len(list(folder.glob("*.safetensors"))) == 5
     argv = arguments(corpus, tmp_path / "run", checkpoint__initial_load_path=folder)
@@ -583,7 +689,10 @@ def test_a_bad_folder_is_refused_before_training(damage, corpus, tmp_path):
 
 def test_generation_warns_of_a_tokenizer_that_the_weights_do_not_know(tmp_path, capsys):
     """Of a folder and of a checkpoint; sizes of vocabularies need not tell."""
-    model, folder, checkpoint, other = initialised(KDA), *(tmp_path / name for name in ("folder", "step-3", "other"))
+    model, folder, checkpoint, other = (
+        initialised(KDA),
+        *(tmp_path / name for name in ("folder", "step-3", "other")),
+    )
     write_folder(folder, KDA, "KDAForCausalLM", gather(model), dtype=torch.float32)
     checkpoint.mkdir()
     other.mkdir()
@@ -594,26 +703,43 @@ def test_generation_warns_of_a_tokenizer_that_the_weights_do_not_know(tmp_path, 
         return generate.tokenizer_warning(path, path == folder, asked, tokenizer)
 
     assert generate.main([str(folder), "--prompt", "x", "--max-new-tokens", "1"]) == 2
-    assert f"{folder}/tokenizer.json does not exist; give a Hugging Face tokenizer" in capsys.readouterr().err
-    assert generate.main([str(folder), "--prompt", "x", "--max-new-tokens", "1", "--tokenizer", "bytes"]) == 0
+    assert (
+        f"{folder}/tokenizer.json does not exist; give a Hugging Face tokenizer"
+        in capsys.readouterr().err
+    )
+    assert (
+        generate.main(
+            [str(folder), "--prompt", "x", "--max-new-tokens", "1", "--tokenizer", "bytes"]
+        )
+        == 0
+    )
     (folder / "tokenizer.json").write_bytes(bytes_again.hugging_face_files()["tokenizer.json"])
     assert generate.main([str(folder), "--prompt", "x", "--max-new-tokens", "1"]) == 0
     assert not capsys.readouterr().err
-    assert f"'{folder}' were trained with another tokenizer than --tokenizer" in warned(folder, "other", their_own)
+    assert f"'{folder}' were trained with another tokenizer than --tokenizer" in warned(
+        folder, "other", their_own
+    )
 
     (checkpoint / "progress.json").write_text(Progress(step=3).model_dump_json())  # imported
     assert not warned(checkpoint, "", bytes_again)
     content = Content(tokenizer=their_own.fingerprint, model="m", corpora={}, mixture=[])
     (checkpoint / "progress.json").write_text(Progress(step=3, content=content).model_dump_json())
-    assert "trained with another tokenizer than --tokenizer" in warned(checkpoint, "elsewhere", bytes_again)
-    assert "another tokenizer than model.tokenizer_path of its run" in warned(checkpoint, "", bytes_again)
+    assert "trained with another tokenizer than --tokenizer" in warned(
+        checkpoint, "elsewhere", bytes_again
+    )
+    assert "another tokenizer than model.tokenizer_path of its run" in warned(
+        checkpoint, "", bytes_again
+    )
     assert not warned(checkpoint, "other", their_own)
 
 
 def test_a_model_that_is_not_read_is_said_before_its_tokenizer_is_missed(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"d_model": 768, "ssm_cfg": {"layer": "Mamba2"}}')
     assert generate.main([str(tmp_path), "--prompt", "x"]) == 2
-    assert "config.json: ssm_cfg = {'layer': 'Mamba2'}: mamba_ssm's own format is not" in capsys.readouterr().err
+    assert (
+        "config.json: ssm_cfg = {'layer': 'Mamba2'}: mamba_ssm's own format is not"
+        in capsys.readouterr().err
+    )
 
 
 def test_generation_names_the_tokenizer_that_it_was_given(tmp_path):
@@ -621,14 +747,17 @@ def test_generation_names_the_tokenizer_that_it_was_given(tmp_path):
     write_folder(folder, KDA, "KDAForCausalLM", gather(model), dtype=torch.float32)
     other.mkdir()
     make_large_tokenizer(other)
-    with refused(r"that of the tokenizer '.*other', 401; set .* \(titan-linear generate: --tokenizer\)"):
+    with refused(
+        r"that of the tokenizer '.*other', 401; set .* \(titan-linear generate: --tokenizer\)"
+    ):
         generate.load(folder, str(other), torch.float32, torch.device("cpu"))
 
 
 GOOD = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 
 
-REFUSED = r"is cut short or no safetensors file \(.*\); fetch it again$"  # in the brackets: what the library says
+# in the brackets: what the library says
+REFUSED = r"is cut short or no safetensors file \(.*\); fetch it again$"
 
 
 def write_file(file, header, size):
@@ -651,7 +780,11 @@ def write_file(file, header, size):
 )
 def test_a_malformed_header_is_refused(placement, tmp_path):
     file = tmp_path / "model.safetensors"
-    write_file(file, {"__metadata__": {"format": "pt"}, "bad": {**GOOD, "data_offsets": [24, 48]}, "good": GOOD}, 48)
+    write_file(
+        file,
+        {"__metadata__": {"format": "pt"}, "bad": {**GOOD, "data_offsets": [24, 48]}, "good": GOOD},
+        48,
+    )
     assert [tensor.shape for tensor in hf_io.read_header(file).values()] == [(2, 3), (2, 3)]
     write_file(file, {"good": GOOD, "bad": placement}, 32)
     with refused(f"'{file}' {REFUSED}"):
@@ -664,7 +797,15 @@ def test_a_header_is_what_safetensors_takes(tmp_path):
         write_file(file, {"__metadata__": metadata, "good": GOOD}, 24)
         assert list(open_folder(tmp_path).tensors) == ["good"]
     utf16 = json.dumps({"good": GOOD}).encode("utf-16")
-    for header in ({"__metadata__": {"a": 1}, "good": GOOD}, utf16, b"", b"[]", b"{", b"\xff", b"[" * 100_000):
+    for header in (
+        {"__metadata__": {"a": 1}, "good": GOOD},
+        utf16,
+        b"",
+        b"[]",
+        b"{",
+        b"\xff",
+        b"[" * 100_000,
+    ):
         write_file(file, header, 24)
         with refused(f"'{file}' {REFUSED}"):
             open_folder(tmp_path)
@@ -685,7 +826,14 @@ def test_an_index_stays_in_its_folder(tmp_path):
     (folder / "sub" / "x.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     with refused(r"fetch .*index.json too, which says what model-00001-of-00002"):
         open_folder(folder)
-    for damaged in ("[]", "{", "{}", '{"weight_map": [["w", "x"]]}', '{"weight_map": {"w": 3}}', "[" * 100_000):
+    for damaged in (
+        "[]",
+        "{",
+        "{}",
+        '{"weight_map": [["w", "x"]]}',
+        '{"weight_map": {"w": 3}}',
+        "[" * 100_000,
+    ):
         (folder / hf_io.INDEX).write_text(damaged)
         with refused(r"index.json' cannot be read \(.*\); fetch it again"):
             open_folder(folder)
@@ -700,19 +848,40 @@ EXPORT, BYTES = {"checkpoint__last_save_in_hf": "true"}, {"model__tokenizer_path
     [
         (NOT_HF, "model.flavor = 'hf' needs model.hf_assets_path"),
         ({}, "checkpoint.initial_load_in_hf = true has nothing to load"),
-        ({**OURS, **BYTES, "model__name": "kda", "checkpoint__initial_load_path": "FLA KDA"}, "norm_eps = 1e-06"),
-        ({"checkpoint__initial_load_path": "FLA KDA", "checkpoint__export_dtype": "source"}, "no effect without"),
-        ({**OURS, **NOT_HF, "checkpoint__initial_load_path": "FLA KDA"}, "is a Hugging Face folder; set checkpoint"),
+        (
+            {**OURS, **BYTES, "model__name": "kda", "checkpoint__initial_load_path": "FLA KDA"},
+            "norm_eps = 1e-06",
+        ),
+        (
+            {"checkpoint__initial_load_path": "FLA KDA", "checkpoint__export_dtype": "source"},
+            "no effect without",
+        ),
+        (
+            {**OURS, **NOT_HF, "checkpoint__initial_load_path": "FLA KDA"},
+            "is a Hugging Face folder; set checkpoint",
+        ),
         ({**OURS, **NOT_HF, "model__hf_assets_path": "x"}, "is the model of model.flavor = 'hf'"),
-        ({**OURS, **NOT_HF, **EXPORT, "checkpoint__export_dtype": "source"}, "checkpoint.export_dtype = 'source'"),
-        ({**BYTES, "checkpoint__initial_load_path": "FLA KDA", "model__vocab_size": 400}, "320 .this run: 400"),
-        ({"checkpoint__initial_load_path": "none"}, "checkpoint.initial_load_path = 'none' is no folder"),
+        (
+            {**OURS, **NOT_HF, **EXPORT, "checkpoint__export_dtype": "source"},
+            "checkpoint.export_dtype = 'source'",
+        ),
+        (
+            {**BYTES, "checkpoint__initial_load_path": "FLA KDA", "model__vocab_size": 400},
+            "320 .this run: 400",
+        ),
+        (
+            {"checkpoint__initial_load_path": "none"},
+            "checkpoint.initial_load_path = 'none' is no folder",
+        ),
         (
             {**NOT_HF, "model__hf_assets_path": "none"},
             "model.hf_assets_path = 'none' is no folder; .*: hf download OWNER/none --local-dir none$",
         ),
         ({"checkpoint__initial_load_path": "FLA KDA"}, "exist; give .*'bytes'"),
-        ({"checkpoint__initial_load_path": "FLA KDA", "checkpoint__enable": "false"}, "initial_load"),
+        (
+            {"checkpoint__initial_load_path": "FLA KDA", "checkpoint__enable": "false"},
+            "initial_load",
+        ),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(keys, message, folders, corpus, tmp_path):
@@ -737,7 +906,11 @@ def test_what_no_architecture_holds_is_refused(corpus, tmp_path, monkeypatch):
 
 def test_presets_have_an_architecture():
     """The first that holds the model, options that it does not read aside."""
-    found = {f"{name} {flavor}": find_family(m) for name, flavors in MODELS.items() for flavor, m in flavors.items()}
+    found = {
+        f"{name} {flavor}": find_family(m)
+        for name, flavors in MODELS.items()
+        for flavor, m in flavors.items()
+    }
     assert found["kda 340M"] == "KDAForCausalLM" and found["gdn 1.3B"] == "GatedDeltaNetForCausalLM"
     assert found["hybrid 340M"] == found["hybrid debug"] == "TitanLinearForCausalLM"
 
@@ -755,11 +928,27 @@ def test_commands_say_what_is_wrong(folders, tmp_path, capsys):
             ["to-hf", step, str(tmp_path / "out")],
             "config.toml of its run; keep checkpoints in their run's folder, and of one that titan-linear convert",
         ),
-        (convert.main, ["to-hf", str(tmp_path), str(tmp_path / "out")], "neither a whole checkpoint"),
-        (convert.main, ["from-hf", str(tmp_path), str(tmp_path / "out")], "config.json' cannot be read"),
-        (convert.main, ["from-hf", folder, str(tmp_path / "checkpoints")], "holds checkpoints already"),
+        (
+            convert.main,
+            ["to-hf", str(tmp_path), str(tmp_path / "out")],
+            "neither a whole checkpoint",
+        ),
+        (
+            convert.main,
+            ["from-hf", str(tmp_path), str(tmp_path / "out")],
+            "config.json' cannot be read",
+        ),
+        (
+            convert.main,
+            ["from-hf", folder, str(tmp_path / "checkpoints")],
+            "holds checkpoints already",
+        ),
         (generate.main, [str(tmp_path), *prompt], "neither a whole checkpoint"),
-        (generate.main, [folder, "--prompt", "", "--tokenizer", str(bytes_alone)], "prompt '' has no tokens"),
+        (
+            generate.main,
+            [folder, "--prompt", "", "--tokenizer", str(bytes_alone)],
+            "prompt '' has no tokens",
+        ),
         (generate.main, [folder, *prompt, "--tokenizer", "none.json"], "none.json does not exist"),
     ):
         assert words in is_refused(main, argv, capsys)
@@ -767,7 +956,8 @@ def test_commands_say_what_is_wrong(folders, tmp_path, capsys):
 
 
 def test_what_takes_long_shows_how_far_it_is(folders, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("tqdm.std.time", itertools.count(0, 3).__next__)  # each tensor takes seconds
+    # each tensor takes seconds
+    monkeypatch.setattr("tqdm.std.time", itertools.count(0, 3).__next__)
     folder = folders("FLA KDA")
     assert convert.main(["from-hf", str(folder), str(tmp_path)]) == 0
     tensors.load_weights(tmp_path, Decoder(read_model(folder)[1]))
@@ -777,8 +967,13 @@ def test_what_takes_long_shows_how_far_it_is(folders, tmp_path, monkeypatch, cap
 
 def test_a_failed_export_is_an_error_on_every_rank(folders, worlds, tmp_path):
     """A full disk, and what PyTorch raises."""
-    for failure in (OSError(errno.ENOSPC, "No space left on device"), RuntimeError("not enough memory")):
-        messages = worlds(2).run(workers.export_fails, folders("FLA KDA"), tmp_path / "out", failure)
+    for failure in (
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("not enough memory"),
+    ):
+        messages = worlds(2).run(
+            workers.export_fails, folders("FLA KDA"), tmp_path / "out", failure
+        )
         reason = failure.strerror if isinstance(failure, OSError) else repr(failure)
         assert messages == [f"writing '{tmp_path / 'out'}' failed: {reason}"] * 2
         assert list(tmp_path.iterdir()) == []
@@ -786,7 +981,9 @@ def test_a_failed_export_is_an_error_on_every_rank(folders, worlds, tmp_path):
 
 def value_of(folder):
     """Of every tensor of a whole folder."""
-    (value,) = {v for t in load_file(folder / "model.safetensors").values() for v in t.unique().tolist()}
+    (value,) = {
+        v for t in load_file(folder / "model.safetensors").values() for v in t.unique().tolist()
+    }
     read_model(folder)
     return value
 
@@ -831,10 +1028,15 @@ def test_a_replacement_that_fails_gives_the_old_folder_back(tmp_path, monkeypatc
 
 def test_two_do_not_write_one_folder(tmp_path):
     folder, waits = tmp_path / "out", tmp_path / "waits"
-    first, killed = (mp.get_context("forkserver").Process(target=workers.export_and_wait, args=(folder,)) for _ in "12")
+    first, killed = (
+        mp.get_context("forkserver").Process(target=workers.export_and_wait, args=(folder,))
+        for _ in "12"
+    )
     first.start()
     until(waits.exists)
-    with pytest.raises(SaveFailed, match=f"^writing '{folder}' failed: another process is writing it$"):
+    with pytest.raises(
+        SaveFailed, match=f"^writing '{folder}' failed: another process is writing it$"
+    ):
         workers.export(folder, 1.0)
     waits.unlink()
     first.join(60)
@@ -853,7 +1055,10 @@ def test_a_folder_behind_a_link_is_replaced_as_a_link(tmp_path):
     workers.export(disk, 1.0)
     folder.symlink_to(disk)
     workers.export(folder, 2.0)
-    assert (value_of(folder), value_of(disk)) == (2.0, 1.0) and sorted(tmp_path.iterdir()) == [disk, folder]
+    assert (value_of(folder), value_of(disk)) == (2.0, 1.0) and sorted(tmp_path.iterdir()) == [
+        disk,
+        folder,
+    ]
 
 
 # --- Memory ----------------------------------------------------------------------------------------------------------
@@ -862,8 +1067,15 @@ def test_a_folder_behind_a_link_is_replaced_as_a_link(tmp_path):
 def make_large_folder(folder):
     """A folder of several shards, of which only marked values take up the disk; its tensors' bytes."""
     folder.mkdir()
-    plan = {s.name: s.shape for placement in placements(LARGE, "KDAForCausalLM") for s in placement.sources}
-    plan = {name: hf_writing.Planned("F32", shape, 4 * torch.Size(shape).numel()) for name, shape in plan.items()}
+    plan = {
+        s.name: s.shape
+        for placement in placements(LARGE, "KDAForCausalLM")
+        for s in placement.sources
+    }
+    plan = {
+        name: hf_writing.Planned("F32", shape, 4 * torch.Size(shape).numel())
+        for name, shape in plan.items()
+    }
     tensors = hf_writing._create(folder, plan, 10**9).values()
     for tensor in tensors:
         with open(tensor.file, "r+b") as file:

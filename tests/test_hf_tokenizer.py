@@ -27,7 +27,9 @@ transformers.logging.set_verbosity_error()
 
 VOCAB = 700
 SOURCE = Path(json.__file__).with_name("decoder.py").read_text()
-TEXT = SOURCE + "\r\n\t é e\u0301 漢字 🙂\x00  it's DON'T 1234 <s> </s> <|endoftext|> <|im_end|>\n \n"
+TEXT = (
+    SOURCE + "\r\n\t é e\u0301 漢字 🙂\x00  it's DON'T 1234 <s> </s> <|endoftext|> <|im_end|>\n \n"
+)
 EXACT = TEXT + "\u2028".join(map(chr, [*range(1, 0xD800, 37), *range(0xE000, 0x110000, 997)]))
 
 # --- Families --------------------------------------------------------------------------------------------------------
@@ -75,7 +77,9 @@ def plain(**parts):
 def adding():
     """Begins a text by <s>, cuts it and fills it up."""
     tokenizer = plain()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     tokenizer.enable_truncation(20)
     tokenizer.enable_padding(length=30)
     return tokenizer
@@ -91,7 +95,9 @@ def pieces():
 def qwens():
     words = pre_tokenizers.Split(Regex(_WORDS), "isolated")
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return plain(pre_tokenizer=pre_tokenizers.Sequence([words, level]), normalizer=normalizers.NFC())
+    return plain(
+        pre_tokenizer=pre_tokenizers.Sequence([words, level]), normalizer=normalizers.NFC()
+    )
 
 
 BESIDE = {
@@ -177,7 +183,9 @@ def check(folder, path, text=TEXT):
     assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
     assert theirs.decode([*ids, ours.eos_id], skip_special_tokens=True) == ours.decode(ids)
     whole = theirs.decode([*ids, ours.eos_id], skip_special_tokens=False)
-    assert whole == ours.decode([*ids, ours.eos_id], special=True) and whole.endswith(theirs.eos_token)
+    assert whole == ours.decode([*ids, ours.eos_id], special=True) and whole.endswith(
+        theirs.eos_token
+    )
     again = build_tokenizer(str(folder))
     assert again.encode(text).tolist() == ids and again.eos_id == ours.eos_id
 
@@ -187,7 +195,10 @@ def test_every_family_is_here():
 
 
 READ_AS_THEY_ARE = [
-    (name, family) for name in TOKENIZERS for family in MODELS if name == "Qwen's" or family != "Qwen3_5MoeForCausalLM"
+    (name, family)
+    for name in TOKENIZERS
+    for family in MODELS
+    if name == "Qwen's" or family != "Qwen3_5MoeForCausalLM"
 ]  # the others are refused, below
 
 
@@ -206,7 +217,10 @@ def test_bytes_are_bytes(tmp_path):
     broken = [0xC3, 0x28, 0xFF, 0xE2, 0x82, 0x41, 0xF0, 0x9F, 0x99, 256]
     assert theirs.decode(broken, skip_special_tokens=True) == ours.decode(broken)
     theirs.save_pretrained(tmp_path / "saved")
-    assert AutoTokenizer.from_pretrained(tmp_path / "saved").encode(EXACT) == ours.encode(EXACT).tolist()
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "saved").encode(EXACT)
+        == ours.encode(EXACT).tolist()
+    )
 
 
 def test_what_is_beside_is_kept_where_it_changes_no_token(tokenizers):
@@ -214,7 +228,9 @@ def test_what_is_beside_is_kept_where_it_changes_no_token(tokenizers):
     assert files["tokenizer.json"] == Path(tokenizers["settings beside it"]).read_bytes()
     settings = json.loads(files["tokenizer_config.json"])
     assert settings["chat_template"] == "{{ messages }}" and settings["model_max_length"] == 4096
-    assert settings["bos_token"] == "<s>" and settings["additional_special_tokens"] == ["<|im_end|>"]
+    assert settings["bos_token"] == "<s>" and settings["additional_special_tokens"] == [
+        "<|im_end|>"
+    ]
     assert "pad_token" not in settings and settings["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
@@ -226,7 +242,10 @@ def test_templates_by_name_in_a_folder(tokenizers, tmp_path):
         source.joinpath(name).write_text(name)
     exported(tmp_path / "own", "TitanLinearForCausalLM", str(source))
     found = build_tokenizer(str(tmp_path / "own")).chat_templates
-    assert found == {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
+    assert found == {
+        "default": "chat_template.jinja",
+        "tool_use": "additional_chat_templates/tool_use.jinja",
+    }
 
 
 def test_a_tokenizer_that_transformers_would_not_read(tokenizers, tmp_path):
@@ -234,7 +253,11 @@ def test_a_tokenizer_that_transformers_would_not_read(tokenizers, tmp_path):
     or is refused before a run starts and before a checkpoint is converted."""
     files = {name: build_tokenizer(path).hugging_face_files() for name, path in tokenizers.items()}
     assert find_family(_QWEN, files["Qwen's"]) == find_family(_QWEN) == "Qwen3_5MoeForCausalLM"
-    assert find_family(_QWEN, files["plain"]) == find_family(_QWEN, files["bytes"]) == "Qwen3NextForCausalLM"
+    assert (
+        find_family(_QWEN, files["plain"])
+        == find_family(_QWEN, files["bytes"])
+        == "Qwen3NextForCausalLM"
+    )
     folder = tmp_path / "folder"
     exported(folder, "Qwen3_5MoeForCausalLM", tokenizers["Qwen's"])
     argv = [

@@ -37,7 +37,10 @@ PACKAGE = "titan_linear"
 def modules(root):
     """Dotted name → file, of the package and the tools."""
     files = [file for folder in (PACKAGE, "tools") for file in (root / folder).rglob("*.py")]
-    return {".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+    return {
+        ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in files
+    }
 
 
 def imports(name, file, known):
@@ -50,7 +53,10 @@ def imports(name, file, known):
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*above, *([node.module] if node.module else [])])
-            found |= {f"{source}.{a.name}" if f"{source}.{a.name}" in known else source for a in node.names}
+            found |= {
+                f"{source}.{a.name}" if f"{source}.{a.name}" in known else source
+                for a in node.names
+            }
     return {other for other in found if other in known} - {name}
 
 
@@ -67,7 +73,8 @@ def room(name):
 def problems(root):
     known = modules(root)
     graph = {name: imports(name, file, known) for name, file in known.items()}
-    level = {name: i for i, layer in enumerate(LAYERS) for name in layer} | {"": -1}  # "": the package's own file
+    # "": the package's own file
+    level = {name: i for i, layer in enumerate(LAYERS) for name in layer} | {"": -1}
     said = [f"{name} has no layer" for name in graph if room(name) not in level]
     for name, others in graph.items():
         for other in sorted(others):
@@ -87,7 +94,9 @@ def test_only_proofs_know_the_definitions():
     known = modules(ROOT)
     reference = f"{PACKAGE}.ops.reference"
     users = {
-        room(name) for name, file in known.items() if any(x.startswith(reference) for x in imports(name, file, known))
+        room(name)
+        for name, file in known.items()
+        if any(x.startswith(reference) for x in imports(name, file, known))
     }
     assert users <= {"ops", "proof", "tools"} and "proof" in users
 
@@ -100,15 +109,33 @@ def test_imports_flow_one_way():
 @pytest.mark.parametrize(
     "files, problem",
     [
-        ({"titan_linear/ops/a.py": "import titan_linear.data"}, "titan_linear.ops.a imports titan_linear.data, which"),
+        (
+            {"titan_linear/ops/a.py": "import titan_linear.data"},
+            "titan_linear.ops.a imports titan_linear.data, which",
+        ),
         (
             {"titan_linear/models/a.py": "def f():\n    from titan_linear import step"},
             "titan_linear.models.a imports titan_linear.step, which is not below it",
         ),
-        ({"titan_linear/launch.py": "from titan_linear.train import x"}, "launch imports titan_linear.train, which"),
-        ({"tools/a.py": "from titan_linear.train import x"}, "tools.a imports titan_linear.train, which is not for"),
-        ({"titan_linear/train.py": "from titan_linear.ops import x"}, "train imports titan_linear.ops, which is not"),
-        ({"titan_linear/ops/a.py": "from .b import x", "titan_linear/ops/b.py": "from . import a"}, "a circle: "),
+        (
+            {"titan_linear/launch.py": "from titan_linear.train import x"},
+            "launch imports titan_linear.train, which",
+        ),
+        (
+            {"tools/a.py": "from titan_linear.train import x"},
+            "tools.a imports titan_linear.train, which is not for",
+        ),
+        (
+            {"titan_linear/train.py": "from titan_linear.ops import x"},
+            "train imports titan_linear.ops, which is not",
+        ),
+        (
+            {
+                "titan_linear/ops/a.py": "from .b import x",
+                "titan_linear/ops/b.py": "from . import a",
+            },
+            "a circle: ",
+        ),
         ({"titan_linear/new.py": ""}, "titan_linear.new has no layer"),
     ],
 )

@@ -132,7 +132,9 @@ class Run:
         (folder / "worker.py").write_text(WORKER)
         (folder / "tmp").mkdir(exist_ok=True)
         self.folder, self.node = folder, node
-        self.process = FORKSERVER.Process(target=launch_workers, args=(mode, folder, node, *options))
+        self.process = FORKSERVER.Process(
+            target=launch_workers, args=(mode, folder, node, *options)
+        )
         self.process.start()
 
     def kill(self, number):
@@ -144,7 +146,9 @@ class Run:
 
     def wait_for(self, event):
         """Until each worker has noted `event`, or with "ready" its process id."""
-        until(lambda: all(event in self.events(rank) or self.ready(rank, event) for rank in range(2)))
+        until(
+            lambda: all(event in self.events(rank) or self.ready(rank, event) for rank in range(2))
+        )
 
     def alive(self):
         return any(map(alive, map(self.events, range(2))))
@@ -173,7 +177,9 @@ def start(tmp_path):
 
     def start(mode, repeat=0.3, node=ALONE, max_restarts=0, saves=True):
         config = Config(
-            job={"description": "as checked"}, checkpoint={"enable": saves}, comm={"max_restarts": max_restarts}
+            job={"description": "as checked"},
+            checkpoint={"enable": saves},
+            comm={"max_restarts": max_restarts},
         )
         runs.append(Run(tmp_path, mode, node, repeat, config))
         return runs[-1]
@@ -204,7 +210,9 @@ def test_workers_join_one_process_group(start):
     assert [run.events(rank)[-1] for rank in range(2)] == ["3", "3"]
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    "number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+)
 def test_a_signal_reaches_every_worker_once_and_lets_it_save(start, number, code):
     run = start("works", repeat=60)
     run.wait_for("start-0")
@@ -222,7 +230,11 @@ def test_a_stop_promises_a_save_only_where_there_are_checkpoints(start, saves):
     run.wait_for("ready")
     (run.folder / "disk").touch()
     run.kill(signal.SIGTERM)
-    when = "after a last save" if saves else "after this step, without a save (checkpoint.enable = false)"
+    when = (
+        "after a last save"
+        if saves
+        else "after this step, without a save (checkpoint.enable = false)"
+    )
     assert run.end() == (143, f"stopping {when}; Ctrl-C again stops at once\n")
 
 
@@ -290,9 +302,16 @@ def test_the_cause_of_a_failure():
     """It counts before what others do for want of it, though torchrun sees those first."""
 
     def failure(code, timestamp):
-        return SimpleNamespace(exitcode=code, timestamp=timestamp, signal_name=lambda: signal.Signals(-code).name)
+        return SimpleNamespace(
+            exitcode=code, timestamp=timestamp, signal_name=lambda: signal.Signals(-code).name
+        )
 
-    failures = {0: failure(LOST, 1), 1: failure(-signal.SIGTERM, 1), 2: failure(-signal.SIGKILL, 3), 3: failure(3, 2)}
+    failures = {
+        0: failure(LOST, 1),
+        1: failure(-signal.SIGTERM, 1),
+        2: failure(-signal.SIGKILL, 3),
+        3: failure(3, 2),
+    }
     assert launch._report(failures) == 3
     failures.pop(3)
     assert launch._report(failures) == 137
@@ -329,7 +348,11 @@ def listening(process):
     """The TCP ports on which a process listens, and each one's address, as the kernel writes it."""
     links = [os.readlink(file) for file in Path(f"/proc/{process}/fd").iterdir()]
     sockets = {link[8:-1] for link in links if link.startswith("socket:[")}
-    rows = [row.split() for name in ("tcp", "tcp6") for row in Path("/proc/net", name).read_text().splitlines()[1:]]
+    rows = [
+        row.split()
+        for name in ("tcp", "tcp6")
+        for row in Path("/proc/net", name).read_text().splitlines()[1:]
+    ]
     places = [row[1].split(":") for row in rows if row[3] == "0A" and row[9] in sockets]
     return {int(port, 16): address for address, port in places}
 
@@ -349,7 +372,8 @@ def test_writes_from_outside_start_nothing_again(start, nodes):
             stranger.sendall(b"\xff" * 64)
         store = dist.TCPStore("127.0.0.1", open_port, is_master=False, wait_for_workers=False)
         for key in store.list_keys():
-            assert not key.startswith("torch.rendezvous") or nodes > 1  # torchrun unpickles what it reads there
+            # torchrun unpickles what it reads there
+            assert not key.startswith("torch.rendezvous") or nodes > 1
             store.set(key, "of a stranger")
     time.sleep(2)
     for run in runs:
@@ -375,7 +399,11 @@ def test_nodes_start_again_together_and_stop_together(start, asked):
 
 
 def test_a_failure_of_one_node_ends_each_with_what_it_knows(start):
-    runs = [start("loses", node=Node(1, rank, 2, "127.0.0.1", port)) for port in [free_port()] for rank in (0, 1)]
+    runs = [
+        start("loses", node=Node(1, rank, 2, "127.0.0.1", port))
+        for port in [free_port()]
+        for rank in (0, 1)
+    ]
     assert runs[0].end() == (LOST, "error: rank 0 lost another rank\n")
     assert runs[1].end() == (139, "why rank 1 failed\nerror: rank 1 failed (killed by SIGSEGV)\n")
 
@@ -408,7 +436,9 @@ def test_a_port_in_use_is_a_mistake(monkeypatch):
 def calls(monkeypatch, tmp_path):
     """What main calls, in a folder of its own, with no GPU and two processes."""
     calls = []
-    monkeypatch.setattr(preflight, "preflight", lambda config, *sizes: calls.append(("preflight", *sizes)))
+    monkeypatch.setattr(
+        preflight, "preflight", lambda config, *sizes: calls.append(("preflight", *sizes))
+    )
     monkeypatch.setattr(launch, "run_workers", lambda *args: calls.append(args) or 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     for name in ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -444,8 +474,14 @@ def test_main_on_one_of_several_nodes(calls, monkeypatch):
         ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK = 2 must be less than NNODES = 2"),
         ({"NNODES": "2", "NODE_RANK": "0"}, "NNODES = 2 needs MASTER_ADDR"),
         ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "no host"}, "MASTER_ADDR = 'no host'"),
-        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}, "MASTER_PORT = '0' must"),
-        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_PORT": "99999"}, "MASTER_PORT = 99999 is no port"),
+        (
+            {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+            "MASTER_PORT = '0' must",
+        ),
+        (
+            {"NNODES": "2", "NODE_RANK": "0", "MASTER_PORT": "99999"},
+            "MASTER_PORT = 99999 is no port",
+        ),
     ],
 )
 def test_wrong_nodes_are_refused(calls, capsys, monkeypatch, environment, message):
@@ -459,9 +495,15 @@ def test_wrong_nodes_are_refused(calls, capsys, monkeypatch, environment, messag
     "argv, message",
     [
         (["--training.step", "3"], "did you mean training.steps?"),
-        (["--parallelism.context_parallel_degree", "3"], "need a multiple of 3 processes, and there are 2"),
+        (
+            ["--parallelism.context_parallel_degree", "3"],
+            "need a multiple of 3 processes, and there are 2",
+        ),
         (["--job.dump_folder", "/dev/null/x"], "job.dump_folder = '/dev/null/x' cannot be written"),
-        (["--comm.max_restarts", "1", "--checkpoint.enable", "false"], "set checkpoint.enable = true"),
+        (
+            ["--comm.max_restarts", "1", "--checkpoint.enable", "false"],
+            "set checkpoint.enable = true",
+        ),
     ],
 )
 def test_a_mistake_is_a_short_message(calls, capsys, argv, message):
@@ -501,7 +543,10 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(calls, capsys, tmp_path):
         for own in (["--checkpoint.folder", str(shared)], []):
             assert launch.main(own) == 2
             shown = capsys.readouterr().err
-            assert f"checkpoint.folder = '{shared}' is in use by another run (process {other} on " in shown
+            assert (
+                f"checkpoint.folder = '{shared}' is in use by another run (process {other} on "
+                in shown
+            )
         assert launch.main(["--checkpoint.folder", "own"]) == 0
     assert launch.main([]) == 0
 

@@ -24,7 +24,9 @@ CACHE = f"text-{'0' * 24}"
 
 
 def config(folder, *more):
-    return load_config(["--job.dump_folder", str(folder), "--metrics.enable_tensorboard", "false", *more])
+    return load_config(
+        ["--job.dump_folder", str(folder), "--metrics.enable_tensorboard", "false", *more]
+    )
 
 
 def refused_start(folder):
@@ -33,7 +35,9 @@ def refused_start(folder):
 
 
 def start_with_checkpoints_elsewhere(folder):
-    with claimed(config(folder / "run", "--checkpoint.enable=true", "--checkpoint.folder", str(folder))):
+    with claimed(
+        config(folder / "run", "--checkpoint.enable=true", "--checkpoint.folder", str(folder))
+    ):
         pass
 
 
@@ -74,12 +78,21 @@ WRITERS = {
     "of a start that is refused": (refused_start, ".lock"),
     "of checkpoints elsewhere": (start_with_checkpoints_elsewhere, ".lock"),
     "an export's lock": (export, ".step-1-hf.lock"),
-    "a corpus's lock": (lambda folder: write_corpus(folder / "web", [DOCUMENT], ByteTokenizer()), "web.lock"),
+    "a corpus's lock": (
+        lambda folder: write_corpus(folder / "web", [DOCUMENT], ByteTokenizer()),
+        "web.lock",
+    ),
     "a cache's lock": (lambda folder: remove_cache(folder / CACHE), f"{CACHE}.lock"),
-    "a file written whole": (lambda folder: write_whole(folder / "config.toml", "new"), "config.toml.new"),
+    "a file written whole": (
+        lambda folder: write_whole(folder / "config.toml", "new"),
+        "config.toml.new",
+    ),
     "metrics": (log, "metrics.jsonl"),
     "telemetry": (telemetry, "telemetry.jsonl"),
-    "spikes": (lambda folder: write_spike(folder, 1, {}, [[MicroLoss((0,), 1, 1.0)]]), "spikes.jsonl"),
+    "spikes": (
+        lambda folder: write_spike(folder, 1, {}, [[MicroLoss((0,), 1, 1.0)]]),
+        "spikes.jsonl",
+    ),
     "a corpus's arrays": (resume_tokenising, "web.tmp/tokens.bin"),
     "the flight recorder": (record_a_hang, "rank-0"),
 }
@@ -115,4 +128,6 @@ def test_links_are_named(tmp_path):
 def test_what_a_killed_write_left_is_replaced(tmp_path):
     (tmp_path / "config.toml.new").write_text("half")
     write_whole(tmp_path / "config.toml", "whole")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.toml", "whole")]
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
+        ("config.toml", "whole")
+    ]

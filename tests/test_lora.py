@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.test_train import EXPERT_SPLITS, FLOAT64, FOUR_STEPS, SPLITS, arguments, check_equal, train_on_rank
+from tests.test_train import (
+    EXPERT_SPLITS,
+    FLOAT64,
+    FOUR_STEPS,
+    SPLITS,
+    arguments,
+    check_equal,
+    train_on_rank,
+)
 
 LORA = {"adapter.enable": "true", "adapter.rank": 3, "adapter.train_extra": '["*norm", "head"]'}
 OF_HYBRID = (

@@ -15,7 +15,15 @@ import torch.nn.functional as F
 
 from tests.keys import argv_of
 from tests.test_doctor import failures, sabotaged
-from tests.test_train import BASE, FLOAT64, SMALL_HYBRID, SPLITS, check_equal, train_on_rank, trainer_of
+from tests.test_train import (
+    BASE,
+    FLOAT64,
+    SMALL_HYBRID,
+    SPLITS,
+    check_equal,
+    train_on_rank,
+    trainer_of,
+)
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE, PackedStreams, WholeStreams
 from titan_linear.distributed.one_process import run_ranks
@@ -31,8 +39,16 @@ from titan_linear.proof.subject import subject_of
 from titan_linear.step import feed
 
 KEYS = BASE | FLOAT64 | SMALL_HYBRID
-KEYS |= {"training.dataset_format": "tokens", "training.steps": 2, "lr_scheduler.warmup_steps": 0, "optimizer.lr": 3e-4}
-METHODS = (*(name for name in SPLITS if name.startswith(("cp 2 ring", "cp 2 allgather"))), "cp 2 all heads")
+KEYS |= {
+    "training.dataset_format": "tokens",
+    "training.steps": 2,
+    "lr_scheduler.warmup_steps": 0,
+    "optimizer.lr": 3e-4,
+}
+METHODS = (
+    *(name for name in SPLITS if name.startswith(("cp 2 ring", "cp 2 allgather"))),
+    "cp 2 all heads",
+)
 NAMES = ("dp 2", "cp 2 zig-zag", "cp 4", "tp 2 x cp 2 zig-zag", "HSDP", "accumulation")
 
 
@@ -49,7 +65,10 @@ def logprobs(n, rng):
 def preferred(n, rng):
     """Pairs, some of whose texts reach over three ranks; every fifth one counts nothing, others by other weights."""
     sizes = n, rng.randint(1, 15)
-    texts = {name: "".join(rng.choices("abcdef", k=size)) for name, size in zip(("chosen", "rejected"), sizes)}
+    texts = {
+        name: "".join(rng.choices("abcdef", k=size))
+        for name, size in zip(("chosen", "rejected"), sizes)
+    }
     reference = [logprobs(2 + size + 1, rng) for size in sizes]  # the prompt, the text and its end
     weights = [0, 0] if n % 5 == 0 else [rng.choice([1e-3, 1]), rng.choice([1, 1e3])]
     return {"prompt": "x:", **texts, "reference": reference, "weights": weights}
@@ -58,12 +77,19 @@ def preferred(n, rng):
 def rolled_out(n, rng):
     weights = [0.0 if i < n // 3 else 1.0 for i in range(n)]  # of a prompt, and its answer
     numbers = {name: logprobs(n, rng) for name in ("behaviour", "reference")}
-    return {"tokens": rng.choices(range(256), k=n), "weights": weights, "advantages": rng.gauss(0, 1), **numbers}
+    return {
+        "tokens": rng.choices(range(256), k=n),
+        "weights": weights,
+        "advantages": rng.gauss(0, 1),
+        **numbers,
+    }
 
 
 def taught(n, rng):
     ids = [rng.sample(range(256), 5) for _ in range(n)]
-    teacher = [sorted((math.log(rng.random() / 5) for _ in range(5)), reverse=True) for _ in range(n)]
+    teacher = [
+        sorted((math.log(rng.random() / 5) for _ in range(5)), reverse=True) for _ in range(n)
+    ]
     return {"tokens": rng.choices(range(256), k=n), "teacher_ids": ids, "teacher_logprobs": teacher}
 
 
@@ -89,7 +115,11 @@ OF_BASE = {
 CASES = {
     "weights": WEIGHED | {"model.mtp_layers": 1},
     "by document, smoothed": WEIGHED
-    | {"loss.normalise": "document", "cross_entropy.label_smoothing": 0.1, "cross_entropy.z_loss": 0.01},
+    | {
+        "loss.normalise": "document",
+        "cross_entropy.label_smoothing": 0.1,
+        "cross_entropy.z_loss": 0.01,
+    },
     "by stream": WEIGHED | {"loss.normalise": "stream"},
     "DPO": PAIRS | {"dpo.beta": 0.5},
     "SimPO": PAIRS
@@ -100,7 +130,9 @@ CASES = {
         "dpo.length_normalised": "true",
         "dpo.reference_free": "true",
     },
-    "DPO, the base as reference": PAIRS | OF_BASE | {"dpo.beta": 0.5, "training.dataset_columns": '["weights"]'},
+    "DPO, the base as reference": PAIRS
+    | OF_BASE
+    | {"dpo.beta": 0.5, "training.dataset_columns": '["weights"]'},
     "GRPO": ROLLED_OUT | {"policy.kl": 0.1},
     "GRPO, the base as reference": ROLLED_OUT | OF_BASE | {"policy.kl": 0.1},
     "GSPO": ROLLED_OUT | {"policy.kl": 0.1, "policy.level": "sequence"},
@@ -130,13 +162,20 @@ def records(tmp_path_factory):
 
 def arguments(case, records, **more):
     path = records[CASES[case].get("loss.name", "cross_entropy")]
-    return argv_of(KEYS | CASES[case], training__dataset_path=path, job__dump_folder=path.parent / "run", **more)
+    return argv_of(
+        KEYS | CASES[case],
+        training__dataset_path=path,
+        job__dump_folder=path.parent / "run",
+        **more,
+    )
 
 
 def definition(config, trainer, i):
     """The loss of step i by its definition, with the weights that the trainer has, and its gradient's norm."""
     documents, base = [], Decoder(trainer.model.config.base).double()
-    base.load_state_dict({name: p for name, p in trainer.model.state_dict().items() if "lora_" not in name})
+    base.load_state_dict(
+        {name: p for name, p in trainer.model.state_dict().items() if "lora_" not in name}
+    )
     streams, size = trainer.loader.streams, config.training.global_batch_size
     raw = copy(streams)
     raw.targets = replace(streams.targets, normalise="token")
@@ -144,12 +183,20 @@ def definition(config, trainer, i):
         stream = raw[n]
         for begin, end in pairwise(stream.cu_seqlens.tolist()):
             tokens = torch.from_numpy(stream.tokens[begin:end])
-            logits, of_base = (m(tokens[None], BatchPlan(torch.arange(end - begin)))[0] for m in (trainer.model, base))
+            logits, of_base = (
+                m(tokens[None], BatchPlan(torch.arange(end - begin)))[0]
+                for m in (trainer.model, base)
+            )
             labels = torch.from_numpy(stream.labels[begin:end])
             valid = labels != IGNORE
-            columns = {name: torch.from_numpy(x[begin:end])[valid].double() for name, x in stream.columns.items()}
+            columns = {
+                name: torch.from_numpy(x[begin:end])[valid].double()
+                for name, x in stream.columns.items()
+            }
             if config.loss.reference == "base":
-                columns["reference"] = Document(n, of_base[valid], labels[valid], {}).logprobs.detach()
+                columns["reference"] = Document(
+                    n, of_base[valid], labels[valid], {}
+                ).logprobs.detach()
             documents.append(Document(n, logits[valid], labels[valid], columns))
         if config.loss.name == "dpo":
             del documents[len(documents) // 2 * 2 :]  # padding
@@ -191,7 +238,9 @@ def alone(records, worlds):
     return get
 
 
-@pytest.mark.parametrize(("case", "name"), [*product(CASES, NAMES), *product(("weights", "DPO"), METHODS)])
+@pytest.mark.parametrize(
+    ("case", "name"), [*product(CASES, NAMES), *product(("weights", "DPO"), METHODS)]
+)
 def test_splits_are_equal(case, name, records, worlds, alone):
     one = alone(case)
     processes, keys = SPLITS[name]
@@ -211,7 +260,9 @@ def test_gradients_of_what_losses_may_read():
     """Of the rows of whole logits, or rows that are known: several ids, mean, entropy (which has none), in one part and
     in two."""
     rng = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(n, 8, generator=rng, dtype=torch.float64, requires_grad=True) for n in (20, 12))
+    x, weight = (
+        torch.randn(n, 8, generator=rng, dtype=torch.float64, requires_grad=True) for n in (20, 12)
+    )
     ids = torch.randint(12, (20, 3), generator=rng)
     ids[::4, 0] = IGNORE
 
@@ -221,38 +272,57 @@ def test_gradients_of_what_losses_may_read():
 
     z = x @ weight.T
     p = z.softmax(-1)
-    whole = Rows(z.gather(1, ids.clamp(min=0)), z.logsumexp(-1), z.mean(-1), -(p * p.log()).sum(-1), z)
+    whole = Rows(
+        z.gather(1, ids.clamp(min=0)), z.logsumexp(-1), z.mean(-1), -(p * p.log()).sum(-1), z
+    )
     want = terms(whole, slice(None))[ids[:, 0] != IGNORE].sum(0)
     exact = torch.autograd.grad(want[0], [x, weight])
     logits = ChunkedLogits(x, weight, 7)
     got = logits.sum(ids, terms, statistics=True)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
-    torch.testing.assert_close(torch.autograd.grad(got[0], [x, weight]), exact, rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(
+        torch.autograd.grad(got[0], [x, weight]), exact, rtol=1e-10, atol=1e-13
+    )
     known = logits.rows(ids, statistics=True)
-    with sabotaged(cross_entropy, "_of_all", lambda *_: pytest.fail("logits are read for what is known")):
+    with sabotaged(
+        cross_entropy, "_of_all", lambda *_: pytest.fail("logits are read for what is known")
+    ):
         again = logits.sum(ids, terms, rows=known)
     assert torch.equal(again, got)
-    torch.testing.assert_close(torch.autograd.grad(again[0], [x, weight]), exact, rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(
+        torch.autograd.grad(again[0], [x, weight]), exact, rtol=1e-10, atol=1e-13
+    )
 
     def on_rank(group):
-        own, mine = weight.detach().chunk(2)[group.rank()].requires_grad_(), x.detach().requires_grad_()
+        own, mine = (
+            weight.detach().chunk(2)[group.rank()].requires_grad_(),
+            x.detach().requires_grad_(),
+        )
         logits = ChunkedLogits(mine, own, 7, Ranks(group.group_name, 2, group.rank()))
         value = logits.sum(ids, terms, rows=logits.rows(ids, statistics=True))
         return value.detach(), *torch.autograd.grad(value[0], [mine, own])
 
     (one, dx, first), (other, more, second) = run_ranks(on_rank, 2)
     torch.testing.assert_close(one + other, want.detach(), rtol=1e-12, atol=0)
-    torch.testing.assert_close((dx + more, torch.cat([first, second])), exact, rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(
+        (dx + more, torch.cat([first, second])), exact, rtol=1e-10, atol=1e-13
+    )
 
 
 def swapped(parts, streams, i):
     starts, lengths, following = parts(streams, i)
-    return starts.reshape(-1, 2)[:, ::-1].ravel(), lengths.reshape(-1, 2)[:, ::-1].ravel(), following
+    return (
+        starts.reshape(-1, 2)[:, ::-1].ravel(),
+        lengths.reshape(-1, 2)[:, ::-1].ravel(),
+        following,
+    )
 
 
 def a_token_late(get, streams, i):
     stream = get(streams, i)
-    return replace(stream, columns=stream.columns | {"reference": np.roll(stream.columns["reference"], 1)})
+    return replace(
+        stream, columns=stream.columns | {"reference": np.roll(stream.columns["reference"], 1)}
+    )
 
 
 def divided_by_cp(next_step, own):
@@ -266,7 +336,13 @@ def of_this_rank(counts, batch):
 
 
 FAULTS = {
-    "pairs swapped": (WholeStreams, "_parts", swapped, data.targets, r"pairs: .* \d > 0 \(stream 0\)"),
+    "pairs swapped": (
+        WholeStreams,
+        "_parts",
+        swapped,
+        data.targets,
+        r"pairs: .* \d > 0 \(stream 0\)",
+    ),
     "reference shifted": (
         PackedStreams,
         "__getitem__",
@@ -274,15 +350,31 @@ FAULTS = {
         data.targets,
         r"columns: .*reference, stream \d, ",
     ),
-    "loss divided by cp": (feed.Feed, "next_step", divided_by_cp, model.split, r"split, float64: loss.* 5\.0e-01 > "),
-    "weights of a rank": (feed, "_counts", of_this_rank, model.split, r"split, float64: loss.*the head or the loss"),
+    "loss divided by cp": (
+        feed.Feed,
+        "next_step",
+        divided_by_cp,
+        model.split,
+        r"split, float64: loss.* 5\.0e-01 > ",
+    ),
+    "weights of a rank": (
+        feed,
+        "_counts",
+        of_this_rank,
+        model.split,
+        r"split, float64: loss.*the head or the loss",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_doctor_names_faults_of_what_losses_read(name, records, monkeypatch):
     monkeypatch.delenv("NGPU", raising=False)
-    split = {"model.flavor": "debug", "parallelism.context_parallel_degree": 2, "training.local_batch_size": 1}
+    split = {
+        "model.flavor": "debug",
+        "parallelism.context_parallel_degree": 2,
+        "training.local_batch_size": 1,
+    }
     subject = subject_of(load_config(arguments("DPO", records) + argv_of(split)))
     owner, what, broken, check, said = FAULTS[name]
     assert not list(failures(check(subject)))
@@ -293,7 +385,8 @@ def test_the_doctor_names_faults_of_what_losses_read(name, records, monkeypatch)
 
 def test_the_doctor_misses_no_label_in_padding(records, monkeypatch):
     monkeypatch.delenv("NGPU", raising=False)
-    more = {"training__dataset_columns": '["advantages", "behaviour"]', "model__flavor": "debug"}  # all tokens count
+    # all tokens count
+    more = {"training__dataset_columns": '["advantages", "behaviour"]', "model__flavor": "debug"}
     subject = subject_of(load_config(arguments("GSPO", records, **more, policy__kl=0)))
     assert not list(failures(data.labels(subject)))
 
@@ -305,7 +398,9 @@ def test_nats_of_tokens_have_no_temperature():
     columns["teacher_ids"] = torch.zeros(1, 8, 1, dtype=torch.int32)
     labels, nats = torch.arange(8)[None], torch.zeros(8, dtype=torch.float64)
     batch = feed.MicroBatch(labels, labels, BatchPlan(labels[0]), (0,), columns)
-    loss = build_loss(load_config(argv_of({"loss.name": "distillation", "distillation.temperature": 2.0})))
+    loss = build_loss(
+        load_config(argv_of({"loss.name": "distillation", "distillation.temperature": 2.0}))
+    )
     loss(ChunkedLogits(x, weight, 3, token_losses=nats), batch)
     torch.testing.assert_close(nats, F.cross_entropy(x @ weight.T, labels[0], reduction="none"))
 
@@ -316,11 +411,16 @@ def test_without_any_weight_all_is_zero(name, level):
     """As in padding: no loss, no gradient, and nothing that is not a number."""
     x, weight = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (8, 12))
     columns = dict.fromkeys(("weights", "reference", "advantages", "behaviour"), torch.zeros(1, 8))
-    columns |= {"document": torch.zeros(1, 8, dtype=torch.int64), "teacher_logprobs": torch.zeros(1, 8, 3)}
+    columns |= {
+        "document": torch.zeros(1, 8, dtype=torch.int64),
+        "teacher_logprobs": torch.zeros(1, 8, 3),
+    }
     columns["teacher_ids"] = torch.zeros(1, 8, 3, dtype=torch.int32)
     labels, plan = torch.full((1, 8), IGNORE), BatchPlan(torch.arange(8))
     batch = feed.MicroBatch(torch.zeros_like(labels), labels, plan, (0,), columns, num_documents=2)
-    keys = {"loss.name": name} | ({"policy.level": level, "policy.kl": 0.1} if name == "policy" else {})
+    keys = {"loss.name": name} | (
+        {"policy.level": level, "policy.kl": 0.1} if name == "policy" else {}
+    )
     sums = build_loss(load_config(argv_of(keys)))(ChunkedLogits(x, weight, 3), batch)
     sums.flatten()[0].backward()
     assert not sums.any() and not x.grad.any() and not weight.grad.any()

@@ -17,7 +17,10 @@ from titan_linear.step.optimizer import hidden_matrices
 
 LATENT = MLA(heads=4, kv_rank=16, nope_dim=16, shared_k_dim=8, v_dim=16)
 MIXED = replace(
-    preset("hybrid", "debug"), pattern=(*preset("hybrid", "debug").pattern, LATENT), num_layers=4, mtp_layers=1
+    preset("hybrid", "debug"),
+    pattern=(*preset("hybrid", "debug").pattern, LATENT),
+    num_layers=4,
+    mtp_layers=1,
 )
 
 
@@ -26,7 +29,9 @@ def owned_bytes(rank, world_size, tp):
     with torch.device("meta"):
         model = Decoder(MIXED)
     set_dtype(model, torch.float32)
-    parallelize(model, build_mesh("cpu", 1, world_size // tp, 1, tp), load_config([]), torch.device("cpu"))
+    parallelize(
+        model, build_mesh("cpu", 1, world_size // tp, 1, tp), load_config([]), torch.device("cpu")
+    )
     materialise(model, torch.device("cpu"))
     kinds = (model.parameters(), hidden_matrices(model).values())
     return tuple(sum(owned(p)[0].numel() * p.element_size() for p in ps) for ps in kinds)
@@ -34,17 +39,27 @@ def owned_bytes(rank, world_size, tp):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_parameters_are_those_of_the_fullest_rank(tp, worlds):
-    report = memory.memory(load_config([f"--parallelism.tensor_parallel_degree={tp}"]), MIXED, gpus=4)
+    report = memory.memory(
+        load_config([f"--parallelism.tensor_parallel_degree={tp}"]), MIXED, gpus=4
+    )
     whole, matrices = max(worlds(4).run(owned_bytes, tp))
     assert report["parameters"] == whole
     muon = load_config([f"--parallelism.tensor_parallel_degree={tp}", "--optimizer.name=muon"])
     assert memory.memory(muon, MIXED, gpus=4)["optimizer"] == 2 * whole - matrices
-    assert memory.moments(muon, MIXED, gpus=4)["update"]["working"] == matrices / 4 * memory.MUON_WORKING
+    assert (
+        memory.moments(muon, MIXED, gpus=4)["update"]["working"]
+        == matrices / 4 * memory.MUON_WORKING
+    )
     assert report["gradients"] == report["optimizer"] / 2 == report["parameters"]
     assert set(report) == set(memory.PARTS)
-    offloaded = load_config([f"--parallelism.tensor_parallel_degree={tp}", "--training.enable_cpu_offload=true"])
+    offloaded = load_config(
+        [f"--parallelism.tensor_parallel_degree={tp}", "--training.enable_cpu_offload=true"]
+    )
     stays = memory.memory(offloaded, MIXED, gpus=4)
-    moved, host = report["parameters"] - stays["parameters"], memory.host_memory(offloaded, MIXED, gpus=4)
+    moved, host = (
+        report["parameters"] - stays["parameters"],
+        memory.host_memory(offloaded, MIXED, gpus=4),
+    )
     assert stays["optimizer"] == 2 * stays["parameters"] < 0.01 * report["optimizer"]
     assert 4 * moved <= host <= 6 * moved  # pinned in powers of two
 
@@ -59,7 +74,11 @@ def test_activations_are_split_by_tensor_parallelism():
 
 def test_a_balance_loss_is_planned_under_context_parallelism():
     """The ranks' sum of means is a call, made of nothing here."""
-    run = ["--model.name=qwen3.5", "--training.expert_balance_coefficient=0.01", "--compile.enable=true"]
+    run = [
+        "--model.name=qwen3.5",
+        "--training.expert_balance_coefficient=0.01",
+        "--compile.enable=true",
+    ]
     run += ["--parallelism.context_parallel_degree=2", "--training.seq_len=256"]
     assert sum(memory.memory(load_config(run), preset("qwen3.5", "debug"), gpus=2).values()) > 0
 
@@ -67,7 +86,10 @@ def test_a_balance_loss_is_planned_under_context_parallelism():
 def test_compiled_layers_and_checkpointing_keep_less():
     for layer in memory.layers(MIXED, memory.Batch.of(load_config([], cuda=True))):
         assert layer.input < layer.compiled.kept < 0.7 * layer.plain.kept
-        assert 0 < layer.plain.selective < layer.plain.kept and 0 < layer.compiled.selective < layer.compiled.kept
+        assert (
+            0 < layer.plain.selective < layer.plain.kept
+            and 0 < layer.compiled.selective < layer.compiled.kept
+        )
         assert layer.plain.working > 0 and layer.compiled.working > 0
 
 
@@ -75,7 +97,9 @@ def test_compiled_layers_and_checkpointing_keep_less():
 def test_checkpointing_takes_memory_in_order(name):
     model, kept, sums = preset(name, "debug"), [], []
     for mode in ("full", "attention", "selective", "none"):
-        config = load_config(["--model.name", name, "--activation_checkpoint.mode", mode], cuda=True)
+        config = load_config(
+            ["--model.name", name, "--activation_checkpoint.mode", mode], cuda=True
+        )
         kept.append(sum(memory.saved(config, memory.layers(model, memory.Batch.of(config)))[0]))
         sums.append(sum(memory.moments(config, model, gpus=1)["fullest layer"].values()))
     assert kept == sorted(set(kept)) and sums == sorted(sums) and sums[0] < sums[-1]
@@ -88,7 +112,10 @@ def test_layers_that_are_not_recomputed_keep_what_they_keep(compiled):
 
     def of(mode, option="op"):
         """What each layer keeps, and the most that is alive in backward."""
-        keys = {"activation_checkpoint.mode": mode, "activation_checkpoint.selective_ac_option": option}
+        keys = {
+            "activation_checkpoint.mode": mode,
+            "activation_checkpoint.selective_ac_option": option,
+        }
         config = changed(load_config([f"--compile.enable={compiled}"], cuda=True), keys)
         counted = memory.layers(model, memory.Batch.of(config))
         fullest = memory.moments(config, model, 1)["fullest layer"]

@@ -35,7 +35,12 @@ def config(tmp_path):
 
 def configured(folder, *overrides):
     return load_config(
-        [f"--job.dump_folder={folder}", "--training.steps=25", "--metrics.enable_tensorboard=false", *overrides]
+        [
+            f"--job.dump_folder={folder}",
+            "--training.steps=25",
+            "--metrics.enable_tensorboard=false",
+            *overrides,
+        ]
     )
 
 
@@ -110,12 +115,21 @@ def test_graphs_are_counted_and_new_ones_warned_of():
         fn(torch.zeros(n))
         return graphs.after(kind)
 
-    assert [after("training", 2), after("training", 2), after("validation", 3), after("training", 2)] == [""] * 4
-    assert "warning: training compiled layers again, 1 graphs more (compiled_graphs = 3)" in after("training", 4)
+    assert [
+        after("training", 2),
+        after("training", 2),
+        after("validation", 3),
+        after("training", 2),
+    ] == [""] * 4
+    assert "warning: training compiled layers again, 1 graphs more (compiled_graphs = 3)" in after(
+        "training", 4
+    )
     assert after("training", 5) == ""  # said once
     assert graphs.counts() == {"compiled_graphs": 4, "graph_breaks": 0}
     graphs = Graphs(passes=2)
-    assert [after("training", n) for n in (6, 7, 7)] == [""] * 3 and "1 graphs more" in after("training", 8)
+    assert [after("training", n) for n in (6, 7, 7)] == [""] * 3 and "1 graphs more" in after(
+        "training", 8
+    )
 
 
 def test_layers_in_parts_are_warned_of_where_each_should_be_one_graph():
@@ -173,7 +187,9 @@ def test_a_step_takes_its_device_the_same_time_whatever_follows(config, monkeypa
         pauses = step in (3, 6)
         device.host = moment.event.time + 0.5 * (not pauses)
         if step != 4:
-            logger.log(step, moment=moment, tokens=30 * step, work=Work(3 * 10**12, 30, 0.0), **VALUES)
+            logger.log(
+                step, moment=moment, tokens=30 * step, work=Work(3 * 10**12, 30, 0.0), **VALUES
+            )
         if pauses:
             with logger.between_steps():
                 device.host = device.done + 7
@@ -203,16 +219,21 @@ def test_numbers_keep_their_places(config, clock):
         work = Work(flops=10**13 * tokens, valid=0, waited=step)
         log(logger, step, tokens=tokens, work=work, **VALUES | {"grad_norm": grad})
     first, second = (
-        [word.start() for word in re.finditer("[a-zA-Z/]+ ", line)] for line in out.getvalue().splitlines()
+        [word.start() for word in re.finditer("[a-zA-Z/]+ ", line)]
+        for line in out.getvalue().splitlines()
     )
     assert first == second
 
 
-@pytest.mark.parametrize("tty, no_colour, coloured", [(True, False, True), (True, True, False), (False, False, False)])
+@pytest.mark.parametrize(
+    "tty, no_colour, coloured", [(True, False, True), (True, True, False), (False, False, False)]
+)
 def test_colours_are_for_terminals(config, monkeypatch, tty, no_colour, coloured):
     out = io.StringIO()
     out.isatty = lambda: tty
-    monkeypatch.setenv("NO_COLOR", "1") if no_colour else monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("NO_COLOR", "1") if no_colour else monkeypatch.delenv(
+        "NO_COLOR", raising=False
+    )
     log(MetricsLogger(config, CPU, out=out), 1, tokens=1, **VALUES)
     assert ("\033[" in out.getvalue()) is coloured
 
@@ -238,9 +259,14 @@ def test_a_step_without_a_label_has_no_loss(tmp_path):
     log(logger, 1, tokens=1, **(VALUES | {"loss": None}))
     logger.close()
     (line,) = lines(config)
-    assert line["loss"] is None and "nonfinite" not in line and "loss    none  grad" in out.getvalue()
+    assert (
+        line["loss"] is None and "nonfinite" not in line and "loss    none  grad" in out.getvalue()
+    )
     events = events_of(tmp_path)
-    assert "loss/train" not in events.Tags()["scalars"] and "optim/grad_norm" in events.Tags()["scalars"]
+    assert (
+        "loss/train" not in events.Tags()["scalars"]
+        and "optim/grad_norm" in events.Tags()["scalars"]
+    )
 
 
 def test_a_resumed_run_cuts_and_appends(config, clock):
@@ -266,9 +292,15 @@ def test_tensorboard_shows_each_step_once(tmp_path):
         logger.after_validation(20, loss, {}, "")
         logger.close()
     events = events_of(tmp_path)
-    assert [(e.step, e.value) for e in events.Scalars("loss/train")] == [(1, 5.0), (10, 5.0), (20, 4.0)]
+    assert [(e.step, e.value) for e in events.Scalars("loss/train")] == [
+        (1, 5.0),
+        (10, 5.0),
+        (20, 4.0),
+    ]
     assert [(e.step, e.value) for e in events.Scalars("loss/validation")] == [(20, 4.0)]
-    assert not (tmp_path / "tb" / "metrics.jsonl").exists() and (tmp_path / "metrics.jsonl").exists()
+    assert (
+        not (tmp_path / "tb" / "metrics.jsonl").exists() and (tmp_path / "metrics.jsonl").exists()
+    )
 
 
 def test_tensorboard_is_laid_out_in_groups(tmp_path, clock):
@@ -302,10 +334,18 @@ def test_tensorboard_is_laid_out_in_groups(tmp_path, clock):
     assert "    lr = 0.125" in text.tensor_proto.string_val[0].decode()
     (layout,) = events.Tensors("custom_scalars__config__")
     categories = Layout.FromString(layout.tensor_proto.string_val[0]).category
-    assert [category.title for category in categories] == ["first", "loss", "optimizer", "speed", "memory"]
+    assert [category.title for category in categories] == [
+        "first",
+        "loss",
+        "optimizer",
+        "speed",
+        "memory",
+    ]
     assert [list(chart.multiline.tag) for chart in categories[0].chart] == FIRST
     assert list(categories[1].chart[0].multiline.tag) == ["loss/train", "loss/validation"]
-    charts = {tag for category in categories for chart in category.chart for tag in chart.multiline.tag}
+    charts = {
+        tag for category in categories for chart in category.chart for tag in chart.multiline.tag
+    }
     drawn = {tag for tag in charts if "*" not in tag}
     assert {"optim/skipped_steps", "perf/work_balance"} <= drawn <= set(metrics.TAGS.values())
 
@@ -316,9 +356,14 @@ FIRST = [["loss/train"], ["loss/validation"], ["perf/tokens_per_second"]]
 def test_weights_and_biases(tmp_path, monkeypatch, clock):
     """With a stand-in for the package: one run however often it is started, the same tags, steps as a number."""
     started, logged = [], []
-    run = SimpleNamespace(define_metric=lambda *a, **k: None, log=logged.append, finish=lambda: logged.append("end"))
+    run = SimpleNamespace(
+        define_metric=lambda *a, **k: None, log=logged.append, finish=lambda: logged.append("end")
+    )
     stub = SimpleNamespace(
-        init=lambda **keys: started.append(keys) or run, Histogram=list, Html=lambda text: text, __spec__=None
+        init=lambda **keys: started.append(keys) or run,
+        Histogram=list,
+        Html=lambda text: text,
+        __spec__=None,
     )
     monkeypatch.setitem(sys.modules, "wandb", stub)
     config = configured(tmp_path, "--metrics.enable_wandb=true", "--job.description=why")
@@ -326,13 +371,22 @@ def test_weights_and_biases(tmp_path, monkeypatch, clock):
         logger = logger_of(config)
         clock[0] += 2
         log(logger, 1, tokens=1000, **VALUES)
-        broken = {"layers.0": [1.0, math.inf], "layers.1": [math.nan, math.nan]}  # a histogram of one, and of none
+        # a histogram of one, and of none
+        broken = {"layers.0": [1.0, math.inf], "layers.1": [math.nan, math.nan]}
         logger.log_telemetry(1, {"half_life": broken, "loss_by_position": {"1": 2.0}})
         logger.after_validation(1, 2.0, {}, "a < b")
         logger.close()
-    assert started[0]["id"] == started[1]["id"] and started[0]["resume"] == "allow" and started[0]["notes"] == "why"
+    assert (
+        started[0]["id"] == started[1]["id"]
+        and started[0]["resume"] == "allow"
+        and started[0]["notes"] == "why"
+    )
     numbers, seen, validated, text, end = logged[:5]
-    assert numbers["step"] == 1 and numbers["loss/train"] == 2.5 and numbers["perf/step_seconds"] == 2.0
+    assert (
+        numbers["step"] == 1
+        and numbers["loss/train"] == 2.5
+        and numbers["perf/step_seconds"] == 2.0
+    )
     assert seen == {"step": 1, "per_layer_half_life/layers.0": [1.0], "loss_by_position/1": 2.0}
     assert validated == {"step": 1, "loss/validation": 2.0}
     assert text == {"step": 1, "sample": "<pre>a &lt; b</pre>"} and end == "end"
@@ -341,15 +395,26 @@ def test_weights_and_biases(tmp_path, monkeypatch, clock):
 def test_a_page_of_weights_and_biases(monkeypatch, capsys):
     """TensorBoard's charts, of which a few are open."""
     page = SimpleNamespace(save=lambda: None, url="https://page")
-    LinePlot, Section, Workspace = Mock(side_effect=lambda **of: of["metric_regex"]), Mock(), Mock(return_value=page)
-    monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", SimpleNamespace(LinePlot=LinePlot))
+    LinePlot, Section, Workspace = (
+        Mock(side_effect=lambda **of: of["metric_regex"]),
+        Mock(),
+        Mock(return_value=page),
+    )
+    monkeypatch.setitem(
+        sys.modules, "wandb_workspaces.reports.v2", SimpleNamespace(LinePlot=LinePlot)
+    )
     both = SimpleNamespace(Section=Section, Workspace=Workspace)
     monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", both)
     wandb_page.main("us", "models")
-    assert capsys.readouterr().out == "https://page\n" and Workspace.call_args.kwargs["project"] == "models"
+    assert (
+        capsys.readouterr().out == "https://page\n"
+        and Workspace.call_args.kwargs["project"] == "models"
+    )
     sections = [call.kwargs for call in Section.call_args_list]
     assert sections[0] == {"name": "first", "panels": [tag for (tag,) in FIRST], "is_open": True}
-    assert [section["name"] for section in sections if not section["is_open"]] == [*metrics.CHARTS][1:]
+    assert [section["name"] for section in sections if not section["is_open"]] == [*metrics.CHARTS][
+        1:
+    ]
     assert "perf/tokens_per_second|perf/valid_tokens_per_second" in sections[3]["panels"]
 
 

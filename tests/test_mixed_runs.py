@@ -18,7 +18,10 @@ from titan_linear.train import Trainer
 
 
 def mixture(folder, **weights):
-    parts = (f'{{name="{n}", weight={w}, dataset="tokens", dataset_path="{folder / n}"}}' for n, w in weights.items())
+    parts = (
+        f'{{name="{n}", weight={w}, dataset="tokens", dataset_path="{folder / n}"}}'
+        for n, w in weights.items()
+    )
     return f"[{', '.join(parts)}]"
 
 
@@ -73,30 +76,53 @@ def test_runs(folder, worlds):
         preflight(another, 1)
     with refused(r"training\.mixture_from_step = 4"):
         preflight(
-            load_config(keys(folder, training__steps=6, training__mixture=three, training__mixture_from_step=2)), 1
+            load_config(
+                keys(
+                    folder,
+                    training__steps=6,
+                    training__mixture=three,
+                    training__mixture_from_step=2,
+                )
+            ),
+            1,
         )
     _, content = run(2, 5, training__mixture=three, training__mixture_from_step=4)
-    assert content.mixture[1] == Phase(16, {"c": 1.0, "b": 2.0}) and set(content.corpora) == set("abc")
+    assert content.mixture[1] == Phase(16, {"c": 1.0, "b": 2.0}) and set(content.corpora) == set(
+        "abc"
+    )
     os.rename(folder / "a", folder / "elsewhere")  # it is not needed any more
     _, content = run(1, 6, training__mixture=three, training__mixture_from_step=4)
     assert len(content.mixture) == 2
     os.rename(folder / "b", folder / "was b")
     write_corpus(folder / "b", random_documents([7] * 50), ByteTokenizer())
     with refused(r"source 'b' is another corpus than .*; restore it, or give a new source a name"):
-        preflight(load_config(keys(folder, training__steps=7, lr_scheduler__total_steps=7, training__mixture=three)), 1)
+        preflight(
+            load_config(
+                keys(
+                    folder, training__steps=7, lr_scheduler__total_steps=7, training__mixture=three
+                )
+            ),
+            1,
+        )
 
 
 def test_a_change_twice_at_a_step_is_the_last_one():
     phases = [Phase(0, {"a": 1}), Phase(16, {"b": 1})]
-    progress = Progress(step=4, content=Content(tokenizer="t", model="m", corpora={}, mixture=phases))
+    progress = Progress(
+        step=4, content=Content(tokenizer="t", model="m", corpora={}, mixture=phases)
+    )
     source = SimpleNamespace(name="c", weight=1.0)
-    config = SimpleNamespace(training=SimpleNamespace(mixture=[source], mixture_from_step=4, global_batch_size=4))
+    config = SimpleNamespace(
+        training=SimpleNamespace(mixture=[source], mixture_from_step=4, global_batch_size=4)
+    )
     assert mixture_phases(config, progress) == [Phase(0, {"a": 1}), Phase(16, {"c": 1.0})]
 
 
 def test_a_mixture_says_its_shares_and_epochs(folder, capsys):
     """In all steps, of 2 × 4 streams of 32 tokens; a has 50 documents of 20."""
-    argv = keys(folder, **{"training.mixture": mixture(folder, a=3, b=1), "validation.enable": "false"})
+    argv = keys(
+        folder, **{"training.mixture": mixture(folder, a=3, b=1), "validation.enable": "false"}
+    )
     preflight(config := load_config(argv), 1)
     streams, _ = build_streams(config, ByteTokenizer(), None)
     of_a = [streams.source(i)[0] for i in range(2 * 4)].count("a")
@@ -113,13 +139,25 @@ WEB = '{name="web", weight=1, dataset="jsonl", dataset_path="x"}'
         ("[3]", r"training.mixture.0 = 3 must be a table, \{name"),
         ("3", r"training.mixture = 3 must be a list, \[\{name"),
         ("nothing", "training.mixture = 'nothing' must be a list"),
-        ('[{name="web"}]', r"(?s)training.mixture.0.weight is missing; give it.*mixture.0.dataset is missing"),
-        (f"[{WEB.replace('}', ', wieght=3}')}]", "wieght is not a key; a table of training.mixture has name, w"),
-        (f"[{WEB.replace('weight=1', 'weight=0')}]", "training.mixture.0.weight = 0 must be greater than 0"),
+        (
+            '[{name="web"}]',
+            r"(?s)training.mixture.0.weight is missing; give it.*mixture.0.dataset is missing",
+        ),
+        (
+            f"[{WEB.replace('}', ', wieght=3}')}]",
+            "wieght is not a key; a table of training.mixture has name, w",
+        ),
+        (
+            f"[{WEB.replace('weight=1', 'weight=0')}]",
+            "training.mixture.0.weight = 0 must be greater than 0",
+        ),
         (f"[{WEB}, {WEB}]", "two sources with name = 'web'; give each"),
         (f"[{WEB.replace('jsonl', 'stdlib')}]", "source 'web': dataset_path = 'x' is not used by"),
         (f"[{WEB.replace('x', '')}]", "source 'web': dataset = 'jsonl' needs .* dataset_path"),
-        (f"[{WEB}, {WEB.replace('web', 'rare').replace('=1', '=1e-6')}]", "source 'rare': weight = 1e-06 is less than"),
+        (
+            f"[{WEB}, {WEB.replace('web', 'rare').replace('=1', '=1e-6')}]",
+            "source 'rare': weight = 1e-06 is less than",
+        ),
     ],
 )
 def test_bad_mixtures(value, message):
@@ -127,15 +165,23 @@ def test_bad_mixtures(value, message):
         check_config(load_config(["--training.mixture", value]), 1)
 
 
-@pytest.mark.parametrize("key", ["training.dataset=text", "training.dataset_path=y", "validation.dataset_path=y"])
+@pytest.mark.parametrize(
+    "key", ["training.dataset=text", "training.dataset_path=y", "validation.dataset_path=y"]
+)
 def test_what_a_mixture_leaves_unused(key):
     with refused(rf"{key.partition('=')[0]} = .* is not used beside training.mixture"):
-        check_config(load_config(["--training.mixture", f"[{WEB}]", "--validation.enable=true", f"--{key}"]), 1)
+        check_config(
+            load_config(["--training.mixture", f"[{WEB}]", "--validation.enable=true", f"--{key}"]),
+            1,
+        )
 
 
 def test_changes_of_tables_are_said_by_name():
     a, b, c = ({"name": name, "weight": 1.0, "files": "*"} for name in "abc")
-    assert difference([a, b], [b | {"weight": 3.0}, c]) == "'c' added, 'a' left out, 'b': weight 1.0 → 3.0"
+    assert (
+        difference([a, b], [b | {"weight": 3.0}, c])
+        == "'c' added, 'a' left out, 'b': weight 1.0 → 3.0"
+    )
     assert difference([a, b], [b, a]) == "in the order b, a" and difference([], [a]) == "'a' added"
     for old, new in (([], [{"until_step": 3}]), ([{"until_step": 3}], []), (1, 2)):
         assert difference(old, new) == f"{old!r} → {new!r}"
@@ -151,8 +197,12 @@ def test_the_folder_of_a_run(tmp_path, monkeypatch):
     stored = load_config(["--job.config_file", "run/config.toml"])
     assert stored.training.mixture[0].dataset_path == f"{tmp_path}/x"
     assert check_resume(config) == check_resume(stored) == []
-    moved = load_config(["--job.dump_folder=run", "--training.mixture", f"[{WEB.replace('x', 'y')}]"])
+    moved = load_config(
+        ["--job.dump_folder=run", "--training.mixture", f"[{WEB.replace('x', 'y')}]"]
+    )
     # The checkpoint knows the content.
-    assert check_resume(moved) == [f"training.mixture: 'web': dataset_path '{tmp_path}/x' → '{tmp_path}/y'"]
+    assert check_resume(moved) == [
+        f"training.mixture: 'web': dataset_path '{tmp_path}/x' → '{tmp_path}/y'"
+    ]
     with refused(r"training.mixture: 'web' left out\n"):
         check_resume(load_config(["--job.dump_folder=run"]))

@@ -68,16 +68,28 @@ def test_paths_are_written_from_the_root(tmp_path, monkeypatch):
     monkeypatch.chdir("/")
     assert check_resume(stored) == []
     in_bytes = trained(
-        tmp_path / "b", "--training.dataset=jsonl", "--training.dataset_path=x", "--model.tokenizer_path=bytes"
+        tmp_path / "b",
+        "--training.dataset=jsonl",
+        "--training.dataset_path=x",
+        "--model.tokenizer_path=bytes",
     )
     stored = load_config(["--job.config_file", f"{tmp_path}/b/config.toml"])
     assert in_bytes.model.tokenizer_path == stored.model.tokenizer_path == "bytes"  # no path
 
 
 def test_content_may_move_and_nothing_else(tmp_path):
-    keys = ["--training.dataset=jsonl", "--training.dataset_path=/a/x", "--model.tokenizer_path=/a/t"]
+    keys = [
+        "--training.dataset=jsonl",
+        "--training.dataset_path=/a/x",
+        "--model.tokenizer_path=/a/t",
+    ]
     trained(tmp_path / "run", *keys)
-    moved = [keys[0], "--training.dataset_path=/b/x", "--model.tokenizer_path=/b/t", "--training.steps=3"]
+    moved = [
+        keys[0],
+        "--training.dataset_path=/b/x",
+        "--model.tokenizer_path=/b/t",
+        "--training.steps=3",
+    ]
     assert check_resume(run(tmp_path / "run", *moved)) == [
         "model.tokenizer_path: '/a/t' → '/b/t'",
         "training.dataset_path: '/a/x' → '/b/x'",
@@ -107,9 +119,12 @@ def test_a_copied_configuration_says_where_it_writes(tmp_path, monkeypatch):
     assert said(folder / "config.toml") == ""
     assert f"run in '{folder}', and this start writes there; --job.dump_folder FOLDER" in said(copy)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert said(Path("~/mine.toml")) == said(copy)  # `--job.config_file=~/mine.toml`: no shell has read the ~
+    # `--job.config_file=~/mine.toml`: no shell has read the ~
+    assert said(Path("~/mine.toml")) == said(copy)
     assert said(copy, "--job.dump_folder=outputs/other") == ""
-    assert said(elsewhere / "config.toml").endswith(f"; --job.dump_folder '{elsewhere}' resumes where it lies")
+    assert said(elsewhere / "config.toml").endswith(
+        f"; --job.dump_folder '{elsewhere}' resumes where it lies"
+    )
     assert said(elsewhere / "config.toml", f"--job.dump_folder={elsewhere}") == ""
     for config in ROOT.glob("train_configs/*.toml"):
         assert said(config) == ""
@@ -120,12 +135,19 @@ def test_a_copied_configuration_says_where_it_writes(tmp_path, monkeypatch):
 def test_a_run_without_checkpoints_can_be_begun_anew(tmp_path):
     folder = tmp_path / "run"
     config = trained(folder)
-    assert finished_without_checkpoint(config) and not finished_without_checkpoint(run(folder, "--training.steps=4"))
+    assert finished_without_checkpoint(config) and not finished_without_checkpoint(
+        run(folder, "--training.steps=4")
+    )
     other = ["--training.steps=3", "--model.name=kda"]
     with refused(r"begin again here: job.start_anew = true \(it deletes nothing\)"):
         check_resume(run(folder, *other))
     anew = run(folder, *other, "--job.start_anew=true")
-    files = "profile_traces/rank0_step2.json", "flight_recorder/rank_0", "memory_snapshots/a/b", "tb/run/events"
+    files = (
+        "profile_traces/rank0_step2.json",
+        "flight_recorder/rank_0",
+        "memory_snapshots/a/b",
+        "tb/run/events",
+    )
     for name in files:
         (folder / name).parent.mkdir(parents=True)
         (folder / name).touch()
@@ -142,16 +164,24 @@ def test_a_run_without_checkpoints_can_be_begun_anew(tmp_path):
 @pytest.mark.parametrize("traces", ["tb", "tb/profile", "./both", "a/t"])
 def test_traces_anywhere_in_the_folder_are_set_aside(traces, tmp_path):
     """Among TensorBoard's files, beside snapshots, below another folder."""
-    folder, files = tmp_path / "run", {f"{os.path.normpath(traces)}/t.json", "both/s.pickle", "tb/run/events"}
+    folder, files = (
+        tmp_path / "run",
+        {f"{os.path.normpath(traces)}/t.json", "both/s.pickle", "tb/run/events"},
+    )
     trained(folder)
     for name in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
-    keys = f"--profiling.save_traces_folder={traces}", "--profiling.save_memory_snapshot_folder=both"
+    keys = (
+        f"--profiling.save_traces_folder={traces}",
+        "--profiling.save_memory_snapshot_folder=both",
+    )
     set_run_aside(run(folder, *keys, "--job.start_anew=true"))
     (aside,) = folder.glob("abandoned-*")
     left = {path for path in folder.rglob("*") if path.is_file()}
-    assert left == {aside / name for name in ("config.toml", "manifest.json", "metrics.jsonl", *files)}
+    assert left == {
+        aside / name for name in ("config.toml", "manifest.json", "metrics.jsonl", *files)
+    }
 
 
 @pytest.mark.parametrize("key", ["save_traces_folder", "save_memory_snapshot_folder"])
@@ -165,11 +195,15 @@ def test_a_run_with_a_checkpoint_is_not_begun_anew(tmp_path):
     folder = tmp_path / "run"
     config = trained(folder)
     save(folder, 2)
-    assert not finished_without_checkpoint(config) and not starts_anew(run(folder, "--job.start_anew=true"))
+    assert not finished_without_checkpoint(config) and not starts_anew(
+        run(folder, "--job.start_anew=true")
+    )
     with refused(r"another job.dump_folder, whose checkpoint"):
         check_resume(run(folder, "--training.steps=3", "--model.name=kda", "--job.start_anew=true"))
     with refused(r"checkpoint.folder = 'other' would begin again in job.dump_folder"):
-        check_resume(run(folder, "--training.steps=3", "--checkpoint.folder=other", "--job.start_anew=true"))
+        check_resume(
+            run(folder, "--training.steps=3", "--checkpoint.folder=other", "--job.start_anew=true")
+        )
 
 
 def train_on_rank(rank, world_size, config):
@@ -202,7 +236,9 @@ def launched(worlds, capfd, monkeypatch, tmp_path):
 
 @pytest.fixture
 def corpus(tmp_path):
-    return write_texts(tmp_path / "corpus.jsonl", (f"document {n} " * (n % 9 + 1) for n in range(100)))
+    return write_texts(
+        tmp_path / "corpus.jsonl", (f"document {n} " * (n % 9 + 1) for n in range(100))
+    )
 
 
 def arguments(corpus, folder, **keys):
@@ -227,7 +263,10 @@ def test_a_run_goes_back_and_its_corpus_moves(corpus, tmp_path, launched):
     moved = corpus.rename(tmp_path / "moved.jsonl")
     os.utime(moved, (1, 1))
     said = launched(moved, folder, checkpoint__load_step=2, checkpoint__interval=1)
-    assert f"resuming with training.dataset_path: '{corpus}' → '{moved}'" in said and "resuming from step 2" in said
+    assert (
+        f"resuming with training.dataset_path: '{corpus}' → '{moved}'" in said
+        and "resuming from step 2" in said
+    )
     assert "step-4 moved to" in said and sorted(path.name for path in steps.glob("step-*")) == [
         "step-2",
         "step-3",

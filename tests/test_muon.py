@@ -41,7 +41,8 @@ from titan_linear.storage.tensors import named_parameters
 CONFIG = Optimizer(name="muon", lr=0.1)
 STEPS = 3
 MODELS = {
-    "hybrid": replace(preset("hybrid", "debug"), num_layers=2),  # a matrix of 4 rows, and of 1 among the experts
+    # a matrix of 4 rows, and of 1 among the experts
+    "hybrid": replace(preset("hybrid", "debug"), num_layers=2),
     "experts": replace(preset("qwen3.5", "debug"), num_layers=1),
     "experts without gates": replace(preset("nemotron-h", "debug"), num_layers=2),
 }
@@ -70,7 +71,10 @@ def dims_of(**degrees):
 
 
 def built(config, dims):
-    keys = ["--training.dtype=float64", f"--training.enable_cpu_offload={str(dims.cpu_offload).lower()}"]
+    keys = [
+        "--training.dtype=float64",
+        f"--training.enable_cpu_offload={str(dims.cpu_offload).lower()}",
+    ]
     return build_model(load_config(keys), config, dims, device())
 
 
@@ -105,7 +109,12 @@ def unchanged_by_nan(optimizer, parameters):
     before = tensors(parameters, optimizer)
     for p in parameters:
         p.grad = torch.full_like(p, float("nan"))
-    update(optimizer, StepNumbers(*torch.full((3,), float("nan"), device=device())), CONFIG.lr, max_norm=1.0)
+    update(
+        optimizer,
+        StepNumbers(*torch.full((3,), float("nan"), device=device())),
+        CONFIG.lr,
+        max_norm=1.0,
+    )
     update_squares(optimizer, parameters, device())
     return same(tensors(parameters, optimizer), before)
 
@@ -139,9 +148,12 @@ def by_torch(name, device="cpu"):
     for seed, model in enumerate(plain):
         initialise(model, seed)
     weights, *gradients = (
-        {n: p.detach().to(device) for n, p in model.named_parameters() if p.requires_grad} for model in plain
+        {n: p.detach().to(device) for n, p in model.named_parameters() if p.requires_grad}
+        for model in plain
     )
-    matrices = {n: list(weights[n].view(-1, *p.shape[-2:])) for n, p in hidden_matrices(plain[0]).items()}
+    matrices = {
+        n: list(weights[n].view(-1, *p.shape[-2:])) for n, p in hidden_matrices(plain[0]).items()
+    }
     own = [nn.Parameter(x) for stack in matrices.values() for x in stack]
     rest = {n: nn.Parameter(x) for n, x in weights.items() if n not in matrices}
     common = {"lr": CONFIG.lr, "weight_decay": CONFIG.weight_decay}
@@ -156,7 +168,9 @@ def by_torch(name, device="cpu"):
     )
     for step in range(STEPS):
         grads = {n: g + 0.01 for n, g in gradients[step].items()}
-        for p, g in zip(own, (g for n in matrices for g in grads[n].view(-1, *grads[n].shape[-2:])), strict=True):
+        for p, g in zip(
+            own, (g for n in matrices for g in grads[n].view(-1, *grads[n].shape[-2:])), strict=True
+        ):
             p.grad = g
         for n, p in rest.items():
             p.grad = grads[n]
@@ -205,12 +219,16 @@ def test_updates_are_torchs_under_every_split(split, reference, worlds):
 )
 def test_on_gpus(split, worlds):
     want = by_torch("experts", "cuda")
-    for got, _ in worlds(1 if "cpu_offload" in split else 2, "nccl").run(on_ranks, "experts", split):
+    for got, _ in worlds(1 if "cpu_offload" in split else 2, "nccl").run(
+        on_ranks, "experts", split
+    ):
         check_weights(got, want)
 
 
 def refused(rank, world_size):
-    stack = distribute_tensor(torch.ones(2, 4, 3, 5), init_device_mesh("cpu", (world_size,)), [Shard(1)])
+    stack = distribute_tensor(
+        torch.ones(2, 4, 3, 5), init_device_mesh("cpu", (world_size,)), [Shard(1)]
+    )
     with pytest.raises(ValueError, match="muon") as refusal:
         WholeMatrices({"layers.0.x": stack}, torch.device("cpu"))
     return str(refusal.value)
@@ -224,7 +242,11 @@ def test_a_cut_that_no_rank_can_undo_is_refused(worlds):
 
 # --- Whole runs ------------------------------------------------------------------------------------------------------
 
-MUON = SMALL_HYBRID | FLOAT64 | {"optimizer.name": "muon", "training.steps": 6, "lr_scheduler.total_steps": 6}
+MUON = (
+    SMALL_HYBRID
+    | FLOAT64
+    | {"optimizer.name": "muon", "training.steps": 6, "lr_scheduler.total_steps": 6}
+)
 
 
 def run_on_rank(rank, world_size, argv):

@@ -36,7 +36,11 @@ from titan_linear.train import Trainer
 
 OFFLOAD = {"training.enable_cpu_offload": "true"}
 CLIPPED = {"training.steps": 2, "training.max_norm": 0.1}
-EXPERTS = {"model.name": "kimi-linear", "parallelism.expert_parallel_degree": 2, "training.local_batch_size": 1}
+EXPERTS = {
+    "model.name": "kimi-linear",
+    "parallelism.expert_parallel_degree": 2,
+    "training.local_batch_size": 1,
+}
 RUNS = {
     "one process": (1, SMALL_HYBRID | {"training.local_batch_size": 2}),
     "dp 2, kept until backward": (
@@ -60,9 +64,12 @@ RUNS = {
 def test_runs_are_the_same_bit_for_bit(name, corpus, worlds):
     processes, keys = RUNS[name]
     plain, offloaded = (
-        worlds(processes).run(train_on_rank, arguments(corpus, FLOAT64, CLIPPED, keys, more)) for more in ({}, OFFLOAD)
+        worlds(processes).run(train_on_rank, arguments(corpus, FLOAT64, CLIPPED, keys, more))
+        for more in ({}, OFFLOAD)
     )
-    for (losses, norms, weights), (want_losses, want_norms, want) in zip(offloaded, plain, strict=True):
+    for (losses, norms, weights), (want_losses, want_norms, want) in zip(
+        offloaded, plain, strict=True
+    ):
         assert losses == want_losses and norms == want_norms and min(norms) > 0.1
         assert same(weights, want)
 
@@ -98,7 +105,13 @@ def test_a_run_resumes_with_and_without(corpus, worlds, tmp_path):
     }
 
     def train(processes, steps, folder, more):
-        argv = arguments(corpus, FLOAT64, keys, more, {"training.steps": steps, "job.dump_folder": tmp_path / folder})
+        argv = arguments(
+            corpus,
+            FLOAT64,
+            keys,
+            more,
+            {"training.steps": steps, "job.dump_folder": tmp_path / folder},
+        )
         (tmp_path / folder).mkdir(exist_ok=True)
         check_resume(load_config(argv))
         return worlds(processes).run(train_on, argv)[0]
@@ -117,9 +130,13 @@ def host_tensors(rank, world_size):
     """Shards in the host's memory of a parameter [4, 2] on a mesh of GPUs: whether what is filled, and what is
     gathered, is the parameter's own; the parameter after an update, and after one that is not finite."""
     group = dist.group.WORLD
-    mesh = DeviceMesh.from_group([group], "cuda", torch.arange(world_size), mesh_dim_names=("fsdp",))
+    mesh = DeviceMesh.from_group(
+        [group], "cuda", torch.arange(world_size), mesh_dim_names=("fsdp",)
+    )
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
-    both = DeviceMesh.from_group([alone, group], "cuda", torch.arange(world_size)[None], mesh_dim_names=("tp", "fsdp"))
+    both = DeviceMesh.from_group(
+        [alone, group], "cuda", torch.arange(world_size)[None], mesh_dim_names=("tp", "fsdp")
+    )
     own = torch.zeros(4 // world_size, 2)
     spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(torch.Size([4, 2]), (2, 1), own.dtype))
     model = nn.Module()
@@ -128,7 +145,9 @@ def host_tensors(rank, world_size):
     part = model.parts.whole("weight", model.weight)
     shared = part.to_local().data_ptr() == own.data_ptr() and part.device.type == "cpu"
     part.to_local().fill_(rank + 1.0)
-    gathered = gather(model)("weight").flatten().tolist() == [r + 1.0 for r in range(world_size) for _ in range(4)]
+    gathered = gather(model)("weight").flatten().tolist() == [
+        r + 1.0 for r in range(world_size) for _ in range(4)
+    ]
     optimizer, found = build_optimizer(model, Optimizer(weight_decay=0.0)), []
     for bad in (0.0, float("nan")):
         model.weight.grad = torch.ones_like(model.weight)
@@ -147,7 +166,10 @@ def test_what_lies_in_the_hosts_memory_stays_there(worlds):
 
 # 12 layers of 12.6M parameters each, so that FSDP's gathered ones are a small part of the whole.
 LARGE = replace(OWN["hybrid"]["debug"], dim=1024, hidden_dim=4096, num_layers=12)
-ON_GPUS = {"dp 2": {"training.local_batch_size": 2}, "tp 2": {"parallelism.tensor_parallel_degree": 2}}
+ON_GPUS = {
+    "dp 2": {"training.local_batch_size": 2},
+    "tp 2": {"parallelism.tensor_parallel_degree": 2},
+}
 
 
 def train_on_gpus(rank, world_size, argv):
@@ -163,13 +185,21 @@ def train_on_gpus(rank, world_size, argv):
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
         small = set(replicated_parameters(trainer.model))  # A_log and dt_bias
-        moments = {p: (state["exp_avg"], state["exp_avg_sq"]) for p, state in trainer.optimizer.state.items()}
+        moments = {
+            p: (state["exp_avg"], state["exp_avg_sq"])
+            for p, state in trainer.optimizer.state.items()
+        }
         assert small and len(moments) == len(list(trainer.model.parameters()))
         for p, own in moments.items():
             here = p in small or not trainer.dims.cpu_offload
             assert all(x.is_cuda == here for x in (p, *own)) and (here or p.to_local().is_pinned())
         nbytes = sum(local_tensor(x).nbytes for own in moments.values() for x in own)
-        return losses, gather(trainer.model)("layers.0.mlp.up_proj.weight").norm().item(), peak, nbytes
+        return (
+            losses,
+            gather(trainer.model)("layers.0.mlp.up_proj.weight").norm().item(),
+            peak,
+            nbytes,
+        )
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -180,11 +210,16 @@ def on_gpus(processes, corpus, worlds, split):
     it, on the CPU). What training then makes of that, while the loss falls to a quarter in ten steps, was 3e-3."""
     keys = {"model.name": "hybrid", "model.flavor": "large", "optimizer.lr": 3e-4}
     runs = [
-        worlds(processes, "nccl").run(train_on_gpus, arguments(corpus, keys, split, more)) for more in ({}, OFFLOAD)
+        worlds(processes, "nccl").run(train_on_gpus, arguments(corpus, keys, split, more))
+        for more in ({}, OFFLOAD)
     ]
     for (want, norm, peak, moments), (losses, like, lower, _) in zip(*runs, strict=True):
-        print(f"losses within {worst(losses, want):.1e}; {peak / 2**20:.0f} MiB, offloaded {lower / 2**20:.0f}")
-        assert losses[0] == pytest.approx(want[0], rel=1e-5) and losses[1] == pytest.approx(want[1], rel=1e-3)
+        print(
+            f"losses within {worst(losses, want):.1e}; {peak / 2**20:.0f} MiB, offloaded {lower / 2**20:.0f}"
+        )
+        assert losses[0] == pytest.approx(want[0], rel=1e-5) and losses[1] == pytest.approx(
+            want[1], rel=1e-3
+        )
         assert worst(losses, want) < 1e-2 and like == pytest.approx(norm, rel=1e-3), (losses, want)
         assert losses[-1] < losses[0] - 0.1 and lower < peak - moments, (lower, peak, moments)
 

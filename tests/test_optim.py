@@ -31,12 +31,27 @@ from titan_linear.step.passes import ComputeCopies
 @pytest.mark.parametrize(
     "keys, expected",
     [
-        ({"warmup_steps": 4}, {1: 0.25, 4: 1.0, 52: (1 + math.cos(math.pi / 2)) / 2 * 0.9 + 0.1, 100: 0.1}),
-        ({"warmup_steps": 0, "decay_type": "linear", "min_lr_factor": 0.0}, {1: 0.99, 50: 0.5, 100: 0.0}),
-        ({"warmup_steps": 10, "decay_ratio": 0.2, "decay_type": "linear"}, {10: 1.0, 80: 1.0, 90: 0.55, 100: 0.1}),
-        ({"warmup_steps": 0, "decay_ratio": 1.0, "decay_type": "sqrt", "min_lr_factor": 0.0}, {25: 0.5, 100: 0.0}),
+        (
+            {"warmup_steps": 4},
+            {1: 0.25, 4: 1.0, 52: (1 + math.cos(math.pi / 2)) / 2 * 0.9 + 0.1, 100: 0.1},
+        ),
+        (
+            {"warmup_steps": 0, "decay_type": "linear", "min_lr_factor": 0.0},
+            {1: 0.99, 50: 0.5, 100: 0.0},
+        ),
+        (
+            {"warmup_steps": 10, "decay_ratio": 0.2, "decay_type": "linear"},
+            {10: 1.0, 80: 1.0, 90: 0.55, 100: 0.1},
+        ),
+        (
+            {"warmup_steps": 0, "decay_ratio": 1.0, "decay_type": "sqrt", "min_lr_factor": 0.0},
+            {25: 0.5, 100: 0.0},
+        ),
         ({"warmup_steps": 0, "decay_ratio": 0.0}, {1: 1.0, 100: 1.0}),
-        ({"warmup_steps": 10, "total_steps": 200, "decay_type": "linear", "min_lr_factor": 0.0}, {105: 0.5}),
+        (
+            {"warmup_steps": 10, "total_steps": 200, "decay_type": "linear", "min_lr_factor": 0.0},
+            {105: 0.5},
+        ),
         ({"warmup_steps": 200}, {100: 0.5}),
     ],
 )
@@ -49,7 +64,9 @@ def test_only_matrices_decay():
     model = Decoder(preset("hybrid", "debug"))
     names = {id(p): name for name, p in model.named_parameters()}
     decays = {
-        names[id(p)]: g["weight_decay"] for g in build_optimizer(model, Optimizer()).param_groups for p in g["params"]
+        names[id(p)]: g["weight_decay"]
+        for g in build_optimizer(model, Optimizer()).param_groups
+        for p in g["params"]
     }
     assert set(decays) == set(names.values())
     for name, decay in decays.items():
@@ -86,7 +103,9 @@ def kinds_in_an_update(rank, world_size):
         update(optimizer, StepNumbers(*torch.ones(3, dtype=torch.float64)), lr=0.1, max_norm=1.0)
     alike = all(type(optimizer.state[p]["exp_avg"]) is type(p.data) for p in model.values())
     assert kinds.seen
-    return DTensor in kinds.seen, alike and all((p.detach() < 1).all() for p in map(local_tensor, model.values()))
+    return DTensor in kinds.seen, alike and all(
+        (p.detach() < 1).all() for p in map(local_tensor, model.values())
+    )
 
 
 def test_kernels_of_an_update_get_plain_tensors(worlds):
@@ -107,7 +126,9 @@ def test_what_a_step_added(at_once, monkeypatch):
             p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
         update(optimizer, StepNumbers(*torch.ones(3, dtype=torch.float64)), lr=0.1, max_norm=10.0)
     got = update_squares(optimizer, ps[::-1], torch.device("cpu"))
-    want = [(p.detach() - old).square().sum().item() for p, old in zip(ps, before, strict=True)][::-1]
+    want = [(p.detach() - old).square().sum().item() for p, old in zip(ps, before, strict=True)][
+        ::-1
+    ]
     assert got.tolist() == pytest.approx(want, rel=1e-12)
     assert squares_of_each(ps, torch.device("cpu")).tolist() == pytest.approx(
         [p.detach().square().sum().item() for p in ps], rel=1e-14
@@ -118,7 +139,9 @@ def numbers(rank, world_size):
     """Loss, norm and signal of two copies of the parameters, with a sharded and a replicated gradient; what is left of
     the norm after scaling to 1."""
     mesh = init_device_mesh("cpu", (2, world_size // 2))
-    sharded = nn.Parameter(distribute_tensor(torch.zeros(5, 2, dtype=torch.float64), mesh, [Replicate(), Shard(0)]))
+    sharded = nn.Parameter(
+        distribute_tensor(torch.zeros(5, 2, dtype=torch.float64), mesh, [Replicate(), Shard(0)])
+    )
     whole = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     gradient = torch.arange(10, dtype=torch.float64).view(5, 2)
     sharded.grad = distribute_tensor(gradient, mesh, [Replicate(), Shard(0)])
@@ -152,15 +175,20 @@ def test_an_update_clips_and_leaves_out_what_is_not_finite(bad):
     results = []
     for clipped_by_hand in (False, True):
         p = nn.Parameter(torch.linspace(-1, 1, 6))
-        optimizer = torch.optim.AdamW([p], lr=1.0, fused=True, eps=1.0)  # not free of the gradient's scale
+        # not free of the gradient's scale
+        optimizer = torch.optim.AdamW([p], lr=1.0, fused=True, eps=1.0)
         for _ in range(2):
             p.grad = torch.full_like(p, 3.0) * (0.5 / (10 + 1e-6) if clipped_by_hand else 1.0)
-            update(optimizer, StepNumbers(*(torch.zeros(3) if clipped_by_hand else numbers)), 0.1, 0.5)
+            update(
+                optimizer, StepNumbers(*(torch.zeros(3) if clipped_by_hand else numbers)), 0.1, 0.5
+            )
         results.append((p.detach().clone(), optimizer.state[p]["exp_avg_sq"].clone()))
         if bad is not None and not clipped_by_hand:
             numbers[bad], p.grad = float("nan"), torch.full_like(p, 3.0)
             update(optimizer, StepNumbers(*numbers), 0.1, 0.5)
-            assert torch.equal(p, results[0][0]) and torch.equal(optimizer.state[p]["exp_avg_sq"], results[0][1])
+            assert torch.equal(p, results[0][0]) and torch.equal(
+                optimizer.state[p]["exp_avg_sq"], results[0][1]
+            )
             assert optimizer.state[p]["step"] == 2
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want)
@@ -169,7 +197,9 @@ def test_an_update_clips_and_leaves_out_what_is_not_finite(bad):
 def test_copies_are_made_anew_of_what_has_changed(monkeypatch):
     """By an update, or by torch; and of nothing else."""
     model, made, copy = nn.ModuleDict({n: nn.Linear(3, 3) for n in "ab"}), [], torch._foreach_copy_
-    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, of: made.append(len(to)) or copy(to, of))
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda to, of: made.append(len(to)) or copy(to, of)
+    )
     copies, optimizer = ComputeCopies(model, torch.bfloat16), build_optimizer(model, Optimizer())
 
     def are_alike():

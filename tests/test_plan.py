@@ -46,12 +46,29 @@ def machine(network=50e9, node_size=8, **rates):
 
 def test_the_command(capsys, tmp_path):
     folder = tmp_path / "run"
-    argv = ["--gpus", "2", "--tokens", "1B", *RUN, "--job.dump_folder", str(folder), "--model.name", "kda"]
+    argv = [
+        "--gpus",
+        "2",
+        "--tokens",
+        "1B",
+        *RUN,
+        "--job.dump_folder",
+        str(folder),
+        "--model.name",
+        "kda",
+    ]
     argv += ["--model.flavor", "340M", "--training.global_batch_size", "2"]
     assert plan.main(argv) == 0
     out = capsys.readouterr().out
-    assert out.startswith("kda/340M: 354,") and "| parameters |" in out and "days for 1e+09 tokens" in out
-    assert "| dp_shard 2 | none |" in out and ", checkpointing full\n" in out.partition("longest stream that fits: ")[2]
+    assert (
+        out.startswith("kda/340M: 354,")
+        and "| parameters |" in out
+        and "days for 1e+09 tokens" in out
+    )
+    assert (
+        "| dp_shard 2 | none |" in out
+        and ", checkpointing full\n" in out.partition("longest stream that fits: ")[2]
+    )
     assert "attention by" not in out  # there is no softmax layer
     assert not folder.exists()
 
@@ -59,13 +76,19 @@ def test_the_command(capsys, tmp_path):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["--gpus", "3", "--parallelism.context_parallel_degree", "2"], "processes (NGPU; titan-linear plan: --gpus)"),
+        (
+            ["--gpus", "3", "--parallelism.context_parallel_degree", "2"],
+            "processes (NGPU; titan-linear plan: --gpus)",
+        ),
         (["--gpus", "0"], "--gpus 0 must be 1 or more"),
         (["--node", "0"], "--node 0 must be 1 or more"),
         (["--scaling", "-1"], "--scaling -1 must be 0 or more"),
         (["--gpus", "3"], "training.global_batch_size = 8 is not a multiple of"),
         (["--gpu", "abacus"], "--gpu 'abacus' is unknown; use one of H100, H200, or"),
-        (["--rates", "none.json"], "'none.json' cannot be read (No such file or directory); python -m"),
+        (
+            ["--rates", "none.json"],
+            "'none.json' cannot be read (No such file or directory); python -m",
+        ),
         (["--tokens", "many"], "--tokens 'many' must be a number of tokens"),
         (["--tokens", "0"], "--tokens '0' must be a number of tokens"),
         (["--documents", "few"], "--documents 'few' must be 'one', or"),
@@ -86,18 +109,36 @@ def test_a_corpus_of_less_than_a_step_is_refused(tmp_path, capsys):
     """Where its tokens are at hand; and lengths that change are said."""
     texts = tmp_path / "corpus.jsonl"
     texts.write_text(json.dumps({"text": "few"}) + "\n", encoding="utf-8")
-    argv = ["--gpus", "1", *RUN, "--training.dataset", "jsonl", "--training.dataset_path", str(texts)]
-    config = load_config([*argv[2:], "--training.seq_len_schedule", "[{until_step = 10, seq_len = 1024}]"], cuda=True)
+    argv = [
+        "--gpus",
+        "1",
+        *RUN,
+        "--training.dataset",
+        "jsonl",
+        "--training.dataset_path",
+        str(texts),
+    ]
+    config = load_config(
+        [*argv[2:], "--training.seq_len_schedule", "[{until_step = 10, seq_len = 1024}]"], cuda=True
+    )
     plan.check_corpus(config)  # not tokenised
     open_corpora(config, build_tokenizer(None))
-    assert is_refused(plan.main, argv, capsys).startswith("training.dataset_path: the corpus has 4 tokens, and a step")
-    assert "planned at training.seq_len = 4096; the first 10 of 1,000 are shorter" in plan.of_whole_length(config)
+    assert is_refused(plan.main, argv, capsys).startswith(
+        "training.dataset_path: the corpus has 4 tokens, and a step"
+    )
+    assert (
+        "planned at training.seq_len = 4096; the first 10 of 1,000 are shorter"
+        in plan.of_whole_length(config)
+    )
 
 
 @pytest.mark.parametrize("beyond", [True, False])
 def test_the_longest_stream_is_at_least_the_run_s(beyond, monkeypatch):
     """Where nobody looks further, and where a split fits as it is and not as longer ones are tried."""
-    config, model = load_config([*RUN, "--training.global_batch_size=1"], cuda=True), preset("kda", "debug")
+    config, model = (
+        load_config([*RUN, "--training.global_batch_size=1"], cuda=True),
+        preset("kda", "debug"),
+    )
     monkeypatch.setattr(splits, "LONGEST", 2048 if beyond else 8192)
     monkeypatch.setattr(splits, "memory", lambda *_: {"activations": 2.0})
     split = splits.Split(config, 0.5, step(config, model, 1, machine()))
@@ -107,7 +148,15 @@ def test_the_longest_stream_is_at_least_the_run_s(beyond, monkeypatch):
 
 def test_splits_of_three_gpus(capsys):
     """Degrees are divisors of their number, not powers of two alone."""
-    argv = ["--gpus", "3", *RUN, "--parallelism.context_parallel_degree", "3", "--training.seq_len", "3072"]
+    argv = [
+        "--gpus",
+        "3",
+        *RUN,
+        "--parallelism.context_parallel_degree",
+        "3",
+        "--training.seq_len",
+        "3072",
+    ]
     assert plan.main(argv) == 0
     out = capsys.readouterr().out
     assert "| cp 3 (contiguous) |" in out and "longest stream that fits" in out
@@ -116,7 +165,10 @@ def test_splits_of_three_gpus(capsys):
 def test_what_does_not_fit(capsys, tmp_path):
     """A GPU too small for one layer; one on which other settings fit."""
     rates = json.loads(shipped()["H200"].read_text(encoding="utf-8"))
-    file, one = tmp_path / "rates.json", [*RUN, "--training.seq_len", "65536", "--training.global_batch_size", "1"]
+    file, one = (
+        tmp_path / "rates.json",
+        [*RUN, "--training.seq_len", "65536", "--training.global_batch_size", "1"],
+    )
     for size, message in (
         (0.01, "nothing fits: 3 layers on 1 GPUs, each with 0.0 GiB"),
         (0.9, "this configuration takes"),
@@ -135,10 +187,15 @@ def test_each_gpu_that_comes_with_the_package(gpu, capsys):
     assert f"NVIDIA {gpu}" in out and "days for 1e+12 tokens" in out
 
 
-GPUS = {"debug": 2, "reference_340m": 1, "recall_4m": 1, "dpo": 4}  # that a shipped configuration is for, if not eight
+# that a shipped configuration is for, if not eight
+GPUS = {"debug": 2, "reference_340m": 1, "recall_4m": 1, "dpo": 4}
 
 
-SIZED = [path for path in sorted(ROOT.glob("train_configs/*.toml")) if '"hf"' not in path.read_text(encoding="utf-8")]
+SIZED = [
+    path
+    for path in sorted(ROOT.glob("train_configs/*.toml"))
+    if '"hf"' not in path.read_text(encoding="utf-8")
+]
 
 
 @pytest.mark.parametrize("config", SIZED, ids=lambda path: path.stem)
@@ -146,11 +203,16 @@ def test_the_shipped_configurations_as_they_are(config, capsys):
     """No GPU, no corpus and no tokenizer is here, and the types are those of GPUs."""
     absent = ["--model.tokenizer_path", "none/tokenizer.json", "--training.dataset", "jsonl"]
     absent += ["--training.dataset_path", "none.jsonl", "--training.mixture", "[]"]
-    run, gpus = load_config(["--job.config_file", str(config), *absent], cuda=True), GPUS.get(config.stem, 8)
+    run, gpus = (
+        load_config(["--job.config_file", str(config), *absent], cuda=True),
+        GPUS.get(config.stem, 8),
+    )
     model = plan.planned_model(run)
     splits.check(run, model, gpus)
     assert "compute bfloat16" in plan.describe(run, model)
-    assert "\nfits in NVIDIA H200" in plan.memory_table(run, splits.Setting(model, gpus, machine(), None, 0.0))
+    assert "\nfits in NVIDIA H200" in plan.memory_table(
+        run, splits.Setting(model, gpus, machine(), None, 0.0)
+    )
     assert "'none/tokenizer.json' is not here: a vocabulary of" in capsys.readouterr().out
 
 
@@ -168,7 +230,11 @@ def test_predictions_beside_what_was_measured():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     quoted = [f" {speed:,.0f} tokens/s" in readme for _, speed, _ in compared]
     assert sum(quoted) == 3, "what a run costs: print it again"
-    time = max(abs(row.tokens_per_second / speed - 1) for row, speed, _ in compared if row.tokens_per_second)
+    time = max(
+        abs(row.tokens_per_second / speed - 1)
+        for row, speed, _ in compared
+        if row.tokens_per_second
+    )
     memory = max(abs(needed / row.memory_gib - 1) for row, _, needed in compared if row.memory_gib)
     assert f"Memory is within {memory:.0%}, time within {time:.0%}. " in page
 
@@ -176,15 +242,28 @@ def test_predictions_beside_what_was_measured():
 @pytest.mark.parametrize("mean", [None, 100, ((1, 100), (2, 50), (3, 20))])
 def test_pairs_that_a_rank_attends(layout, mean):
     """Each token sees those of its document up to itself; the last rank has most. Of a tree, that is its path."""
-    batch = Batch.of(load_config(["--training.seq_len", "2048"], cuda=True), mean)._replace(cp=4, layout=layout)
+    batch = Batch.of(load_config(["--training.seq_len", "2048"], cuda=True), mean)._replace(
+        cp=4, layout=layout
+    )
     nodes = documents_of(2048, 1, mean)
     where = {"parents": torch.from_numpy(nodes.parents), "world_size": 4, "layout": layout}
-    ranks = [build_cp_context(torch.from_numpy(nodes.edges), rank=rank, **where) for rank in range(4)]
+    ranks = [
+        build_cp_context(torch.from_numpy(nodes.edges), rank=rank, **where) for rank in range(4)
+    ]
     pairs = [int((context.position_ids + 1).sum()) for context in ranks]
     assert context(batch).gathered.pairs[0].tolist() == pairs
     assert Clock(machine(), batch, compiled=True).longest == int(ranks[-1].cu_seqlens.diff().max())
     assert mean is not None or pairs[-1] == max(pairs)
-    assert not isinstance(mean, tuple) or nodes.edges.tolist()[:8] == [0, 100, 150, 170, 190, 210, 260, 280]
+    assert not isinstance(mean, tuple) or nodes.edges.tolist()[:8] == [
+        0,
+        100,
+        150,
+        170,
+        190,
+        210,
+        260,
+        280,
+    ]
     with refused("its tree has 320 tokens, and training.seq_len = 256"):
         documents_of(256, 1, ((1, 100), (2, 50), (3, 20)))
 
@@ -212,24 +291,40 @@ def test_time_of_parts():
         return step(config, model, gpus, on or machine()).parts
 
     plain, again = parts(), parts("--activation_checkpoint.mode=full")
-    assert again["products"] == pytest.approx(plain["products"] * 4 / 3) and again["head"] == plain["head"]
+    assert (
+        again["products"] == pytest.approx(plain["products"] * 4 / 3)
+        and again["head"] == plain["head"]
+    )
     selective = parts("--activation_checkpoint.mode=selective")
     assert plain["recurrence"] < selective["recurrence"] < again["recurrence"]
     further = parts(model=replace(model, mtp_layers=1))
-    assert further["head"] == 2 * plain["head"]  # and a layer more, with the product that joins its inputs
+    # and a layer more, with the product that joins its inputs
+    assert further["head"] == 2 * plain["head"]
     assert 1 + 1 / 24 < further["products"] / plain["products"] < 1 + 1.25 / 24
     twice, once = parts("--loss.name=dpo"), parts("--loss.name=policy")  # at its level of tokens
     assert twice["products"] == plain["products"] and once["head"] == plain["head"]
-    assert 1 / 4 < twice["head"] / plain["head"] - 1 < 1 / 3 + 0.15  # one product of three, logits written and read
-    fourth = parts("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=4")
+    # one product of three, logits written and read
+    assert 1 / 4 < twice["head"] / plain["head"] - 1 < 1 / 3 + 0.15
+    fourth = parts(
+        "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=4"
+    )
     assert fourth["products"] == pytest.approx(plain["products"] * (1 + 1 / 12))  # of 24 layers six
     assert parts(gpus=4)["products"] == pytest.approx(4 * plain["products"])
-    one, muon, shared = parts(gpus=1), *(parts("--optimizer.name=muon", gpus=gpus) for gpus in (1, 16))
-    assert muon["optimizer"] - one["optimizer"] == pytest.approx(0.109, rel=0.01) and not muon["communication"]
+    one, muon, shared = (
+        parts(gpus=1),
+        *(parts("--optimizer.name=muon", gpus=gpus) for gpus in (1, 16)),
+    )
+    assert (
+        muon["optimizer"] - one["optimizer"] == pytest.approx(0.109, rel=0.01)
+        and not muon["communication"]
+    )
     assert shared["optimizer"] - plain["optimizer"] == pytest.approx(0.109 / 16, rel=0.01)
     assert plain["communication"] < shared["communication"] < 2 * plain["communication"]
     slow = parts(on=machine(network=1e8))
-    assert slow["communication"] > 10 * plain["communication"] and slow["products"] == plain["products"]
+    assert (
+        slow["communication"] > 10 * plain["communication"]
+        and slow["products"] == plain["products"]
+    )
     host = machine(host=1.0)
     assert parts(on=host)["launches"] > 100 > plain["launches"]
 
@@ -237,13 +332,21 @@ def test_time_of_parts():
 def test_time_of_experts():
     """Of the router's products, and those of 262,144 rows, 8 for each of 32,768 tokens. Among two ranks a token's
     copies are on 2 (1 − 1/2⁸) of them, from which forward and backward copy, send and add up; recomputation copies."""
-    keys = [*RUN, "--model.name=qwen3.5", "--model.flavor=35B-A3B", "--model.num_layers=1", "--training.seq_len=32768"]
+    keys = [
+        *RUN,
+        "--model.name=qwen3.5",
+        "--model.flavor=35B-A3B",
+        "--model.num_layers=1",
+        "--training.seq_len=32768",
+    ]
 
     def parts(*more, **rates):
         config = load_config([*keys, *more, "--training.global_batch_size=2"], cuda=True)
         return step(config, plan.planned_model(config), 2, machine(**rates)).parts
 
-    slow, fast = (parts("--activation_checkpoint.mode=none", grouped=[(1, rate)]) for rate in (100, 200))
+    slow, fast = (
+        parts("--activation_checkpoint.mode=none", grouped=[(1, rate)]) for rate in (100, 200)
+    )
     flops = 3 * 2 * 2048 * (262144 * 3 * 512 + 32768 * 256)
     assert slow["products"] - fast["products"] == pytest.approx(flops / 200e12, rel=1e-3)
     apart = "--parallelism.expert_parallel_degree=2"
@@ -274,16 +377,23 @@ def test_memory_of_what_losses_read():
         assert more["activations"] - plain["activations"] == 4 * 4096 * numbers
     deeper = replace(model, mtp_layers=1)
     further = planned(model=deeper)
-    assert further["parameters"] - plain["parameters"] == 4 * (parameters(deeper) - parameters(model))
-    assert further["head"] - plain["head"] == 4096 * model.dim * (4 + 2 * 2)  # its norm's input, output and gradient
+    assert further["parameters"] - plain["parameters"] == 4 * (
+        parameters(deeper) - parameters(model)
+    )
+    # its norm's input, output and gradient
+    assert further["head"] - plain["head"] == 4096 * model.dim * (4 + 2 * 2)
     assert further["activations"] > plain["activations"] * (1 + 1 / model.num_layers)
 
 
 def test_recurrences_take_whole_slices_of_columns():
-    assert share_of(128, 65) == share_of(128, 80) == share_of(128, 128) == 2 * share_of(128, 64) == 1
+    assert (
+        share_of(128, 65) == share_of(128, 80) == share_of(128, 128) == 2 * share_of(128, 64) == 1
+    )
 
 
-@pytest.mark.parametrize("heads, groups, scan, backward", [(128, 1, 0.93, 3.10), (64, 8, 0.57, 2.00)])
+@pytest.mark.parametrize(
+    "heads, groups, scan, backward", [(128, 1, 0.93, 3.10), (64, 8, 0.57, 2.00)]
+)
 def test_time_of_mamba2_as_measured(heads, groups, scan, backward):
     """On an H200, 32k tokens of one document, in ms."""
     mixer = Mamba2(heads=heads, head_dim=64, state_dim=128, groups=groups)
@@ -291,7 +401,10 @@ def test_time_of_mamba2_as_measured(heads, groups, scan, backward):
     batch = Batch.of(load_config(["--training.seq_len=32768"], cuda=True))
     clock = Clock(machine(), batch, True)
     (layer,) = layers(model, batch)
-    for work, convolution, ms in ((layer.forward, "conv1d", scan), (layer.backward, "conv1d_backward", backward)):
+    for work, convolution, ms in (
+        (layer.forward, "conv1d", scan),
+        (layer.backward, "conv1d_backward", backward),
+    ):
         seconds = clock.of(work, work.calls).parts["recurrence"]
         seconds -= clock.rates.operators[convolution][0] * 32768 * sum(mixer.widths) * 1e-9
         assert seconds == pytest.approx(1e-3 * ms, rel=0.01)
@@ -300,7 +413,9 @@ def test_time_of_mamba2_as_measured(heads, groups, scan, backward):
 def test_the_number_of_layers_recomputed_follows_from_the_room():
     """Where there is room for every fourth layer recomputed, neither all layers are nor every third."""
     model = preset("kda", "340M")
-    config = load_config([*RUN, "--training.seq_len=32768", "--model.name=kda", "--model.flavor=340M"], cuda=True)
+    config = load_config(
+        [*RUN, "--training.seq_len=32768", "--model.name=kda", "--model.flavor=340M"], cuda=True
+    )
 
     def chosen(room):
         return splits.with_checkpointing(config, splits.Setting(model, 1, machine(), None, room))
@@ -337,7 +452,13 @@ def test_offload_shows_where_it_should(tmp_path, capsys):
     own = 354e6 * 4  # bytes
 
     def parts(*keys, gpus=1):
-        run = [*RUN, "--model.name=kda", "--model.flavor=340M", "--training.global_batch_size=8", *keys]
+        run = [
+            *RUN,
+            "--model.name=kda",
+            "--model.flavor=340M",
+            "--training.global_batch_size=8",
+            *keys,
+        ]
         return step(load_config(run, cuda=True), model, gpus, offload).parts
 
     key = "--training.enable_cpu_offload=true"
@@ -345,15 +466,33 @@ def test_offload_shows_where_it_should(tmp_path, capsys):
     assert plain["communication"] == 0 and one["products"] == plain["products"]
     assert one["optimizer"] == pytest.approx(10 * own / 100e9, rel=0.1)
     assert 1.5 * own / link < one["communication"] < 3 * own / link
-    assert parts(key, "--training.local_batch_size=4", gpus=2)["communication"] < one["communication"] / 4
+    assert (
+        parts(key, "--training.local_batch_size=4", gpus=2)["communication"]
+        < one["communication"] / 4
+    )
     accumulated = parts(key, "--training.local_batch_size=4")
     assert accumulated["optimizer"] == pytest.approx(1.3 * one["optimizer"])
     assert accumulated["communication"] > 2 * one["communication"]
-    rates = {name: x for name, x in json.loads(shipped()["H200"].read_text()).items() if name != "offload"}
+    rates = {
+        name: x
+        for name, x in json.loads(shipped()["H200"].read_text()).items()
+        if name != "offload"
+    }
     write_json(tmp_path / "r.json", rates)
-    argv = ["--gpus", "2", "--rates", str(tmp_path / "r.json"), *RUN, key, "--training.global_batch_size", "2"]
+    argv = [
+        "--gpus",
+        "2",
+        "--rates",
+        str(tmp_path / "r.json"),
+        *RUN,
+        key,
+        "--training.global_batch_size",
+        "2",
+    ]
     said = is_refused(plan.main, argv, capsys)
-    assert said.startswith("the rates of NVIDIA H200 do not say how fast its host is, so that no time is planned with")
+    assert said.startswith(
+        "the rates of NVIDIA H200 do not say how fast its host is, so that no time is planned with"
+    )
 
 
 @pytest.mark.parametrize(
@@ -361,7 +500,10 @@ def test_offload_shows_where_it_should(tmp_path, capsys):
     [
         ({"attention": {}}, "attention: Dictionary should have at least 1 item"),
         ({"attention": {"cudnn": {}}}, "attention.cudnn: Dictionary should have at least 1 item"),
-        ({"attention": {"cudnn": {"128": [0, 0]}}}, "attention.cudnn.128.0: Input should be greater than 0"),
+        (
+            {"attention": {"cudnn": {"128": [0, 0]}}},
+            "attention.cudnn.128.0: Input should be greater than 0",
+        ),
         ({"memory_gib": "x"}, "memory_gib: Input should be a valid number"),
         ({"memory_gib": -5}, "memory_gib: Input should be greater than 0"),
         ({"copy": math.inf}, "copy: Input should be a finite number"),
@@ -402,11 +544,19 @@ def test_how_a_model_scales(capsys, monkeypatch):
     head, _, one, many = capsys.readouterr().out.splitlines()
     assert head == "| GPUs | 4,096 tokens a GPU | 1M | 4M | 10M |"
     assert one.startswith("| 1 | ") and one.endswith(" | – | – |") and many.count("%") == 4
-    of_one = ["--training.seq_len=65536", "--training.global_batch_size=1", "--parallelism.context_parallel_degree=16"]
+    of_one = [
+        "--training.seq_len=65536",
+        "--training.global_batch_size=1",
+        "--parallelism.context_parallel_degree=16",
+    ]
     speeds = []
     for layout in ("contiguous", "zigzag"):
-        config = load_config([*keys, *of_one, f"--parallelism.context_parallel_layout={layout}"], cuda=True)
-        speeds.append(step(config, plan.planned_model(config), 16, plan.machine_of(plan.parse([])[0])))
+        config = load_config(
+            [*keys, *of_one, f"--parallelism.context_parallel_layout={layout}"], cuda=True
+        )
+        speeds.append(
+            step(config, plan.planned_model(config), 16, plan.machine_of(plan.parse([])[0]))
+        )
     fastest = max(one.tokens_per_second / 16 for one in speeds)
     assert many.startswith(f"| 16 | {fastest:,.0f} (")
 
@@ -432,8 +582,23 @@ def test_rates_measured_here(tmp_path, capsys):
     assert bench_rates.main(["--out", str(file)]) == 0
     rates = read_rates(file)
     assert all(each > 0 for each, _ in rates.operators.values())
-    assert {"kda_scan", "kda_scan any", "gdn_backward", "ssd_scan", "rwkv7_backward"} <= rates.operators.keys()
+    assert {
+        "kda_scan",
+        "kda_scan any",
+        "gdn_backward",
+        "ssd_scan",
+        "rwkv7_backward",
+    } <= rates.operators.keys()
     assert bench_rates.main(["--out", str(tmp_path / "none" / "rates.json")]) == 2
     assert "there is no such folder" in capsys.readouterr().err
-    argv = ["--gpus", "1", "--rates", str(file), "--training.seq_len", "256", "--training.enable_cpu_offload", "true"]
+    argv = [
+        "--gpus",
+        "1",
+        "--rates",
+        str(file),
+        "--training.seq_len",
+        "256",
+        "--training.enable_cpu_offload",
+        "true",
+    ]
     assert plan.main(argv) == 0 and "\nin the host's memory: 0.0" in capsys.readouterr().out

@@ -42,18 +42,34 @@ def run(folder, **keys):
         ({}, {}, 50, ""),
         ({}, {"training__steps": 200}, 50, "training.steps to at most 100"),
         ({}, {"training__steps": 60}, 50, "lr_scheduler.total_steps = 100"),
-        ({"lr_scheduler__total_steps": 300}, {"training__steps": 200}, 50, "lr_scheduler.total_steps = 300"),
-        ({"lr_scheduler__total_steps": 200}, {"training__steps": 200}, 50, ""),  # the same, said otherwise
+        (
+            {"lr_scheduler__total_steps": 300},
+            {"training__steps": 200},
+            50,
+            "lr_scheduler.total_steps = 300",
+        ),
+        # the same, said otherwise
+        ({"lr_scheduler__total_steps": 200}, {"training__steps": 200}, 50, ""),
         ({}, {"training__steps": 200, "lr_scheduler__total_steps": 200}, 50, ""),  # said
         ({}, {"training__steps": 200}, 10, ""),  # it has not begun to decay
-        ({"lr_scheduler__decay_ratio": 0.2}, {"lr_scheduler__decay_ratio": 0.2, "training__steps": 200}, 80, ""),
+        (
+            {"lr_scheduler__decay_ratio": 0.2},
+            {"lr_scheduler__decay_ratio": 0.2, "training__steps": 200},
+            80,
+            "",
+        ),
         (
             {"lr_scheduler__decay_ratio": 0.2},
             {"lr_scheduler__decay_ratio": 0.2, "training__steps": 200},
             81,
             "training.steps to at most 100",
         ),
-        ({"lr_scheduler__decay_ratio": 0.0}, {"lr_scheduler__decay_ratio": 0.0, "training__steps": 200}, 90, ""),
+        (
+            {"lr_scheduler__decay_ratio": 0.0},
+            {"lr_scheduler__decay_ratio": 0.0, "training__steps": 200},
+            90,
+            "",
+        ),
     ],
 )
 def test_steps_that_are_done_keep_their_rate(stored, now, step, remedy, tmp_path):
@@ -64,8 +80,12 @@ def test_steps_that_are_done_keep_their_rate(stored, now, step, remedy, tmp_path
     steps = now["training__steps"]
     with refused(f"training.steps = {steps} would change") as error:
         check_schedule(run(tmp_path, **now), step, length)
-    assert f"; set {remedy} to keep the schedule, or lr_scheduler.total_steps = {steps} to resume" in str(error.value)
-    check_schedule(run(tmp_path, **now, lr_scheduler__total_steps=max(steps, 300)), step, length)  # a remedy
+    assert (
+        f"; set {remedy} to keep the schedule, or lr_scheduler.total_steps = {steps} to resume"
+        in str(error.value)
+    )
+    # a remedy
+    check_schedule(run(tmp_path, **now, lr_scheduler__total_steps=max(steps, 300)), step, length)
 
 
 def test_another_model_is_refused(tmp_path):
@@ -77,8 +97,12 @@ def test_another_model_is_refused(tmp_path):
 
     known = content(model)
     assert fingerprint(replace(model, init_std=0.5)) == known.model
-    wider = replace(model, pattern=tuple(replace(m, rope_theta=5) if m.rotary else m for m in model.pattern))
-    same = replace(model, pattern=tuple(replace(m, rope_theta=5.0) if m.rotary else m for m in model.pattern))
+    wider = replace(
+        model, pattern=tuple(replace(m, rope_theta=5) if m.rotary else m for m in model.pattern)
+    )
+    same = replace(
+        model, pattern=tuple(replace(m, rope_theta=5.0) if m.rotary else m for m in model.pattern)
+    )
     assert fingerprint(wider) == fingerprint(same) != known.model
     check_content(config, known, content(model))
     for other in (wider, replace(model, norm_eps=0.5), replace(model, num_layers=1)):
@@ -90,12 +114,28 @@ def test_another_model_is_refused(tmp_path):
     "name, degree, said",
     [
         ("hybrid", 2, ""),
-        ("hybrid", 4, "= 4 cannot split the 2 heads of kda, .*, 2 key heads of attention in .* 'debug'; use 1 or 2$"),
-        ("kimi-linear", 3, "the 2 heads of kda, 4 query heads of mla, .* hidden channels of each expert, "),
+        (
+            "hybrid",
+            4,
+            "= 4 cannot split the 2 heads of kda, .*, 2 key heads of attention in .* 'debug'; use 1 or 2$",
+        ),
+        (
+            "kimi-linear",
+            3,
+            "the 2 heads of kda, 4 query heads of mla, .* hidden channels of each expert, ",
+        ),
         ("qwen3.5", 3, r"320 rows of the vocabulary \(model.vocab_size\)"),
-        ("nemotron-h", 4, "the 2 groups of mamba2, 2 key heads of attention in .* 'debug'; use 1 or 2$"),
+        (
+            "nemotron-h",
+            4,
+            "the 2 groups of mamba2, 2 key heads of attention in .* 'debug'; use 1 or 2$",
+        ),
         ("granite-h", 8, "4 query heads of attention"),
-        ("falcon-h1", 4, "the 2 groups of mamba2, 2 key heads of attention in .* 'debug'; use 1 or 2$"),
+        (
+            "falcon-h1",
+            4,
+            "the 2 groups of mamba2, 2 key heads of attention in .* 'debug'; use 1 or 2$",
+        ),
     ],
 )
 def test_what_tensor_parallelism_cannot_split(name, degree, said, tmp_path):
@@ -108,21 +148,36 @@ def test_what_tensor_parallelism_cannot_split(name, degree, said, tmp_path):
 
 
 def test_every_nth_layer_is_one_of_the_model(tmp_path):
-    keys, model = {"activation_checkpoint__mode": "selective"}, replace(preset("hybrid", "debug"), num_layers=4)
+    keys, model = (
+        {"activation_checkpoint__mode": "selective"},
+        replace(preset("hybrid", "debug"), num_layers=4),
+    )
     for option in ("op", "1", "4"):
-        check_checkpointing(model, run(tmp_path, **keys, activation_checkpoint__selective_ac_option=option))
+        check_checkpointing(
+            model, run(tmp_path, **keys, activation_checkpoint__selective_ac_option=option)
+        )
     with refused(r"selective_ac_option = '5' computes none of the model's 4 layers again"):
-        check_checkpointing(model, run(tmp_path, **keys, activation_checkpoint__selective_ac_option="5"))
+        check_checkpointing(
+            model, run(tmp_path, **keys, activation_checkpoint__selective_ac_option="5")
+        )
     check_checkpointing(model, run(tmp_path))
 
 
 def test_an_all_to_all_splits_the_heads_that_tensor_parallelism_leaves(tmp_path):
-    keys = {"parallelism__context_parallel_degree": 2, "parallelism__context_parallel_linear_method": "ulysses"}
+    keys = {
+        "parallelism__context_parallel_degree": 2,
+        "parallelism__context_parallel_linear_method": "ulysses",
+    }
     check_heads(preset("hybrid", "debug"), run(tmp_path, **keys))
     with refused(r"the 2 heads .*degree = 2 × tensor_parallel_degree = 2 ranks"):
-        check_heads(preset("hybrid", "debug"), run(tmp_path, **keys, parallelism__tensor_parallel_degree=2))
+        check_heads(
+            preset("hybrid", "debug"), run(tmp_path, **keys, parallelism__tensor_parallel_degree=2)
+        )
     with refused(r"= 'ulysses' cannot split the 2 groups of .*; use 'kcp', or a degree"):
-        check_heads(preset("nemotron-h", "debug"), run(tmp_path, **keys, parallelism__tensor_parallel_degree=2))
+        check_heads(
+            preset("nemotron-h", "debug"),
+            run(tmp_path, **keys, parallelism__tensor_parallel_degree=2),
+        )
 
 
 def test_ranks_of_a_node_share_the_heads(tmp_path):
@@ -152,7 +207,8 @@ def test_ranks_of_a_node_share_the_heads(tmp_path):
 def test_experts_that_cannot_be_shared_out(name, degree, said, tmp_path):
     with refused(said):
         check_expert_parallel(
-            preset(name, "debug"), run(tmp_path, model__name=name, parallelism__expert_parallel_degree=degree)
+            preset(name, "debug"),
+            run(tmp_path, model__name=name, parallelism__expert_parallel_degree=degree),
         )
 
 
@@ -199,9 +255,15 @@ def test_groups_of_files_fit_the_corpus(tmp_path, capsys):
     (tmp_path / "texts").mkdir()
     for name in ("a.py", "b.md"):
         (tmp_path / "texts" / name).write_text("text")
-    keys = {"training__dataset": "text", "training__dataset_path": tmp_path / "texts", "checkpoint__enable": "false"}
+    keys = {
+        "training__dataset": "text",
+        "training__dataset_path": tmp_path / "texts",
+        "checkpoint__enable": "false",
+    }
     keys["training__seq_len"] = 8
-    preflight(run(tmp_path, **keys, metrics__loss_by_source='[{name = "code", files = "**/*.py"}]'), 1)
+    preflight(
+        run(tmp_path, **keys, metrics__loss_by_source='[{name = "code", files = "**/*.py"}]'), 1
+    )
     assert capsys.readouterr().out.endswith("loss by source: code 5 tokens, other 5 tokens\n")
     with refused(r"metrics.loss_by_source, group 'c': files = '\*.c' fits none of 2 files .*a.py"):
         preflight(run(tmp_path, **keys, metrics__loss_by_source='[{name = "c", files = "*.c"}]'), 1)
@@ -209,13 +271,22 @@ def test_groups_of_files_fit_the_corpus(tmp_path, capsys):
 
 def test_a_corpus_of_less_than_a_step_is_a_warning(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("text" * 8)
-    keys = {"training.dataset": "text", "training.dataset_path": tmp_path / "a.txt", "training.global_batch_size": 2}
+    keys = {
+        "training.dataset": "text",
+        "training.dataset_path": tmp_path / "a.txt",
+        "training.global_batch_size": 2,
+    }
     mixture = f'[{{name = "a", weight = 1, dataset = "text", dataset_path = "{tmp_path}/a.txt"}}]'
-    for key, given in (("dataset_path", keys), ("mixture", {"training.mixture": mixture, **dict([*keys.items()][2:])})):
+    for key, given in (
+        ("dataset_path", keys),
+        ("mixture", {"training.mixture": mixture, **dict([*keys.items()][2:])}),
+    ):
         preflight(run(tmp_path, **given, **{"training.seq_len": 16}), 1)
         assert "warning" not in capsys.readouterr().out
         preflight(run(tmp_path, **given, **{"training.seq_len": 32}), 1)
-        said = f"training.{key}: the corpus has 33 tokens, and a step takes .* = 2 × 32 = 64, so that"
+        said = (
+            f"training.{key}: the corpus has 33 tokens, and a step takes .* = 2 × 32 = 64, so that"
+        )
         assert re.search(f"warning: {said}", capsys.readouterr().out)
         with refused(said.replace("32 = 64", "34 = 68")):  # not even a stream
             preflight(run(tmp_path, **given, **{"training.seq_len": 34}), 1)
@@ -230,14 +301,21 @@ def test_weights_and_biases_without_its_package(tmp_path, monkeypatch):
 
 def test_a_folder_for_checkpoints_that_cannot_be_made_is_refused_before_the_corpus(tmp_path):
     (tmp_path / "disk").write_text("")
-    keys = {"checkpoint__folder": tmp_path / "disk", "training__dataset": "text", "training__dataset_path": "nowhere"}
+    keys = {
+        "checkpoint__folder": tmp_path / "disk",
+        "training__dataset": "text",
+        "training__dataset_path": "nowhere",
+    }
     with refused(r"checkpoint\.folder = .*disk' is not a folder; use another"):
         preflight(run(tmp_path, **keys), 1)
 
 
 @pytest.mark.parametrize(
     "prompt, tokens",
-    [("validation.sample_prompt", "validation.sample_tokens"), ("sample.prompt", "sample.max_new_tokens")],
+    [
+        ("validation.sample_prompt", "validation.sample_tokens"),
+        ("sample.prompt", "sample.max_new_tokens"),
+    ],
 )
 def test_a_prompt_without_tokens_is_refused_before_the_run(prompt, tokens, tmp_path):
     """Not at the first validation, or when the run ends."""
@@ -246,12 +324,21 @@ def test_a_prompt_without_tokens_is_refused_before_the_run(prompt, tokens, tmp_p
         "normalizer": {"type": "Strip", "strip_left": True, "strip_right": True},
         "pre_tokenizer": {"type": "Whitespace"},
     }
-    write_json(tmp_path / "tokenizer.json", {"version": "1.0", "added_tokens": [], **blanks_left_out})
-    keys = {"model.tokenizer_path": tmp_path, "validation.enable": "true", "training.steps": 1, tokens: 3}
+    write_json(
+        tmp_path / "tokenizer.json", {"version": "1.0", "added_tokens": [], **blanks_left_out}
+    )
+    keys = {
+        "model.tokenizer_path": tmp_path,
+        "validation.enable": "true",
+        "training.steps": 1,
+        tokens: 3,
+    }
     with refused(rf"{prompt} = '  ' has no tokens; give some text to continue"):
         preflight(run(tmp_path, **keys, **{prompt: "  "}), 1)
     check_prompts(run(tmp_path, **keys, **{prompt: "a"}), build_tokenizer(str(tmp_path)))
-    check_prompts(run(tmp_path, **keys | {tokens: 0}, **{prompt: "  "}), build_tokenizer(str(tmp_path)))
+    check_prompts(
+        run(tmp_path, **keys | {tokens: 0}, **{prompt: "  "}), build_tokenizer(str(tmp_path))
+    )
 
 
 def test_a_mixture_does_not_change_in_a_run_that_is_not_there(tmp_path):
@@ -262,7 +349,8 @@ def test_a_mixture_does_not_change_in_a_run_that_is_not_there(tmp_path):
     message = rf"mixture_from_step = 500 goes on from step 500 of a run, and job.dump_folder = '{tmp_path}' has"
     with refused(message):
         preflight(run(tmp_path, **keys), 1)
-    check_mixture_step(run(tmp_path, **keys), Progress(step=480))  # what it may be there, its mixtures say
+    # what it may be there, its mixtures say
+    check_mixture_step(run(tmp_path, **keys), Progress(step=480))
     for step in (-1, 0):
         check_mixture_step(run(tmp_path, **keys | {"training.mixture_from_step": step}), None)
 
@@ -281,6 +369,7 @@ def test_weights_that_know_another_tokenizer_are_named(known, tmp_path, monkeypa
     with refused("nothing is at"):
         preflight(run(tmp_path / "new", **keys, **{"training.dataset_path": "nowhere"}), 1)
     warned = (
-        f"'{weights}' were trained with another tokenizer than model.tokenizer_path gives" in capsys.readouterr().out
+        f"'{weights}' were trained with another tokenizer than model.tokenizer_path gives"
+        in capsys.readouterr().out
     )
     assert warned == (known == "of another file")

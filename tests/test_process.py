@@ -40,7 +40,8 @@ def test_a_signal_is_seen_while_the_main_thread_waits_in_c():
 
     def other_thread():
         main = Path(f"/proc/self/task/{os.getpid()}/syscall")
-        until(lambda: main.read_text().split()[1:2] == [hex(reader)])  # its first argument, or "running" alone
+        # its first argument, or "running" alone
+        until(lambda: main.read_text().split()[1:2] == [hex(reader)])
         os.kill(os.getpid(), signal.SIGTERM)
         until(stop.arrived)
         seen.extend([stop.arrived(), stop.received])
@@ -51,7 +52,8 @@ def test_a_signal_is_seen_while_the_main_thread_waits_in_c():
         assert stop.arrived() == 0
         thread = threading.Thread(target=other_thread)
         thread.start()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # else it would end the wait below
+        # else it would end the wait below
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         ctypes.CDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         thread.join()
@@ -104,7 +106,9 @@ def test_any_text_can_be_shown_and_none_is_obeyed(around, stream, encoding):
         "process.end(code)\n"
     )
     environment = os.environ | {"PYTHONIOENCODING": encoding}
-    done = subprocess.run([sys.executable, "-c", code, around], capture_output=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code, around], capture_output=True, env=environment
+    )
     escaped = SHOWN.encode(encoding, "backslashreplace")
     assert getattr(done, stream) == escaped.replace(b"<TAB>", b"\t").replace(b"<CR>", b"\r")
     assert done.returncode == 7
@@ -143,7 +147,9 @@ def test_nobody_reads_what_a_run_prints(stream):
         f"    print('kept for the end', file=sys.{stream})\n"
         "sys.exit(7)\n"
     )
-    run = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, **{stream: subprocess.PIPE})
+    run = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, **{stream: subprocess.PIPE}
+    )
     reader = getattr(run, stream)
     assert reader.readline() == b"before\n"
     reader.close()

@@ -28,9 +28,12 @@ def test_a_trace_of_the_profiler(tmp_path, monkeypatch):
         "profile_count": 1,
         "enable_profiling": "true",
     }
-    config = load_config([f"--job.dump_folder={tmp_path}", *(f"--profiling.{key}={x}" for key, x in keys.items())])
+    config = load_config(
+        [f"--job.dump_folder={tmp_path}", *(f"--profiling.{key}={x}" for key, x in keys.items())]
+    )
     pauses = []
-    with profiler(config, 10, lambda: pauses.append(step) or ExitStack()) as profile:  # resumed after 10 steps
+    # resumed after 10 steps
+    with profiler(config, 10, lambda: pauses.append(step) or ExitStack()) as profile:
         for step in range(11, 18):
             torch.ones(8) @ torch.ones(8)
             profile.after_step(SimpleNamespace(step=step))
@@ -42,18 +45,26 @@ def test_a_trace_of_the_profiler(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "freq, active, steps, traces", [(1, 1, 2, {1: 1, 2: 1}), (3, 1, 5, {3: 1}), (3, 2, 5, {3: 2, 5: 1})]
+    "freq, active, steps, traces",
+    [(1, 1, 2, {1: 1, 2: 1}), (3, 1, 5, {3: 1}), (3, 2, 5, {3: 2, 5: 1})],
 )
-def test_the_end_of_a_run_leaves_traces_of_steps(freq, active, steps, traces, tmp_path, monkeypatch, recwarn):
+def test_the_end_of_a_run_leaves_traces_of_steps(
+    freq, active, steps, traces, tmp_path, monkeypatch, recwarn
+):
     """Where another trace begins then, it would be of no step, in the place of the last one's."""
     monkeypatch.setenv("RANK", "0")
     keys = {"profile_freq": freq, "profiler_active": active, "enable_profiling": "true"}
-    config = load_config([f"--job.dump_folder={tmp_path}", *(f"--profiling.{key}={x}" for key, x in keys.items())])
+    config = load_config(
+        [f"--job.dump_folder={tmp_path}", *(f"--profiling.{key}={x}" for key, x in keys.items())]
+    )
     with profiler(config, 0) as profile:
         for _ in range(steps):
             torch.ones(8) @ torch.ones(8)
             profile.after_step(SimpleNamespace())
-    found = {path.name: path.read_text().count('"aten::dot"') for path in (tmp_path / "profile_traces").glob("*.json")}
+    found = {
+        path.name: path.read_text().count('"aten::dot"')
+        for path in (tmp_path / "profile_traces").glob("*.json")
+    }
     assert found == {f"rank0_step{step}.json": recorded for step, recorded in traces.items()}
     assert "Profiler clears events" not in str([warning.message for warning in recwarn])
 
@@ -62,7 +73,9 @@ def test_the_end_of_a_run_leaves_traces_of_steps(freq, active, steps, traces, tm
 def test_a_start_too_short_for_a_trace_says_so(rank, steps, said, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", rank)
     keys = {"profile_freq": 10, "profiler_active": 2, "enable_profiling": "true"}
-    config = load_config([f"--job.dump_folder={tmp_path}", *(f"--profiling.{key}={x}" for key, x in keys.items())])
+    config = load_config(
+        [f"--job.dump_folder={tmp_path}", *(f"--profiling.{key}={x}" for key, x in keys.items())]
+    )
     with profiler(config, 5) as profile:
         for _ in range(steps):
             profile.after_step(SimpleNamespace())
@@ -75,23 +88,33 @@ def test_a_signal_asks_for_a_memory_snapshot(tmp_path, monkeypatch, capsys):
     recorded = []
     monkeypatch.setenv("RANK", "1")
     before = signal.getsignal(signal.SIGUSR1)
-    config = load_config([f"--job.dump_folder={tmp_path}", "--profiling.enable_memory_snapshot=true"])
+    config = load_config(
+        [f"--job.dump_folder={tmp_path}", "--profiling.enable_memory_snapshot=true"]
+    )
     with MemorySnapshots(config) as snapshots:
         os.kill(os.getpid(), signal.SIGUSR1)
         if not torch.cuda.is_available():
             snapshots.after_step(SimpleNamespace(step=1))
             assert "there is no GPU" in capsys.readouterr().out
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **keys: recorded.append(keys))
-    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", lambda _: None, raising=False)
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("dumped"))
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda **keys: recorded.append(keys)
+    )
+    monkeypatch.setattr(
+        torch._C, "_cuda_attach_out_of_memory_observer", lambda _: None, raising=False
+    )
+    monkeypatch.setattr(
+        torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("dumped")
+    )
     with MemorySnapshots(config) as snapshots:
         snapshots.after_step(SimpleNamespace(step=1))
         os.kill(os.getpid(), signal.SIGUSR1)
         snapshots.after_step(SimpleNamespace(step=2))
         snapshots.after_step(SimpleNamespace(step=3))
     assert signal.getsignal(signal.SIGUSR1) == before and len(recorded) == 1
-    assert [file.name for file in (tmp_path / "memory_snapshots").iterdir()] == ["rank1_step2.pickle"]
+    assert [file.name for file in (tmp_path / "memory_snapshots").iterdir()] == [
+        "rank1_step2.pickle"
+    ]
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -101,7 +124,9 @@ def test_a_snapshot_when_memory_runs_out(full, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **keys: None)
-    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False
+    )
 
     def dump(path):
         if full:
@@ -117,20 +142,30 @@ def test_a_snapshot_when_memory_runs_out(full, tmp_path, monkeypatch, capsys):
             held.clear()
 
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
-    config = load_config([f"--job.dump_folder={tmp_path}", "--profiling.enable_memory_snapshot=true"])
+    config = load_config(
+        [f"--job.dump_folder={tmp_path}", "--profiling.enable_memory_snapshot=true"]
+    )
     with pytest.raises(torch.OutOfMemoryError), MemorySnapshots(config):
         allocate()
-    path, said = tmp_path / "memory_snapshots" / "rank1_out_of_memory.pickle", capsys.readouterr().err
+    path, said = (
+        tmp_path / "memory_snapshots" / "rank1_out_of_memory.pickle",
+        capsys.readouterr().err,
+    )
     if full:
         assert said == "rank 1: no snapshot of the GPU's memory: disk full\n"
     else:
-        assert said == f"rank 1: '{path}' is a snapshot of the GPU's memory\n" and path.read_text() == "1 held"
+        assert (
+            said == f"rank 1: '{path}' is a snapshot of the GPU's memory\n"
+            and path.read_text() == "1 held"
+        )
 
 
 @pytest.mark.cuda
 def test_a_gpus_snapshot_when_memory_runs_out(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    config = load_config([f"--job.dump_folder={tmp_path}", "--profiling.enable_memory_snapshot=true"])
+    config = load_config(
+        [f"--job.dump_folder={tmp_path}", "--profiling.enable_memory_snapshot=true"]
+    )
     try:
         with pytest.raises(torch.OutOfMemoryError), MemorySnapshots(config):
             held = torch.ones(3 << 20, dtype=torch.uint8, device="cuda")
@@ -139,4 +174,9 @@ def test_a_gpus_snapshot_when_memory_runs_out(tmp_path, monkeypatch):
         torch.cuda.memory._record_memory_history(enabled=None)
     with (tmp_path / "memory_snapshots" / "rank0_out_of_memory.pickle").open("rb") as file:
         segments = pickle.load(file)["segments"]
-    assert 3 << 20 in [b["requested_size"] for s in segments for b in s["blocks"] if b["state"] == "active_allocated"]
+    assert 3 << 20 in [
+        b["requested_size"]
+        for s in segments
+        for b in s["blocks"]
+        if b["state"] == "active_allocated"
+    ]

@@ -39,7 +39,9 @@ def exported_model(folder, device):
     """The model of an exported folder in transformers alone, in place of FLA's, whose kernels need a GPU."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).train()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, dtype=torch.float32
+    ).train()
 
 
 def document_by_document(model, batch):
@@ -60,8 +62,11 @@ def curve(folder):
 def test_another_model_has_the_curve_of_the_run(name, corpus, worlds, tmp_path, monkeypatch):
     argv = arguments(corpus, KEYS, {"model.name": name, "job.dump_folder": tmp_path / "run"})
     ours = worlds(1).run(losses_on_rank, argv)[0]
-    monkeypatch.setattr(optimizer, "is_large", lambda p: True)  # to ours; a peer's updates are torch's
-    reference_run.train_peer(load_config(argv), tmp_path / "peer", exported_model, document_by_document)
+    # to ours; a peer's updates are torch's
+    monkeypatch.setattr(optimizer, "is_large", lambda p: True)
+    reference_run.train_peer(
+        load_config(argv), tmp_path / "peer", exported_model, document_by_document
+    )
     theirs = curve(tmp_path / "peer")
     assert len(theirs) == STEPS and theirs == pytest.approx(ours, rel=1e-5)
     assert ours[-1] < 0.8 * ours[0]  # it has learnt, so that the updates count
@@ -75,7 +80,11 @@ def test_documents_as_fla_takes_them(edges, monkeypatch):
     modules.FusedLinearCrossEntropyLoss = nn.CrossEntropyLoss
     monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
     monkeypatch.setitem(sys.modules, "fla.modules", modules)
-    monkeypatch.setattr(nn.CrossEntropyLoss, "forward", lambda self, hidden, labels, weight: (self.reduction, labels))
+    monkeypatch.setattr(
+        nn.CrossEntropyLoss,
+        "forward",
+        lambda self, hidden, labels, weight: (self.reduction, labels),
+    )
 
     class Model:
         lm_head = nn.Linear(4, 16)
@@ -89,13 +98,18 @@ def test_documents_as_fla_takes_them(edges, monkeypatch):
     reduction, labels = fla_loss(Model(), batch)
     packed = len(edges) > 3
     assert reduction == "sum" and (labels == seen["input_ids"] + 1).all()
-    assert seen["input_ids"].shape == ((1, 16) if packed else (2, 8)) and ("cu_seqlens" in seen) == packed
+    assert (
+        seen["input_ids"].shape == ((1, 16) if packed else (2, 8))
+        and ("cu_seqlens" in seen) == packed
+    )
 
 
 def write_run(folder, losses):
     folder.mkdir()
     lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, 1)]
-    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "validation_loss": 8.0}', ""]))
+    (folder / "metrics.jsonl").write_text(
+        "\n".join([*lines, '{"step": 4, "validation_loss": 8.0}', ""])
+    )
     return str(folder)
 
 
@@ -104,15 +118,23 @@ def test_how_far_apart_two_runs_end(tmp_path, capsys):
     ours = write_run(tmp_path / "ours", [9.0] * 10 + [2.02] * 50)
     theirs = write_run(tmp_path / "theirs", [9.0] * 10 + [2.0] * 50 + [5.0])  # a step more
     assert reference_run.main(["compare", ours, theirs]) == 0
-    assert capsys.readouterr().out == "mean losses of the last 50 steps: 2.0200 and 2.0000, 1.00% apart\n"
+    assert (
+        capsys.readouterr().out
+        == "mean losses of the last 50 steps: 2.0200 and 2.0000, 1.00% apart\n"
+    )
 
 
 @pytest.mark.parametrize(
     "keys, message",
     [
         (["--model.name=hybrid"], "model.name = 'hybrid' is none of FLA's; use kda or gdn"),
-        (["--model.name=kda", "--checkpoint.initial_load_path=x"], "checkpoint.initial_load_path is set; leave it out"),
+        (
+            ["--model.name=kda", "--checkpoint.initial_load_path=x"],
+            "checkpoint.initial_load_path is set; leave it out",
+        ),
     ],
 )
 def test_what_is_refused(keys, message, capsys, tmp_path):
-    assert is_refused(reference_run.main, ["fla", str(tmp_path), "--", *keys], capsys).startswith(message)
+    assert is_refused(reference_run.main, ["fla", str(tmp_path), "--", *keys], capsys).startswith(
+        message
+    )

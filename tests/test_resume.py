@@ -78,7 +78,10 @@ def environment(**variables):
 
 
 def command(argv):
-    argv, output = [sys.executable, "-m", *argv], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    argv, output = (
+        [sys.executable, "-m", *argv],
+        {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT},
+    )
     return subprocess.Popen(argv, env=environment(), text=True, **output)
 
 
@@ -90,7 +93,8 @@ def finish(process, code=0):
 
 def losses(folder):
     lines = read_lines(folder / "metrics.jsonl")
-    assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})  # each once, in order
+    # each once, in order
+    assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})
     return {line["step"]: line["loss"] for line in lines}
 
 
@@ -146,7 +150,9 @@ def answer(corpus, capfd, monkeypatch):
 
 
 def newest_step(folder):
-    return max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoint").glob("step-*[0-9]"))
+    return max(
+        int(path.name.removeprefix("step-")) for path in (folder / "checkpoint").glob("step-*[0-9]")
+    )
 
 
 def test_sigkill_and_restart(corpus, tmp_path, uninterrupted, answer):
@@ -160,16 +166,19 @@ def test_sigkill_and_restart(corpus, tmp_path, uninterrupted, answer):
     before = newest_step(tmp_path)
     port = free_port()
     nodes = [
-        start(corpus, tmp_path, (rank, port), checkpoint__async_mode="async", comm__max_restarts=1) for rank in (0, 1)
+        start(corpus, tmp_path, (rank, port), checkpoint__async_mode="async", comm__max_restarts=1)
+        for rank in (0, 1)
     ]
     wait_for_step(nodes[0], tmp_path, 8)
     (worker,) = children(nodes[1].pid)
     os.kill(worker, signal.SIGKILL)
     said, other = finish(nodes[0]), finish(nodes[1])
-    assert len(list(tmp_path.glob("cache-?/titan_linear/jsonl-*/tokens*"))) == 2  # each has tokenised for itself
+    # each has tokenised for itself
+    assert len(list(tmp_path.glob("cache-?/titan_linear/jsonl-*/tokens*"))) == 2
     assert "failed (exitcode: -9) local_rank: 0 " in other
     assert not re.search("Traceback|UserWarning", said + other)
-    assert before in (3, 6)  # the save before the last may be all there is when the kill meets a save
+    # the save before the last may be all there is when the kill meets a save
+    assert before in (3, 6)
     again = [int(step) for step in re.findall(r"resuming from step (\d+)", said)]
     assert again[0] == before and again[1] in (3, 6, 9) and again[1] >= before
     assert losses(tmp_path) == uninterrupted
@@ -210,7 +219,9 @@ def test_a_job_of_slurm_goes_back_into_the_queue_and_resumes(corpus, tmp_path, u
         "CACHES": tmp_path / "cache-",
     }
     command = ["bash", ROOT / "examples/slurm.sh", *arguments(corpus, tmp_path / "run")]
-    options = dict(env=environment(**job, **more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    options = dict(
+        env=environment(**job, **more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     begun = subprocess.Popen(command, **options)
     wait_for_step(begun, tmp_path / "run", 4)
     (srun,) = children(begun.pid)
@@ -225,7 +236,11 @@ def test_a_job_of_slurm_goes_back_into_the_queue_and_resumes(corpus, tmp_path, u
 
 
 def test_from_dp_2_to_cp_2(corpus, worlds, tmp_path, uninterrupted, answer):
-    first = {"parallelism__context_parallel_degree": 1, "training__steps": 6, "lr_scheduler__total_steps": 12}
+    first = {
+        "parallelism__context_parallel_degree": 1,
+        "training__steps": 6,
+        "lr_scheduler__total_steps": 12,
+    }
     train_in(worlds(2), 0, corpus, tmp_path, **first)
     output = answer(2, tmp_path, training__steps=20)
     assert "would change the learning rate of the 6 steps that are done" in output
@@ -246,7 +261,10 @@ OVER_TWO = {"parallelism__context_parallel_degree": 4, "parallelism__fsdp_shard_
 MOVES = {
     "from dp 2 and cp 2 to tp 2 and ep 2 and back": ("qwen3.5", [{}, PARTS, {}]),
     "of adapters": ("kimi-linear", [PARTS, {}, PARTS]),
-    "from shards over two ranks to all and to none": ("hybrid", [OVER_TWO, {}, {"parallelism__fsdp_shard_degree": 1}]),
+    "from shards over two ranks to all and to none": (
+        "hybrid",
+        [OVER_TWO, {}, {"parallelism__fsdp_shard_degree": 1}],
+    ),
 }
 
 
@@ -259,10 +277,20 @@ def test_a_run_moves_twice(name, corpus, worlds, tmp_path):
     alone, run = (tmp_path / "alone", tmp_path / "run")
     alone.mkdir()
     run.mkdir()
-    whole = train_in(worlds(1), 0, corpus, alone, training__steps=6, parallelism__context_parallel_degree=1, **keys)
+    whole = train_in(
+        worlds(1),
+        0,
+        corpus,
+        alone,
+        training__steps=6,
+        parallelism__context_parallel_degree=1,
+        **keys,
+    )
     for begins_from, split in zip((0, 2, 4), splits, strict=True):
         steps = begins_from + 2
-        resumed = train_in(worlds(4), begins_from, corpus, run, training__steps=steps, **keys, **split)
+        resumed = train_in(
+            worlds(4), begins_from, corpus, run, training__steps=steps, **keys, **split
+        )
     assert set(resumed) == set(whole) == set(range(1, 7))
     assert max(abs(resumed[s] / whole[s] - 1) for s in resumed) < 1e-5
 
@@ -279,11 +307,15 @@ def stopped(process, folder, number, code):
 
 def test_a_signal_saves_and_stops(corpus, worlds, tmp_path, uninterrupted):
     """SIGTERM, which a Ctrl-C comes to the workers as too (see below); of workers as they always start."""
-    process = start(corpus, tmp_path, fresh=True, checkpoint__interval=1000, checkpoint__grace_seconds=60)
+    process = start(
+        corpus, tmp_path, fresh=True, checkpoint__interval=1000, checkpoint__grace_seconds=60
+    )
     wait_for_step(process, tmp_path, 2)
     reached = stopped(process, tmp_path, signal.SIGTERM, 143)
     assert reached < STEPS
-    assert train_in(worlds(2), reached, corpus, tmp_path, checkpoint__interval=1000) == uninterrupted
+    assert (
+        train_in(worlds(2), reached, corpus, tmp_path, checkpoint__interval=1000) == uninterrupted
+    )
 
 
 REFUSED = [
@@ -291,7 +323,10 @@ REFUSED = [
     ({"training__seq_len": "64.0"}, "training.seq_len"),
     ({"training__sequence": 64}, "training.seq_len"),
     ({"parallelism__context_parallel_degree": 3}, "context_parallel_degree = 3"),
-    ({"parallelism__context_parallel_method": "ulysses", "model__flavor": "nano"}, "model.flavor = 'nano'"),
+    (
+        {"parallelism__context_parallel_method": "ulysses", "model__flavor": "nano"},
+        "model.flavor = 'nano'",
+    ),
     ({"model__vocab_size": 100}, "model.vocab_size = 100"),
     ({"training__dataset_path": "nowhere.jsonl"}, "training.dataset_path = 'nowhere.jsonl'"),
     ({"checkpoint__load_step": 7}, "checkpoint.load_step = 7"),
@@ -332,7 +367,9 @@ def test_a_run_in_its_folder(corpus, tmp_path, answer):
         assert message in answer(2, tmp_path, training__steps=400, **keys)
     other = {"model__name": "kda", "checkpoint__initial_load_path": tmp_path}
     is_refused(
-        answer(2, tmp_path / "other", **other), f"step-{reached}' is of another model: it lacks", tmp_path / "other"
+        answer(2, tmp_path / "other", **other),
+        f"step-{reached}' is of another model: it lacks",
+        tmp_path / "other",
     )
     content = corpus.read_bytes()
     corpus.write_bytes(content.replace(b"a", b"b"))

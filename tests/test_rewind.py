@@ -35,7 +35,11 @@ def test_later_steps_are_set_aside_at_once(folder):
         (folder / f"step-{step}-hf").mkdir()  # what was exported of them
     assert start(folder, 6) == 6
     assert whole_steps(folder) == [3, 6] and (folder / "step-6-hf").exists()
-    assert sorted(path.name for path in folder.glob("abandoned-*/*")) == ["step-12", "step-9", "step-9-hf"]
+    assert sorted(path.name for path in folder.glob("abandoned-*/*")) == [
+        "step-12",
+        "step-9",
+        "step-9-hf",
+    ]
 
 
 def test_the_same_command_goes_on_from_the_newest(folder):
@@ -79,7 +83,11 @@ def test_killed_at_any_moment(folder, moment, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", rename)
         if moment == 3:  # both steps have moved, and the note has its name
-            patch.setattr(step_folders, "sync", lambda path: path if path != folder else (_ for _ in ()).throw(Killed))
+            patch.setattr(
+                step_folders,
+                "sync",
+                lambda path: path if path != folder else (_ for _ in ()).throw(Killed),
+            )
         with pytest.raises(Killed):
             start(folder, 6)
     assert start(folder, 6) == 6

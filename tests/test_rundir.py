@@ -69,8 +69,13 @@ def test_a_start_that_is_refused_leaves_nothing(tmp_path, there, refusal):
     path.parent.mkdir(exist_ok=True)
     path.touch() if "/" in there else path.mkdir(exist_ok=True)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(refusal), claimed(run(tmp_path / "outputs", f"--checkpoint.folder={tmp_path}/disk/checkpoints")):
-        assert (tmp_path / "outputs/.lock").exists() and (tmp_path / "disk/checkpoints/.lock").exists()
+    with (
+        pytest.raises(refusal),
+        claimed(run(tmp_path / "outputs", f"--checkpoint.folder={tmp_path}/disk/checkpoints")),
+    ):
+        assert (tmp_path / "outputs/.lock").exists() and (
+            tmp_path / "disk/checkpoints/.lock"
+        ).exists()
         raise refusal
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -155,7 +160,9 @@ def test_checkpoints_of_another_run_are_named(tmp_path):
     (theirs / "step-1/manifest.json").write_text("{}")
     with refused(r"checkpoint\.folder = '.*theirs' holds checkpoints of another run"):
         check_resume(run(folder, f"--checkpoint.folder={theirs}"))
-    alone = run(folder, f"--checkpoint.folder={theirs}", "--checkpoint.enable=false", "--training.steps=3")
+    alone = run(
+        folder, f"--checkpoint.folder={theirs}", "--checkpoint.enable=false", "--training.steps=3"
+    )
     assert check_resume(alone) == [] and not finished_without_checkpoint(alone)
     folder.mkdir()
     write_config(alone)
@@ -219,7 +226,10 @@ def test_a_lock_that_cannot_be_signed_is_refused(tmp_path):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))  # as a full disk
     try:
-        with refused("job.dump_folder = .* cannot be written: File too large"), lock_folder(str(tmp_path / "run")):
+        with (
+            refused("job.dump_folder = .* cannot be written: File too large"),
+            lock_folder(str(tmp_path / "run")),
+        ):
             pass
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -247,17 +257,29 @@ def test_the_written_configuration_starts_the_same_run(folder):
     config = run(folder, "--training.steps=7")
     write_config(config)
     again = load_config(["--job.config_file", str(folder / "config.toml")])
-    assert again.model_dump(exclude={"job": {"config_file"}}) == config.model_dump(exclude={"job": {"config_file"}})
+    assert again.model_dump(exclude={"job": {"config_file"}}) == config.model_dump(
+        exclude={"job": {"config_file"}}
+    )
 
 
 def test_manifest(folder):
-    write_manifest(run(folder), world_size=2, degrees={"dp_shard": 1, "cp": 2}, implementations={"chunk_kda": "torch"})
+    write_manifest(
+        run(folder),
+        world_size=2,
+        degrees={"dp_shard": 1, "cp": 2},
+        implementations={"chunk_kda": "torch"},
+    )
     manifest = read_json(folder / "manifest.json")
     assert manifest["world_size"] == 2 and manifest["degrees"] == {"dp_shard": 1, "cp": 2}
     assert manifest["implementations"] == {"chunk_kda": "torch"}
     assert {"titan_linear", "python", "torch", "triton", "cuda"} == manifest["versions"].keys()
     assert manifest["hardware"]["cpu"] and isinstance(manifest["hardware"]["gpus"], list)
-    assert sorted(path.name for path in folder.iterdir()) == [".lock", "config.toml", "manifest.json", "metrics.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".lock",
+        "config.toml",
+        "manifest.json",
+        "metrics.jsonl",
+    ]
 
 
 def test_git_commit_of_the_sources_only(tmp_path, monkeypatch):

@@ -34,7 +34,10 @@ def keys(tmp_path_factory):
     """Of pairs, the longest of which fills a stream."""
     folder, rng = tmp_path_factory.mktemp("texts"), random.Random(0)
     texts = lambda n: "".join(rng.choices("abcdef", k=n))  # noqa: E731
-    records = [{"chosen": texts(rng.randint(1, 30)), "rejected": texts(rng.randint(1, 30))} for _ in range(20)]
+    records = [
+        {"chosen": texts(rng.randint(1, 30)), "rejected": texts(rng.randint(1, 30))}
+        for _ in range(20)
+    ]
     records.append({"chosen": texts(50), "rejected": texts(12)})
     return {
         "model.name": "hybrid",
@@ -56,7 +59,10 @@ def scored(rank, world_size, argv):
     args, keys = score.parse(argv)
     config = load_config(keys)
     folder = Path(args.output)
-    on_rank_0(lambda: scores.begin(folder, *score.scores_of(args, config, open_tokenizer(config))), host_group())
+    on_rank_0(
+        lambda: scores.begin(folder, *score.scores_of(args, config, open_tokenizer(config))),
+        host_group(),
+    )
     score.score_corpus(folder, config)
 
 
@@ -69,7 +75,9 @@ def exact(rank, world_size, argv):
     for begin, end in zip(corpus.offsets[:-1], corpus.offsets[1:]):
         tokens = torch.from_numpy(corpus.tokens[begin:end].astype(np.int64))
         with torch.no_grad():
-            logprobs = model(tokens[None], BatchPlan(torch.arange(len(tokens))))[0, :-1].log_softmax(-1)
+            logprobs = model(tokens[None], BatchPlan(torch.arange(len(tokens))))[
+                0, :-1
+            ].log_softmax(-1)
         found[begin] = (
             logprobs.gather(1, tokens[1:, None])[:, 0].numpy(),
             *map(np.array, logprobs[:, :words].topk(TOP)),
@@ -99,7 +107,9 @@ def test_scores_are_those_of_whole_logits(name, keys, tmp_path, worlds):
 
 def test_it_goes_on_where_it_was_stopped_and_is_compared(keys, tmp_path, worlds):
     def run(name, *more):
-        worlds(1).run(scored, ["--output", str(tmp_path / name), "--top-k", str(TOP), *more, *argv_of(keys)])
+        worlds(1).run(
+            scored, ["--output", str(tmp_path / name), "--top-k", str(TOP), *more, *argv_of(keys)]
+        )
         return tmp_path / name
 
     whole, half = run("whole"), run("half")
@@ -116,18 +126,30 @@ def test_it_goes_on_where_it_was_stopped_and_is_compared(keys, tmp_path, worlds)
     assert kept.any() and not kept.all() and (kept | (columns(half)["reference"] == before)).all()
     apart, token = differences(whole, half)["reference"]
     assert kept[token] and apart == (7 - before)[kept].max()
-    with pytest.raises(AssertionError, match="holds scores of other weights, texts or columns; choose another"):
+    with pytest.raises(
+        AssertionError, match="holds scores of other weights, texts or columns; choose another"
+    ):
         run("half", "--temperature", "2")
 
 
 def test_the_base_as_reference_is_as_its_scores_are(keys, tmp_path, worlds):
     """But for the rounding of these to float32: β times that of at most 66 labels of a pair, below 8 nats each."""
     worlds(1).run(scored, ["--output", str(tmp_path), *argv_of(keys)])
-    lora = {"loss.name": "dpo", "dpo.beta": 0.5, "adapter.enable": "true", "training.steps": 2, "optimizer.lr": 1e-3}
+    lora = {
+        "loss.name": "dpo",
+        "dpo.beta": 0.5,
+        "adapter.enable": "true",
+        "training.steps": 2,
+        "optimizer.lr": 1e-3,
+    }
     lora |= {"lr_scheduler.warmup_steps": 0, "training.global_batch_size": 2}
     more = {"loss.scores": tmp_path}, {"loss.reference": "base"}
-    by_scores, by_base = (worlds(1).run(train_on_rank, argv_of(keys | lora | own))[0][0] for own in more)
-    assert by_base[0] == pytest.approx(math.log(2), abs=1e-15) and abs(by_base[1] - math.log(2)) > 1e-3
+    by_scores, by_base = (
+        worlds(1).run(train_on_rank, argv_of(keys | lora | own))[0][0] for own in more
+    )
+    assert (
+        by_base[0] == pytest.approx(math.log(2), abs=1e-15) and abs(by_base[1] - math.log(2)) > 1e-3
+    )
     assert by_base == pytest.approx(by_scores, abs=0.5 * 66 * 8 * 2**-25)
 
 
@@ -138,10 +160,15 @@ def test_a_loss_reads_scores_of_its_own_texts_alone(keys, tmp_path, worlds):
     assert corpus.columns["reference"].any()
     other = write_lines(tmp_path / "other.jsonl", [{"chosen": "yes", "rejected": "no"}])
     config = load_config(argv_of(keys | {"training.dataset_path": other}, loss__scores=tmp_path))
-    warmer = load_config(argv_of(keys, loss__name="distillation", loss__scores=tmp_path, distillation__temperature=2))
+    warmer = load_config(
+        argv_of(keys, loss__name="distillation", loss__scores=tmp_path, distillation__temperature=2)
+    )
     for mistaken, problem in (
         (config, "is of another corpus or tokenizer"),
-        (warmer, "was scored with --temperature 1.0, and the loss reads log-probabilities at 2; score with that"),
+        (
+            warmer,
+            "was scored with --temperature 1.0, and the loss reads log-probabilities at 2; score with that",
+        ),
     ):
         with refused(rf"loss\.scores: .* {problem}"):
             open_corpora(mistaken, ByteTokenizer())
@@ -152,22 +179,38 @@ def test_what_is_scored_is_one_corpus(keys):
     validated = argv_of(keys, validation__enable="true", validation__dataset_path="nowhere.jsonl")
     assert len(score.streams_to_score(load_config(validated), ByteTokenizer()))
     mixed = keys | {"training.mixture": '[{name = "a", weight = 1, dataset = "stdlib"}]'}
-    with pytest.raises(ValueError, match=r"training\.mixture: a corpus is scored at a time; give training\.mixture = "):
+    with pytest.raises(
+        ValueError,
+        match=r"training\.mixture: a corpus is scored at a time; give training\.mixture = ",
+    ):
         score.streams_to_score(load_config(argv_of(mixed)), ByteTokenizer())
     args, own = score.parse(["PATH", "--top-k", "7", *argv_of(keys)])
-    with pytest.raises(ValueError, match=r"--top-k 7 is above the 4 tokens of the tokenizer; give 4"):
+    with pytest.raises(
+        ValueError, match=r"--top-k 7 is above the 4 tokens of the tokenizer; give 4"
+    ):
         score.scores_of(args, load_config(own), SimpleNamespace(vocab_size=4))
 
 
 def test_scores_of_trees_are_those_of_their_documents(keys, tmp_path, worlds):
     """Of each node's tokens, which several documents hold, and of those that continue a branching point."""
-    tree = {"text": "abcdab", "children": [{"text": "cd"}, {"text": "ef", "children": [{"text": "a"}, {"text": "bb"}]}]}
+    tree = {
+        "text": "abcdab",
+        "children": [{"text": "cd"}, {"text": "ef", "children": [{"text": "a"}, {"text": "bb"}]}],
+    }
     documents = {"abcdabcd": [*range(9)], "abcdabefa": [*range(6), *range(9, 13)]}
     documents["abcdabefbb"] = [*range(6), 9, 10, *range(13, 16)]
     split, found = SPLITS["cp 2 allgather zigzag"], []
-    for name, records in {"tree": [tree], "apart": [{"text": text, "children": []} for text in documents]}.items():
-        own = keys | {"training.dataset_format": "tree", "training.dataset_path": write_lines(tmp_path / name, records)}
+    for name, records in {
+        "tree": [tree],
+        "apart": [{"text": text, "children": []} for text in documents],
+    }.items():
+        own = keys | {
+            "training.dataset_format": "tree",
+            "training.dataset_path": write_lines(tmp_path / name, records),
+        }
         processes, more = split if name == "tree" else (1, {})
-        worlds(processes).run(scored, ["--output", str(tmp_path / f"of {name}"), *argv_of(own | more)])
+        worlds(processes).run(
+            scored, ["--output", str(tmp_path / f"of {name}"), *argv_of(own | more)]
+        )
         found.append(open_column(tmp_path / f"of {name}", "reference", "<f4", 0))
     np.testing.assert_allclose(found[0][np.concatenate([*documents.values()])], found[1], rtol=1e-7)

@@ -21,7 +21,11 @@ def test_the_rule():
     assert all(judge.judge(2.0 + n % 2, 1.0) is None for n in range(40))  # mean 2.5, sigma 0.5
     assert judge.judge(4.5, 1.0) is None
     assert judge.judge(7.0, 3.0)["why"] == "outlier"
-    assert judge.judge(float("nan"), 1.0)["why"] == judge.judge(2.0, float("inf"))["why"] == "not finite"
+    assert (
+        judge.judge(float("nan"), 1.0)["why"]
+        == judge.judge(2.0, float("inf"))["why"]
+        == "not finite"
+    )
     assert Outliers(4.0).judge(1e9, 1.0) is None  # nothing to compare with
     off = Outliers(0.0)
     assert all(off.judge(2.0 if n < 50 else 99.0, 1.0) is None for n in range(60))
@@ -44,7 +48,9 @@ def spiking(rank, world_size, argv):
 def folder(tmp_path):
     for name in "ab":
         texts = (ByteTokenizer().encode(f"{name} text {n} " * (1 + n % 5)) for n in range(40))
-        documents = (DocumentTokens(ids, {"weights": 1.5**n * (ids > 0)}) for n, ids in enumerate(texts))
+        documents = (
+            DocumentTokens(ids, {"weights": 1.5**n * (ids > 0)}) for n, ids in enumerate(texts)
+        )
         write_corpus(tmp_path / name, documents, ByteTokenizer(), columns={"weights": "<f4"})
     return tmp_path
 
@@ -55,13 +61,24 @@ def test_streams_are_written_down_and_shown(folder, worlds, capsys):
     preflight(load_config(keys), 2)
     worlds(2).run(spiking, keys)
     outlier, bad = map(json.loads, (folder / "run/spikes.jsonl").read_text().splitlines())
-    assert (outlier["step"], outlier["why"], bad["step"], bad["why"]) == (2, "outlier", 3, "not finite")
+    assert (outlier["step"], outlier["why"], bad["step"], bad["why"]) == (
+        2,
+        "outlier",
+        3,
+        "not finite",
+    )
     calm, spike = outlier["micro_batches"]
-    assert (calm["streams"], spike["streams"]) == ([4, 5], [6, 7]) and spike["loss"] > 10 * calm["loss"]
-    assert spike["loss"] / 9 == pytest.approx(calm["loss"] / 0.3, rel=0.05)  # drawn weights know no text
+    assert (calm["streams"], spike["streams"]) == ([4, 5], [6, 7]) and spike["loss"] > 10 * calm[
+        "loss"
+    ]
+    # drawn weights know no text
+    assert spike["loss"] / 9 == pytest.approx(calm["loss"] / 0.3, rel=0.05)
     total = calm["weight"] + spike["weight"]
     mean = (calm["loss"] * calm["weight"] + spike["loss"] * spike["weight"]) / total
-    assert mean == pytest.approx(outlier["loss"], rel=1e-12) and bad["micro_batches"][0]["loss"] == "nan"
+    assert (
+        mean == pytest.approx(outlier["loss"], rel=1e-12)
+        and bad["micro_batches"][0]["loss"] == "nan"
+    )
 
     capsys.readouterr()
     assert batch.main([*keys, "--spike", "1"]) == 0
@@ -78,7 +95,9 @@ def test_what_is_learnt_is_shown_with_its_special_tokens():
     tokens = np.array([*b"ab?yes", 256, *b"xyz"])
     labels = np.append(tokens[1:], ord("w"))
     labels[[0, 1, 6]] = IGNORE
-    stream = Stream(tokens, labels, np.array([0, 7, 10]), np.arange(10), {"weights": labels != IGNORE})
+    stream = Stream(
+        tokens, labels, np.array([0, 7, 10]), np.arange(10), {"weights": labels != IGNORE}
+    )
     assert list(batch.documents(stream, ByteTokenizer(), 60)) == [
         "  document 0: [0, 7), 7 tokens, 4 learnt",
         '    context: "ab?"',

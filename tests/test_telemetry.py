@@ -29,7 +29,11 @@ from titan_linear.models.presets import OWN
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.reference.convolution import direct_causal_conv1d
 from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
-from titan_linear.ops.reference.linear_attention import recurrent_dplr, recurrent_simple_gla, recurrent_ssd
+from titan_linear.ops.reference.linear_attention import (
+    recurrent_dplr,
+    recurrent_simple_gla,
+    recurrent_ssd,
+)
 from titan_linear.run.preflight import preflight
 
 
@@ -39,7 +43,11 @@ def folder(tmp_path_factory):
     for n, name in enumerate(["a", "b"]):
         write_corpus(path / name, random_documents([30 + 50 * n] * 60, seed=n), ByteTokenizer())
     draw = random.Random(0)
-    for name, letters in {"up": string.ascii_uppercase, "low": string.ascii_lowercase, "rest": string.digits}.items():
+    for name, letters in {
+        "up": string.ascii_uppercase,
+        "low": string.ascii_lowercase,
+        "rest": string.digits,
+    }.items():
         for n in range(12):
             (path / "texts" / name).mkdir(parents=True, exist_ok=True)
             text = "".join(draw.choices(letters, k=4 + 3 * n))
@@ -48,7 +56,9 @@ def folder(tmp_path_factory):
 
 
 def arguments(folder, *overrides):
-    parts = (f'{{name="{n}", weight=1, dataset="tokens", dataset_path="{folder / n}"}}' for n in "ab")
+    parts = (
+        f'{{name="{n}", weight=1, dataset="tokens", dataset_path="{folder / n}"}}' for n in "ab"
+    )
     keys = {
         "training.mixture": f"[{', '.join(parts)}]",
         "training.seq_len": 64,
@@ -84,12 +94,19 @@ def two_steps(rank, world_size, argv):
     losses.append(trainer.train_step()["loss"])
     balance = fed.total.work_balance(trainer.dims.dp * trainer.dims.cp)
     after = whole_weights(trainer)
-    return losses, trainer.telemetry.seen, {name: (after[name] - before[name], after[name]) for name in after}, balance
+    return (
+        losses,
+        trainer.telemetry.seen,
+        {name: (after[name] - before[name], after[name]) for name in after},
+        balance,
+    )
 
 
 def close(got, want, rel=1e-9):
     flat = [{k: v if isinstance(v, list) else [v] for k, v in each.items()} for each in (got, want)]
-    return flat[0].keys() == flat[1].keys() and all(flat[0][k] == pytest.approx(v, rel=rel) for k, v in flat[1].items())
+    return flat[0].keys() == flat[1].keys() and all(
+        flat[0][k] == pytest.approx(v, rel=rel) for k, v in flat[1].items()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +127,10 @@ def test_of_one_process(folder, alone, worlds):
     linear = [name for name, of in zip(layers, SMALL.layers, strict=True) if of.mixers[0].linear]
     for quantity in ("half_life", "state_norm", "carried_share"):
         assert list(seen[quantity]) == linear
-        assert all(len(seen[quantity][f"layers.{i}"]) == SMALL.layers[i].mixers[0].v_heads for i in range(2))
+        assert all(
+            len(seen[quantity][f"layers.{i}"]) == SMALL.layers[i].mixers[0].v_heads
+            for i in range(2)
+        )
     assert all(0 < share < 1 for by_head in seen["carried_share"].values() for share in by_head)
     assert all(0 < e <= 1 for by_head in seen["attention_entropy"].values() for e in by_head)
     assert set(seen["attention_entropy"]) == set(layers) - set(linear)
@@ -144,16 +164,24 @@ def delta_rule(mixer, x, edges):
 
 def ssd(mixer, x, edges):
     dims = {"x": mixer.head_dim, "b": mixer.state_dim, "c": mixer.state_dim}
-    x_, B, C = (convolved(mixer, name, x, edges).unflatten(-1, (-1, dim)) for name, dim in dims.items())
-    dt = F.softplus(mixer.dt_proj(x) * mixer.dt_factor + mixer.dt_bias).clamp(*mixer.dt_limit)  # [1, T, heads]
+    x_, B, C = (
+        convolved(mixer, name, x, edges).unflatten(-1, (-1, dim)) for name, dim in dims.items()
+    )
+    # [1, T, heads]
+    dt = F.softplus(mixer.dt_proj(x) * mixer.dt_factor + mixer.dt_bias).clamp(*mixer.dt_limit)
     A = -mixer.A_log.exp()
     return partial(recurrent_ssd, A=A, D=mixer.D), {"x": x_, "dt": dt, "B": B, "C": C}, dt * A
 
 
 def lightning(mixer, x, layer, layers):
-    q, k, v = (F.silu(p(x)).unflatten(-1, (mixer.heads, -1)) for p in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
+    q, k, v = (
+        F.silu(p(x)).unflatten(-1, (mixer.heads, -1))
+        for p in (mixer.q_proj, mixer.k_proj, mixer.v_proj)
+    )
     depth = 1 - layer / (layers - 1 + 1e-5) + 1e-5
-    slopes = torch.tensor([2 ** (-8 * (h + 1) / mixer.heads) * depth for h in range(mixer.heads)], dtype=x.dtype)
+    slopes = torch.tensor(
+        [2 ** (-8 * (h + 1) / mixer.heads) * depth for h in range(mixer.heads)], dtype=x.dtype
+    )
     g = (-slopes).expand(q.shape[:3])
     return partial(recurrent_simple_gla, scale=1.0), {"v": v, "q": q, "k": k, "g": g}, g
 
@@ -168,7 +196,9 @@ def rwkv7(mixer, x, edges, first):
     removed, k = k * mixer.k_k, k * (1 + (rate - 1) * mixer.k_a)
     if first is not None:
         v = v + (first - v) * mixer.v_lora(x_v).sigmoid()
-    r, w, k, v, removed, rate = (y.unflatten(-1, (-1, mixer.head_dim)) for y in (r, w, k, v, removed, rate))
+    r, w, k, v, removed, rate = (
+        y.unflatten(-1, (-1, mixer.head_dim)) for y in (r, w, k, v, removed, rate)
+    )
     removed = removed / removed.norm(dim=-1, keepdim=True)
     tokens = {"v": v, "q": r, "k": k, "a": -removed, "b": removed * rate, "gk": w}
     return partial(recurrent_dplr, scale=1.0), tokens, w
@@ -220,7 +250,9 @@ def of_attention(mixer, x, edges, plan):
         q = mixer.q_proj(x).unflatten(-1, (-1, mixer.q_dim))
         if mixer.rotary:
             theta, dim, _ = mixer.rotary
-            turns = plan.position_ids[..., None] * theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+            turns = plan.position_ids[..., None] * theta ** -(
+                torch.arange(0, dim, 2, dtype=torch.float64) / dim
+            )
             own, turned = q.split([mixer.q_dim - dim, dim], -1)
             q = torch.cat([own, turned_by(turns[..., None, :], turned)], -1)
             shared = turned_by(turns, shared)
@@ -259,18 +291,30 @@ def second_step(rank, world_size, argv):
         for where, mixer in zip((f"layers.{i}", f"layers.{i}.mixer1"), layer.mixers):
             values = inputs[3] if any(layer.takes) else None
             rule = definition(trainer.model.config.num_layers, i, mixer, x, values, edges)
-            found = of_attention(mixer, x, edges, batch.plan) if rule is None else of_recurrence(rule, edges)
+            found = (
+                of_attention(mixer, x, edges, batch.plan)
+                if rule is None
+                else of_recurrence(rule, edges)
+            )
             for quantity, by_head in found.items():
                 want.setdefault(quantity, {})[where] = by_head.tolist()
 
-    hooks = [layer.register_forward_pre_hook(partial(note, i)) for i, layer in enumerate(trainer.model.layers)]
+    hooks = [
+        layer.register_forward_pre_hook(partial(note, i))
+        for i, layer in enumerate(trainer.model.layers)
+    ]
     model, plan = trainer.model, batch.plan
     with torch.no_grad():
-        (x, later), between = model.embedded(torch.cat([batch.tokens, plan.later.tokens])).split(1), Between()
+        (x, later), between = (
+            model.embedded(torch.cat([batch.tokens, plan.later.tokens])).split(1),
+            Between(),
+        )
         h = model.head.norm(model.through(range(model.config.num_layers), x, plan, None, between))
         losses = F.cross_entropy(model.head.logits(h)[0], batch.labels[0], reduction="none")
         h = model.through(model.predictor(0), torch.cat([later, h], -1), plan, None, between)
-        want["loss_by_depth"] = {"1": F.cross_entropy(model.head.logits(h)[0], plan.later.labels[0]).item()}
+        want["loss_by_depth"] = {
+            "1": F.cross_entropy(model.head.logits(h)[0], plan.later.labels[0]).item()
+        }
     for hook in hooks:
         hook.remove()
     buckets = {}
@@ -284,7 +328,8 @@ def second_step(rank, world_size, argv):
 
 
 @pytest.mark.parametrize(
-    "name", ["hybrid", "kimi-linear", "ling-3", "nemotron-h", "granite-h", "falcon-h1", "minimax", "rwkv7"]
+    "name",
+    ["hybrid", "kimi-linear", "ling-3", "nemotron-h", "granite-h", "falcon-h1", "minimax", "rwkv7"],
 )
 def test_against_definitions(name, folder, worlds):
     flavor = "small" if name == "hybrid" else "debug"
@@ -294,7 +339,9 @@ def test_against_definitions(name, folder, worlds):
     losses = ["loss_by_position", "loss_by_depth"]
     for quantity in ("half_life", "state_norm", "carried_share", *losses, *attention):
         assert want[quantity] and close(seen[quantity], want[quantity], 1e-7), quantity
-    assert math.sqrt(sum(x**2 for x in seen["grad_norm"].values())) == pytest.approx(norm, rel=1e-12)
+    assert math.sqrt(sum(x**2 for x in seen["grad_norm"].values())) == pytest.approx(
+        norm, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", ["dp 2", "cp 2 zig-zag", "selective activation checkpointing"])
@@ -306,8 +353,16 @@ def test_of_several(name, folder, alone, worlds):
         assert losses == off[0][0]
         assert all(torch.equal(both[1], weights[name][1]) for name, both in off[0][2].items())
         assert seen.keys() == alone[1].keys() | ({"fragment_share"} if name != "dp 2" else set())
-        assert balance == 1 if name == "cp 2 zig-zag" else balance > 1  # by heads; by dp, or of few tokens on each rank
-        same = ["grad_norm", "update_norm", "weight_norm", "half_life", "loss_by_position", "loss_by_source"]
+        # by heads; by dp, or of few tokens on each rank
+        assert balance == 1 if name == "cp 2 zig-zag" else balance > 1
+        same = [
+            "grad_norm",
+            "update_norm",
+            "weight_norm",
+            "half_life",
+            "loss_by_position",
+            "loss_by_source",
+        ]
         for quantity in [*same, *(["state_norm"] if name == "dp 2" else [])]:
             assert close(seen[quantity], alone[1][quantity]), quantity
 
@@ -326,13 +381,24 @@ def shares_of_fragments(rank, world_size, argv, layout):
         o, _ = rule(**tokens, cu_seqlens=edges)
         sums = torch.zeros(2, o.shape[2], dtype=o.dtype)
         for r in range(2):
-            cp = build_cp_context(edges, rank=r, world_size=2, layout=layout, num_streams=batch.plan.num_streams)
-            own, mine = {name: y[:, tokens_of(cp)] for name, y in tokens.items()}, o[:, tokens_of(cp)]
+            cp = build_cp_context(
+                edges, rank=r, world_size=2, layout=layout, num_streams=batch.plan.num_streams
+            )
+            own, mine = (
+                {name: y[:, tokens_of(cp)] for name, y in tokens.items()},
+                o[:, tokens_of(cp)],
+            )
             alone, _ = rule(**own, cu_seqlens=cp.cu_seqlens_cpu.long())
-            sums += torch.stack([(mine - alone).square().sum((0, 1, 3)), mine.square().sum((0, 1, 3))])
+            sums += torch.stack(
+                [(mine - alone).square().sum((0, 1, 3)), mine.square().sum((0, 1, 3))]
+            )
         shares[f"layers.{i}"] = (sums[0] / sums[1]).tolist()
 
-    layers = [(i, layer) for i, layer in enumerate(trainer.model.layers) if isinstance(layer.mixer, RecurrentMixer)]
+    layers = [
+        (i, layer)
+        for i, layer in enumerate(trainer.model.layers)
+        if isinstance(layer.mixer, RecurrentMixer)
+    ]
     hooks = [layer.register_forward_pre_hook(partial(note, i)) for i, layer in layers]
     with torch.no_grad():
         trainer.model(batch.tokens, batch.plan)
@@ -342,7 +408,8 @@ def shares_of_fragments(rank, world_size, argv, layout):
 
 
 @pytest.mark.parametrize(
-    "name, layout", [("hybrid", "contiguous"), ("hybrid", "zigzag"), ("minimax", "zigzag"), ("rwkv7", "zigzag")]
+    "name, layout",
+    [("hybrid", "contiguous"), ("hybrid", "zigzag"), ("minimax", "zigzag"), ("rwkv7", "zigzag")],
 )
 def test_share_of_other_fragments(name, layout, folder, worlds):
     model = {"model.name": name, "model.flavor": "small" if name == "hybrid" else "debug"}
@@ -368,7 +435,11 @@ def test_layers_take_turns(folder, worlds):
     n = len(kinds)
     turns = [[i for i in range(n) if kinds[i] and (i - 2 * turn) % n < 2] for turn in range(1, 5)]
     assert {i for turn in turns for i in turn} == {i for i in range(n) if kinds[i]} != set(turns[0])
-    keys = {"parallelism.context_parallel_degree": 2, "metrics.telemetry_freq": 1, "training.steps": 4}
+    keys = {
+        "parallelism.context_parallel_degree": 2,
+        "metrics.telemetry_freq": 1,
+        "training.steps": 4,
+    }
     for seen in worlds(2).run(layers_in_turn, arguments(folder, keys)):
         assert seen == [[f"layers.{i}" for i in turn] for turn in turns]
 
@@ -384,7 +455,9 @@ def test_loads_of_experts(folder, worlds):
         for losses, seen, *_ in worlds(2).run(two_steps, arguments(folder, keys, split)):
             assert losses == pytest.approx(alone[0], rel=1e-9)
             assert seen["router_load"] and close(seen["router_load"], alone[1]["router_load"])
-        assert all(sum(loads) == pytest.approx(len(loads)) for loads in alone[1]["router_load"].values())
+        assert all(
+            sum(loads) == pytest.approx(len(loads)) for loads in alone[1]["router_load"].values()
+        )
 
 
 def by_letters(rank, world_size, argv):
@@ -394,11 +467,18 @@ def by_letters(rank, world_size, argv):
     _, (batch,) = trainer.feed.next_step()
     with torch.no_grad():
         logits = trainer.model(batch.tokens, batch.plan)[0]
-    losses, letters = F.cross_entropy(logits, batch.labels[0], reduction="none"), bytes(batch.tokens[0].clamp(max=255))
+    losses, letters = (
+        F.cross_entropy(logits, batch.labels[0], reduction="none"),
+        bytes(batch.tokens[0].clamp(max=255)),
+    )
     found = {}
-    for loss, label, letter in zip(losses.tolist(), batch.labels[0].tolist(), letters.decode("latin-1"), strict=True):
+    for loss, label, letter in zip(
+        losses.tolist(), batch.labels[0].tolist(), letters.decode("latin-1"), strict=True
+    ):
         if label != IGNORE:  # of an end token there is none
-            sums = found.setdefault("up" if letter.isupper() else "low" if letter.islower() else "other", [0.0, 0])
+            sums = found.setdefault(
+                "up" if letter.isupper() else "low" if letter.islower() else "other", [0.0, 0]
+            )
             sums[0], sums[1] = sums[0] + loss, sums[1] + 1
     return found
 
@@ -407,20 +487,27 @@ GROUPS = '[{name = "up", files = "up/*"}, {name = "low", files = "texts/low/*.lo
 
 
 def test_losses_by_files(folder, worlds):
-    texts = {"training.mixture": "[]", "training.dataset": "text", "training.dataset_path": folder / "texts"}
+    texts = {
+        "training.mixture": "[]",
+        "training.dataset": "text",
+        "training.dataset_path": folder / "texts",
+    }
     groups = {"metrics.loss_by_source": GROUPS}
     losses, seen, *_ = worlds(1).run(two_steps, arguments(folder, texts, groups))[0]
     assert worlds(1).run(two_steps, arguments(folder, texts))[0][0] == losses
     (want,) = worlds(1).run(by_letters, arguments(folder, texts))
     assert list(seen["loss_by_source"]) == list(seen["tokens_by_source"]) == ["up", "low", "other"]
     assert seen["tokens_by_source"] == {name: count for name, (_, count) in want.items()}
-    assert close(seen["loss_by_source"], {name: nats / count for name, (nats, count) in want.items()})
+    assert close(
+        seen["loss_by_source"], {name: nats / count for name, (nats, count) in want.items()}
+    )
     split = {
         "training.local_batch_size": 2,
         "parallelism.context_parallel_degree": 2,
         "parallelism.context_parallel_layout": "zigzag",
     }
-    for _, of_rank, *_ in worlds(4).run(two_steps, arguments(folder, texts, groups, split)):  # dp 2 × cp 2
+    # dp 2 × cp 2
+    for _, of_rank, *_ in worlds(4).run(two_steps, arguments(folder, texts, groups, split)):
         assert of_rank["tokens_by_source"] == seen["tokens_by_source"]
         assert close(of_rank["loss_by_source"], seen["loss_by_source"])
 

@@ -22,7 +22,9 @@ def test_each_mutant_has_its_place_and_tests():
     assert all(mutants.place(mutant) and mutants.tests_of(mutant) for mutant in mutants.MUTANTS)
 
 
-@pytest.mark.parametrize("tool", [bench_ops, bench_cp, bench_experts], ids=lambda tool: tool.__name__)
+@pytest.mark.parametrize(
+    "tool", [bench_ops, bench_cp, bench_experts], ids=lambda tool: tool.__name__
+)
 def test_without_a_gpu(tool, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [tool.__name__])
@@ -33,7 +35,11 @@ def test_without_a_gpu(tool, monkeypatch, capsys):
 def test_torchrun_takes_no_option_of_a_tool_for_its_own():
     """Not even as the beginning of one, such as --node."""
     texts = [path.read_text("utf-8") for path in (mutants.ROOT / "tools").glob("*.py")]
-    commands = [command for text in texts for command in re.findall(r"^    torchrun (.*?)[ \\]*$", text, re.MULTILINE)]
+    commands = [
+        command
+        for text in texts
+        for command in re.findall(r"^    torchrun (.*?)[ \\]*$", text, re.MULTILINE)
+    ]
     assert len(commands) > 5
     for command in commands:
         argv = shlex.split(command, comments=True)
@@ -55,7 +61,9 @@ def test_torchrun_takes_no_option_of_a_tool_for_its_own():
     ],
 )
 def test_generate_refuses(argv, message, capsys):
-    assert is_refused(generate.main, ["outputs/none", "--prompt", "x", *argv], capsys).startswith(message)
+    assert is_refused(generate.main, ["outputs/none", "--prompt", "x", *argv], capsys).startswith(
+        message
+    )
 
 
 def test_a_lone_surrogate_is_no_reason_to_train_on_the_bytes_that_one_trains_on():

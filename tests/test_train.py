@@ -66,7 +66,8 @@ SMALL = replace(
     ),
 )
 SMALL_HYBRID = {"model.name": "hybrid", "model.flavor": "small"}
-FOUR_STEPS = SMALL_HYBRID | {"training.steps": 4, "optimizer.lr": 5e-3}  # two of them warm up, and two decay
+# two of them warm up, and two decay
+FOUR_STEPS = SMALL_HYBRID | {"training.steps": 4, "optimizer.lr": 5e-3}
 # The norm of queries and keys over all heads, and blocks that norm what their attention gives.
 WIDE_NORMS = replace(
     SMALL,
@@ -80,7 +81,11 @@ SOFTMAX = replace(SMALL, num_layers=2, pattern=(replace(SMALL.pattern[2], rope_s
 # Latent attention and a mixture of experts alone, whose layers compile sooner than a recurrence in PyTorch.
 KIMI = MODELS["kimi-linear"]["debug"]
 EXPERTS = replace(
-    KIMI, num_layers=1, pattern=KIMI.pattern[1:], dense_layers=(), moe=replace(KIMI.moe, balance_coefficient=0.01)
+    KIMI,
+    num_layers=1,
+    pattern=KIMI.pattern[1:],
+    dense_layers=(),
+    moe=replace(KIMI.moe, balance_coefficient=0.01),
 )
 
 
@@ -98,17 +103,29 @@ def cut(model):
                 ranks = {f"{x}_rank": getattr(part, f"{x}_rank") // 16 for x in "wavg"}
                 return replace(part, head_dim=part.head_dim // 16, **ranks)
             case Mamba2():
-                quarters = {name: getattr(part, name) // 4 for name in ("heads", "head_dim", "state_dim")}
+                quarters = {
+                    name: getattr(part, name) // 4 for name in ("heads", "head_dim", "state_dim")
+                }
                 return replace(part, **quarters, groups=max(part.groups // 4, 1))
             case Attention():
                 return replace(part, head_dim=part.head_dim // 16)
             case MoEConfig():
-                sizes = {"hidden_dim": part.hidden_dim // 16, "shared_hidden_dim": part.shared_hidden_dim // 16}
+                sizes = {
+                    "hidden_dim": part.hidden_dim // 16,
+                    "shared_hidden_dim": part.shared_hidden_dim // 16,
+                }
                 return replace(part, num_experts=part.num_experts // 4, **sizes)
         return part
 
-    sizes = {"vocab_size": 320, "dim": model.dim // 16, "hidden_dim": model.hidden_dim // 16, "num_layers": 4}
-    return replace(model, pattern=tuple(map(thin, (model.pattern * 8)[4:8])), moe=thin(model.moe), **sizes)
+    sizes = {
+        "vocab_size": 320,
+        "dim": model.dim // 16,
+        "hidden_dim": model.hidden_dim // 16,
+        "num_layers": 4,
+    }
+    return replace(
+        model, pattern=tuple(map(thin, (model.pattern * 8)[4:8])), moe=thin(model.moe), **sizes
+    )
 
 
 OWN_FLAVORS = {
@@ -127,7 +144,10 @@ CP_2, TP_2 = ({f"parallelism.{kind}_parallel_degree": 2} for kind in ("context",
 ZIGZAG = CP_2 | {"parallelism.context_parallel_layout": "zigzag"}
 # name: (processes, what differs from one process). local_batch_size 1 makes four micro-steps of a step.
 SPLITS = {
-    "dp 2": (2, {"training.local_batch_size": 2, "parallelism.fsdp_reshard_after_forward": "never"}),
+    "dp 2": (
+        2,
+        {"training.local_batch_size": 2, "parallelism.fsdp_reshard_after_forward": "never"},
+    ),
     "cp 2": (2, CP_2),
     "cp 4": (4, {"parallelism.context_parallel_degree": 4, "training.enable_cpu_offload": "true"}),
     "dp 2 x cp 2": (4, CP_2 | {"training.local_batch_size": 2}),
@@ -150,7 +170,10 @@ SPLITS = {
             "training.local_batch_size": 2,
         },
     ),
-    "dp 2 x cp 2 sharded over 1": (4, CP_2 | {"parallelism.fsdp_shard_degree": 1, "training.local_batch_size": 1}),
+    "dp 2 x cp 2 sharded over 1": (
+        4,
+        CP_2 | {"parallelism.fsdp_shard_degree": 1, "training.local_batch_size": 1},
+    ),
     "tp 2": (2, TP_2),
     "tp 2 x cp 2 zig-zag": (4, TP_2 | ZIGZAG),
     "HSDP x tp": (
@@ -167,16 +190,26 @@ SPLITS = {
     "full activation checkpointing": (2, CP_2 | {"activation_checkpoint.mode": "full"}),
     "every second layer recomputed": (
         2,
-        CP_2 | {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "2"},
+        CP_2
+        | {
+            "activation_checkpoint.mode": "selective",
+            "activation_checkpoint.selective_ac_option": "2",
+        },
     ),
     "selective activation checkpointing": (
         4,
-        CP_2 | TP_2 | {"activation_checkpoint.mode": "selective", "training.enable_cpu_offload": "true"},
+        CP_2
+        | TP_2
+        | {"activation_checkpoint.mode": "selective", "training.enable_cpu_offload": "true"},
     ),
     **{
         f"cp 2 {method} {layout}": (
             2,
-            CP_2 | {"parallelism.context_parallel_method": method, "parallelism.context_parallel_layout": layout},
+            CP_2
+            | {
+                "parallelism.context_parallel_method": method,
+                "parallelism.context_parallel_layout": layout,
+            },
         )
         for method in ("ring", "allgather")  # "auto" is "ulysses" here
         for layout in ("contiguous", "zigzag")
@@ -188,7 +221,11 @@ SPLITS = {
 EXPERT_SPLITS = {
     "ep 2, dp 2": (
         2,
-        {"parallelism.expert_parallel_degree": 2, "training.local_batch_size": 1, "activation_checkpoint.mode": "none"},
+        {
+            "parallelism.expert_parallel_degree": 2,
+            "training.local_batch_size": 1,
+            "activation_checkpoint.mode": "none",
+        },
     ),
     "ep 2, dp 2 x cp 2": (
         4,
@@ -238,7 +275,15 @@ FURTHER = (
 TWO_FURTHER = {"model.mtp_layers": 2, "loss.mtp_weight": 0.5}
 
 # Each kind of sum and of message, in float32 too.
-FLOAT32 = ("dp 2", "cp 4", "cp 2 zig-zag", "cp 4 sharded over 2", "tp 2", "accumulation", "cp 2 ring contiguous")
+FLOAT32 = (
+    "dp 2",
+    "cp 4",
+    "cp 2 zig-zag",
+    "cp 4 sharded over 2",
+    "tp 2",
+    "accumulation",
+    "cp 2 ring contiguous",
+)
 
 
 def arguments(corpus, *overrides):
@@ -336,14 +381,21 @@ def sums_over_replicas(rank, world_size, argv):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", count)
         trainer.train_step()
-    units = [unit for unit in trainer.model.modules() if isinstance(unit, FSDPModule) and unit is not trainer.model]
+    units = [
+        unit
+        for unit in trainer.model.modules()
+        if isinstance(unit, FSDPModule) and unit is not trainer.model
+    ]
     return sum(sums), len(units)
 
 
 def test_replicas_add_up_once_a_step(corpus, worlds):
     """Once a micro-step, of which there are two, with CPU offload and where reductions are of another type: in bfloat16
     the sum of many micro-steps would be rounded as often."""
-    in_each = {"training.enable_cpu_offload": "true"}, {"training.mixed_precision_reduce": "bfloat16"}
+    in_each = (
+        {"training.enable_cpu_offload": "true"},
+        {"training.mixed_precision_reduce": "bfloat16"},
+    )
     cases = [(split, {}, 1) for split in ("HSDP x cp", "cp 4 sharded over 2")]
     cases += [("HSDP x cp", more, 2) for more in in_each]
     for split, more, times in cases:
@@ -361,7 +413,12 @@ def test_tied_embeddings_and_other_presets(corpus, worlds, one_process):
         ("rwkv7", "debug", ("cp 2 all heads",)),
         ("hybrid", "wide-norms", ("tp 2",)),
     ):
-        keys = FLOAT64 | {"training.steps": 3, "model.name": name, "model.flavor": flavor, "model.num_layers": 2}
+        keys = FLOAT64 | {
+            "training.steps": 3,
+            "model.name": name,
+            "model.flavor": flavor,
+            "model.num_layers": 2,
+        }
         one = one_process(keys)
         for processes, split in (SPLITS[split] for split in splits):
             got = worlds(processes).run(train_on_rank, arguments(corpus, keys, split))[0]
@@ -372,7 +429,8 @@ def test_a_compiled_run_is_equal(corpus, worlds, one_process):
     """Documents change from step to step, and the graphs stay (`tests/models/test_plan.py` compiles each mixer)."""
     softmax = FLOAT64 | {"training.steps": 3, "model.name": "hybrid", "model.flavor": "softmax"}
     experts = FLOAT64 | {"training.steps": 3, "model.name": "hybrid", "model.flavor": "experts"}
-    rwkv7 = FLOAT64 | {"training.steps": 3, "model.name": "rwkv7", "model.num_layers": 2}  # a layer gives values
+    # a layer gives values
+    rwkv7 = FLOAT64 | {"training.steps": 3, "model.name": "rwkv7", "model.num_layers": 2}
     compiled = {"compile.enable": "true", "compile.backend": "aot_eager"}
     falcon = FLOAT64 | {"training.steps": 3, "model.name": "falcon-h1", "model.num_layers": 1}
     full = {"activation_checkpoint.mode": "full", "training.local_batch_size": 2}  # two micro-steps
@@ -425,14 +483,18 @@ def test_mixtures_of_experts(name, corpus, worlds, one_process):
         got = worlds(processes).run(train_on_rank, arguments(corpus, keys, split))[0]
         check_equal(got, one)
     bias = one[2].get("layers.1.mlp.router.selection_bias")
-    assert (bias is not None and bool(bias.any())) == (name in ("kimi-linear", "lfm2-moe", "ling-3", "nemotron-h"))
+    assert (bias is not None and bool(bias.any())) == (
+        name in ("kimi-linear", "lfm2-moe", "ling-3", "nemotron-h")
+    )
 
 
 def test_how_experts_are_balanced(corpus):
     """The configuration's word comes before the model's, and is refused where it means nothing."""
 
     def moe(name, **keys):
-        argv = arguments(corpus, {"model.name": name} | {f"training.expert_{k}": v for k, v in keys.items()})
+        argv = arguments(
+            corpus, {"model.name": name} | {f"training.expert_{k}": v for k, v in keys.items()}
+        )
         return model_config(load_config(argv), build_tokenizer(None)).moe
 
     assert (moe("kimi-linear").bias_update_rate, moe("qwen3.5").balance_coefficient) == (1e-3, 1e-2)
@@ -447,7 +509,10 @@ def test_how_experts_are_balanced(corpus):
     ):
         model = MODELS[name]["debug"]
         assert re.search(
-            words, unbalanced(replace(model, adapter=adapter, moe=replace(model.moe, bias_update_rate=0.0)))
+            words,
+            unbalanced(
+                replace(model, adapter=adapter, moe=replace(model.moe, bias_update_rate=0.0))
+            ),
         )
     with refused(r"training.expert_balance_coefficient .* has no experts"):
         moe("hybrid", balance_coefficient=0.1)
@@ -467,7 +532,10 @@ def poisoned(rank, world_size, argv):
         trainer.train_step()
     except NonFinite as error:
         message = str(error)
-    same = all(torch.equal(_local(a), _local(b)) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    same = all(
+        torch.equal(_local(a), _local(b))
+        for a, b in zip(before, trainer.model.parameters(), strict=True)
+    )
     return message, same, trainer.skipped
 
 
@@ -479,7 +547,9 @@ def test_a_non_finite_loss_never_reaches_the_weights(corpus, worlds):
     keys = {"training.local_batch_size": 2}
     for message, kept, _ in worlds(2).run(poisoned, arguments(corpus, keys)):
         assert "step 2" in message and "rank 1: streams 6, 7." in message and kept
-    for message, kept, skipped in worlds(2).run(poisoned, arguments(corpus, keys, {"training.on_nonfinite": "skip"})):
+    for message, kept, skipped in worlds(2).run(
+        poisoned, arguments(corpus, keys, {"training.on_nonfinite": "skip"})
+    ):
         assert message == "" and kept and skipped == 1
 
 
@@ -530,7 +600,9 @@ def early(rank, world_size, argv, goes_on):
         losses.append(trainer.train_step()["loss"])
         begun.append(trainer.passes.begun is not None)
     kinds = {name: (type(p), p.dtype) for name, p in trainer.model.named_parameters()}
-    weights = {name: _local(p).detach().clone() for name, p in named_parameters(trainer.model).items()}
+    weights = {
+        name: _local(p).detach().clone() for name, p in named_parameters(trainer.model).items()
+    }
     assert trainer.stop.agreed == 15 and trainer.skipped == 1
     if not trainer.dims.sharded:  # FSDP's own are gathered still, until somebody asks for the state
         assert all(kind == (torch.nn.Parameter, torch.float32) for kind in kinds.values())
@@ -567,7 +639,10 @@ class Reads(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        self.count += func in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.is_nonzero.default,
+        )
         return func(*args, **(kwargs or {}))
 
     def __enter__(self):
@@ -659,7 +734,10 @@ def train_on_gpus(rank, world_size, argv):
 
 
 def reported(folder):
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in read_lines(folder / "metrics.jsonl")]
+    return [
+        (line["step"], line["loss"], line["grad_norm"])
+        for line in read_lines(folder / "metrics.jsonl")
+    ]
 
 
 @pytest.mark.cuda(2)
@@ -667,7 +745,9 @@ def reported(folder):
 @pytest.mark.parametrize("split", ["dp 2", "cp 2", "cp 2 zig-zag", "tp 2, offload"])
 def test_resumed_on_two_gpus(split, async_mode, corpus, worlds, tmp_path, one_process):
     """In bfloat16: what is resumed equals what was not interrupted bit by bit, and begins as one process on the CPU."""
-    splits = SPLITS | {"tp 2, offload": (2, SPLITS["tp 2"][1] | {"training.enable_cpu_offload": "true"})}
+    splits = SPLITS | {
+        "tp 2, offload": (2, SPLITS["tp 2"][1] | {"training.enable_cpu_offload": "true"})
+    }
     keys = splits[split][1] | {
         "training.steps": 8,
         "lr_scheduler.total_steps": 8,
@@ -678,7 +758,9 @@ def test_resumed_on_two_gpus(split, async_mode, corpus, worlds, tmp_path, one_pr
     }
 
     def train(folder, steps):
-        argv = arguments(corpus, keys, {"training.steps": steps, "job.dump_folder": tmp_path / folder})
+        argv = arguments(
+            corpus, keys, {"training.steps": steps, "job.dump_folder": tmp_path / folder}
+        )
         (tmp_path / folder).mkdir(exist_ok=True)  # which a run that holds its folder has made
         preflight(load_config(argv), world_size=2)
         return worlds(2, "nccl").run(train_on_gpus, argv)

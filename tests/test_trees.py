@@ -18,7 +18,15 @@ from tests.test_losses import CASES, KEYS, PAIRS, logprobs, taught
 from tests.test_train import EXPERT_SPLITS, OWN_FLAVORS, SPLITS, check_equal, train_on_rank
 from titan_linear.commands.batch import documents
 from titan_linear.config import load_config
-from titan_linear.data import IGNORE, Targets, Texts, TreeStreams, build_tokenizer, open_corpus, split_corpus
+from titan_linear.data import (
+    IGNORE,
+    Targets,
+    Texts,
+    TreeStreams,
+    build_tokenizer,
+    open_corpus,
+    split_corpus,
+)
 from titan_linear.data.corpus import writing
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.models.presets import OWN
@@ -48,7 +56,12 @@ FAMILIES = {"rwkv7": "rwkv7-0.1B", "lfm2": "lfm2-350M", "falcon-h1": "falcon-0.5
 
 def node(rng, n, *children):
     weights = rng.choice([0, 0.5, 1, [rng.choice([0, 1e-3, 1, 2]) for _ in range(n)]])
-    return {"tokens": rng.choices(range(256), k=n), "weights": weights, "children": [*children], **numbers(n, rng)}
+    return {
+        "tokens": rng.choices(range(256), k=n),
+        "weights": weights,
+        "children": [*children],
+        **numbers(n, rng),
+    }
 
 
 def numbers(n, rng):
@@ -61,7 +74,9 @@ def numbers(n, rng):
 def paths(tree, above=MappingProxyType({})):
     """The documents of a tree, as trees of one node."""
     n = len(tree["tokens"])
-    of_tokens = {key: x if isinstance(x, list) else [x] * n for key, x in tree.items() if key != "children"}
+    of_tokens = {
+        key: x if isinstance(x, list) else [x] * n for key, x in tree.items() if key != "children"
+    }
     own = {key: above.get(key, []) + x for key, x in of_tokens.items()}
     below = [path for child in tree["children"] for path in paths(child, own)]
     return below or [own | {"children": []}]
@@ -70,9 +85,22 @@ def paths(tree, above=MappingProxyType({})):
 def a_few(rng):
     """Trees of 33 to 64 tokens, whose documents have 33 to 64 too: one to a stream of 64, whether together or apart."""
     return [
-        node(rng, 33, node(rng, 1, node(rng, 1), node(rng, 5), node(rng, 2)), node(rng, 9), node(rng, 13)),
         node(
-            rng, 34, node(rng, 3, node(rng, 4, node(rng, 7, node(rng, 1), node(rng, 3)), node(rng, 1)), node(rng, 11))
+            rng,
+            33,
+            node(rng, 1, node(rng, 1), node(rng, 5), node(rng, 2)),
+            node(rng, 9),
+            node(rng, 13),
+        ),
+        node(
+            rng,
+            34,
+            node(
+                rng,
+                3,
+                node(rng, 4, node(rng, 7, node(rng, 1), node(rng, 3)), node(rng, 1)),
+                node(rng, 11),
+            ),
         ),
         node(rng, 64),
         node(rng, 40, *(node(rng, 1 + n % 2) for n in range(16))),
@@ -95,7 +123,10 @@ def written(folder, trees):
 
 def arguments(files, name, *overrides):
     folder, documents = files
-    keys = KEYS | {"training.dataset_format": "tree", "training.dataset_path": folder / f"{name}.jsonl"}
+    keys = KEYS | {
+        "training.dataset_format": "tree",
+        "training.dataset_path": folder / f"{name}.jsonl",
+    }
     keys |= {"job.dump_folder": folder / "run"}
     if name == "apart":
         keys |= {"training.global_batch_size": documents, "training.local_batch_size": documents}
@@ -130,8 +161,14 @@ def test_a_compiled_run(name, files, apart, worlds):
     """A rank may have a part of one node alone."""
     own = {"model.name": "hybrid", "model.flavor": FAMILIES["lfm2"], "model.mtp_layers": 1}
     processes, keys = SPLITS[name]
-    compiled = {"compile.enable": "true", "compile.backend": "aot_eager", "training.local_batch_size": 1}
-    for rank in worlds(processes).run(train_on_rank, arguments(files, "together", own, keys, compiled)):
+    compiled = {
+        "compile.enable": "true",
+        "compile.backend": "aot_eager",
+        "training.local_batch_size": 1,
+    }
+    for rank in worlds(processes).run(
+        train_on_rank, arguments(files, "together", own, keys, compiled)
+    ):
         check_equal(rank, apart(own))
 
 
@@ -203,14 +240,26 @@ def groups(rng):
             own = numbers(size, rng)
             columns = {name: column + own[name] for name, column in of_prompt.items()}
             weights = [0] * len(prompt) + [rng.choice([0, 0.5, 1]) for _ in range(size - 1)] + [1]
-            yield {"tokens": tokens, "weights": weights, "advantages": own["advantages"], "group": n, **columns}
+            yield {
+                "tokens": tokens,
+                "weights": weights,
+                "advantages": own["advantages"],
+                "group": n,
+                **columns,
+            }
 
 
 def preferences(rng):
     for _ in range(6):
         prompt, chosen, rejected = ("".join(rng.choices("abcdef", k=k)) for k in (130, 40, 35))
         reference = [logprobs(130 + k + 1, rng) for k in (40, 35)]
-        yield {"prompt": prompt, "chosen": chosen, "rejected": rejected, "reference": reference, "weights": [1, 0.5]}
+        yield {
+            "prompt": prompt,
+            "chosen": chosen,
+            "rejected": rejected,
+            "reference": reference,
+            "weights": [1, 0.5],
+        }
 
 
 @pytest.mark.parametrize("case", ["GRPO", "GSPO", "DPO", "SimPO"])
@@ -218,15 +267,23 @@ def test_shared_prefixes(case, tmp_path, worlds):
     """Each stream has a tree, or two documents."""
     OWN["hybrid"] |= OWN_FLAVORS
     pairs, records = case in ("DPO", "SimPO"), tmp_path / "records.jsonl"
-    records.write_text("\n".join(map(json.dumps, (preferences if pairs else groups)(random.Random(0)))))
-    keys = KEYS | CASES[case] | {"training.dataset_path": records, "training.seq_len": 400, "training.steps": 1}
+    records.write_text(
+        "\n".join(map(json.dumps, (preferences if pairs else groups)(random.Random(0))))
+    )
+    keys = (
+        KEYS
+        | CASES[case]
+        | {"training.dataset_path": records, "training.seq_len": 400, "training.steps": 1}
+    )
     keys["job.dump_folder"] = tmp_path / "run"
     runs = []
     for shared in (False, True):
         split = SPLITS["cp 2 allgather zigzag"] if shared else (1, {})
         batch = 4 if shared and not pairs else 6
         own = dict.fromkeys(("training.global_batch_size", "training.local_batch_size"), batch)
-        sharing = {"training.share_prefixes": "true"} | ({} if pairs else {"training.group_field": "group"})
+        sharing = {"training.share_prefixes": "true"} | (
+            {} if pairs else {"training.group_field": "group"}
+        )
         argv = argv_of(keys | split[1] | own | (sharing if shared else {}))
         runs.append(worlds(split[0]).run(train_on_rank, argv))
     for rank in runs[1]:
@@ -238,7 +295,9 @@ def test_neighbours_share_whole_chunks(tmp_path):
     a, b = [1] * 200, [2] * 100
     records = [a, a, a[:64], a[:65], a[:150] + b, b, b[:50], a + b]
     path = tmp_path / "records.jsonl"
-    corpus = corpus_of(path, [{"tokens": r} for r in records], dataset_format="tokens", share_prefixes=True)
+    corpus = corpus_of(
+        path, [{"tokens": r} for r in records], dataset_format="tokens", share_prefixes=True
+    )
     found = []
     for begin, end in pairwise(corpus.offsets.tolist()):
         of = Nodes.behind(corpus.columns["back"][begin:end])
@@ -246,7 +305,8 @@ def test_neighbours_share_whole_chunks(tmp_path):
             of_path = [range(*of.edges[n : n + 2]) for n in of.on_paths(leaf[None])[1]]
             found.append(corpus.tokens[begin:end][np.concatenate(of_path)].tolist())
     assert sorted(found) == sorted(records)
-    assert corpus.num_documents == 6  # the first two share three chunks, and the fourth and fifth one
+    # the first two share three chunks, and the fourth and fifth one
+    assert corpus.num_documents == 6
     assert corpus.num_tokens == sum(map(len, records)) - 3 * 64 - 64
 
 
@@ -275,21 +335,30 @@ def test_tokenising_is_stopped_anywhere(kind, tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             corpus_of(path, records, cache=tmp_path / f"{stop}", **options)
         monkeypatch.setattr(writing, "_write_document", write)
-        assert corpus_of(path, None, cache=tmp_path / f"{stop}", **options).fingerprint == whole.fingerprint
+        assert (
+            corpus_of(path, None, cache=tmp_path / f"{stop}", **options).fingerprint
+            == whole.fingerprint
+        )
 
 
 @pytest.mark.parametrize(
-    "column, values", [("advantages", [0.5, 0.25]), ("weights", [[1] * 80, [1] * 5 + [0.5] + [1] * 74])]
+    "column, values",
+    [("advantages", [0.5, 0.25]), ("weights", [[1] * 80, [1] * 5 + [0.5] + [1] * 74])],
 )
 def test_what_shared_tokens_count_differently(column, values, tmp_path):
     records = [{"tokens": [1] * 79 + [n], column: value} for n, value in enumerate(values)]
     options = {"dataset_format": "tokens", "share_prefixes": True, "columns": {column: "<f4"}}
     at = 1 if column == "advantages" else 5
-    with refused(rf"line 2 shares its first 64 tokens with .*line 1, and '{column}' of token {at} is 0\.\d+ here"):
+    with refused(
+        rf"line 2 shares its first 64 tokens with .*line 1, and '{column}' of token {at} is 0\.\d+ here"
+    ):
         corpus_of(tmp_path / "bad.jsonl", records, **options)
     assert (
         corpus_of(
-            tmp_path / "bad.jsonl", [*records, {"tokens": [2], column: 1.0}], on_bad_document="skip", **options
+            tmp_path / "bad.jsonl",
+            [*records, {"tokens": [2], column: 1.0}],
+            on_bad_document="skip",
+            **options,
         ).num_documents
         == 1
     )
@@ -298,7 +367,9 @@ def test_what_shared_tokens_count_differently(column, values, tmp_path):
 def corpus_of(path, records, cache=None, **options):
     if records is not None:
         path.write_text("\n".join(map(json.dumps, records)))
-    texts = Texts("jsonl", str(path), build_tokenizer(None), **{"dataset_format": "tree", **options})
+    texts = Texts(
+        "jsonl", str(path), build_tokenizer(None), **{"dataset_format": "tree", **options}
+    )
     return open_corpus(texts, cache_dir=cache)
 
 
@@ -318,9 +389,14 @@ def targets_of(streams):
         pairs = zip(range(len(stream.tokens)), stream.labels, stream.columns["weights"])
         batch = micro_batch(streams, i, 1, 0, 1)
         rows, further = (
-            x.tolist() for x in branches_of(batch, build_cp_context(batch.cu_seqlens, rank=0, world_size=1))
+            x.tolist()
+            for x in branches_of(batch, build_cp_context(batch.cu_seqlens, rank=0, world_size=1))
         )
-        branches = zip(rows, stream.tokens[further], stream.columns["weights"][np.array(further, dtype=int) - 1])
+        branches = zip(
+            rows,
+            stream.tokens[further],
+            stream.columns["weights"][np.array(further, dtype=int) - 1],
+        )
         pairs = ((row, label, weight) for row, label, weight in pairs if label != IGNORE)
         for row, label, weight in (*pairs, *branches):
             if weight:
@@ -340,14 +416,18 @@ def test_targets_are_those_of_the_documents(normalise, seq_len, tmp_path):
     rng = random.Random(1)
 
     def grown(depth):
-        return node(rng, rng.randint(1, 9), *(grown(depth - 1) for _ in range(rng.randint(0, depth))))
+        return node(
+            rng, rng.randint(1, 9), *(grown(depth - 1) for _ in range(rng.randint(0, depth)))
+        )
 
     trees = [grown(4) for _ in range(9)]
     alone = [path for tree in trees for path in paths(tree)]
     found = []
     for name, records in (("together", trees), ("apart", alone)):
         side = split_corpus(corpus_of(tmp_path / f"{name}.jsonl", records), 0.0, "train")
-        streams = TreeStreams(side, seq_len=seq_len, seed=0, repeat=False, targets=Targets(normalise))
+        streams = TreeStreams(
+            side, seq_len=seq_len, seed=0, repeat=False, targets=Targets(normalise)
+        )
         found.append(targets_of(streams))
     (sums, computed, apart), (want, of_each, tokens) = found
     assert computed < of_each and apart == tokens == sum(len(record["tokens"]) for record in alone)
@@ -358,7 +438,11 @@ def test_a_cut_repeats_the_fewest_tokens(tmp_path):
     rng = random.Random(2)
 
     def grown(depth):
-        return node(rng, rng.randint(1, 6), *(grown(depth - 1) for _ in range(rng.randint(0, 3) if depth else 0)))
+        return node(
+            rng,
+            rng.randint(1, 6),
+            *(grown(depth - 1) for _ in range(rng.randint(0, 3) if depth else 0)),
+        )
 
     trees = [grown(3) for _ in range(40)]
     side = split_corpus(corpus_of(tmp_path / "trees.jsonl", trees), 0.0, "train")
@@ -395,15 +479,24 @@ def places(tree, counter, above=()):
     [
         ({"children": []}, "root must have either 'text' or 'tokens'"),
         ({"text": "a", "tokens": [1], "children": []}, "root must have either 'text' or 'tokens'"),
-        ({"text": "a", "children": {"text": "b"}}, "root is no object, or its 'children' are no list"),
+        (
+            {"text": "a", "children": {"text": "b"}},
+            "root is no object, or its 'children' are no list",
+        ),
         ({"text": "a", "children": ["b"]}, "root.children[0] is no object"),
-        ({"text": "a", "children": [{"text": "", "children": [{"text": "b"}]}]}, "root.children[0]: it is empty"),
+        (
+            {"text": "a", "children": [{"text": "", "children": [{"text": "b"}]}]},
+            "root.children[0]: it is empty",
+        ),
         (
             {"text": "a", "children": [{"text": "b"}, {"tokens": [999]}]},
             "root.children[1]: 'tokens' is no list",
         ),
         ({"text": "ab", "weights": [1], "children": [{"text": "b"}]}, "root: 'weights' has 1 rows"),
-        ({"text": "a", "children": [{"text": "b", "weights": -1}]}, "root.children[0]: 'weights' has a number"),
+        (
+            {"text": "a", "children": [{"text": "b", "weights": -1}]},
+            "root.children[0]: 'weights' has a number",
+        ),
         ({"text": "a"}, "no field 'children'"),
     ],
 )
@@ -436,7 +529,10 @@ def test_trees_that_count_nothing_need_no_columns(tmp_path):
     columns = {"teacher_ids": "<i4"}
     corpus = corpus_of(tmp_path / "good.jsonl", records, columns=columns)
     assert corpus.columns["teacher_ids"].tolist() == [[0, 0], [0, 0], [5, 6], [0, 0], [0, 0]]
-    for numbers, words in (([5], "1 numbers for a token, and 2"), ([], "a number that is not finite, .* or none")):
+    for numbers, words in (
+        ([5], "1 numbers for a token, and 2"),
+        ([], "a number that is not finite, .* or none"),
+    ):
         bad = {"tokens": [4], "teacher_ids": [numbers], "children": []}
         with refused(rf"line 4: .*'teacher_ids' has {words}"):
             corpus_of(tmp_path / "bad.jsonl", [*records, bad], columns=columns)
@@ -445,16 +541,34 @@ def test_trees_that_count_nothing_need_no_columns(tmp_path):
 @pytest.mark.parametrize(
     "keys, words",
     [
-        ({"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_method": "ring"}, "method = 'ring'"),
+        (
+            {
+                "parallelism.context_parallel_degree": 2,
+                "parallelism.context_parallel_method": "ring",
+            },
+            "method = 'ring'",
+        ),
         ({"loss.normalise": "stream"}, "loss.normalise = 'stream'"),
-        ({"training.seq_len_schedule": "[{until_step = 1, seq_len = 32}]"}, "training.seq_len_schedule"),
-        ({"training.share_prefixes": "true"}, "training.share_prefixes is for records of documents"),
-        ({"training.group_field": "id"}, "training.group_field = 'id' needs training.share_prefixes"),
+        (
+            {"training.seq_len_schedule": "[{until_step = 1, seq_len = 32}]"},
+            "training.seq_len_schedule",
+        ),
+        (
+            {"training.share_prefixes": "true"},
+            "training.share_prefixes is for records of documents",
+        ),
+        (
+            {"training.group_field": "id"},
+            "training.group_field = 'id' needs training.share_prefixes",
+        ),
         (
             PAIRS | {"training.share_prefixes": "true", "training.group_field": "id"},
             "training.group_field = 'id': each pair is a tree of its own",
         ),
-        ({"training.seq_len": 60}, "training.seq_len = 60: the path to leaf 0 of tree 2 has 64 tokens"),
+        (
+            {"training.seq_len": 60},
+            "training.seq_len = 60: the path to leaf 0 of tree 2 has 64 tokens",
+        ),
     ],
 )
 def test_what_trees_are_not_for(keys, words, files):
@@ -467,7 +581,9 @@ def test_the_start_tells_what_travels(tmp_path, capsys):
     """The root goes on from the first rank to the second, where all branch: one fold. A state has K × V
     numbers and an M K × K."""
     OWN["hybrid"] |= OWN_FLAVORS
-    files = written(tmp_path, [node(random.Random(0), 40, *(node(random.Random(0), 2) for _ in range(12)))])
+    files = written(
+        tmp_path, [node(random.Random(0), 40, *(node(random.Random(0), 2) for _ in range(12)))]
+    )
     split = SPLITS["cp 2"][1] | {"training.global_batch_size": 1, "training.local_batch_size": 1}
     preflight(load_config(arguments(files, "together", split)), world_size=2)
     heads = max(mixer.heads for mixer in OWN_FLAVORS["small"].pattern if mixer.linear)
@@ -477,10 +593,15 @@ def test_the_start_tells_what_travels(tmp_path, capsys):
 
 
 def test_batch_shows_nodes(tmp_path):
-    tree = {"text": "ab", "children": [{"text": "c", "weights": 0}, {"text": "d"}, {"text": "e", "weights": [0, 1]}]}
+    tree = {
+        "text": "ab",
+        "children": [{"text": "c", "weights": 0}, {"text": "d"}, {"text": "e", "weights": [0, 1]}],
+    }
     side = split_corpus(corpus_of(tmp_path / "one.jsonl", [tree]), 0.0, "train")
     (stream,) = streams = TreeStreams(side, seq_len=8, seed=0, repeat=False)
-    assert not any((streams.padding().labels != IGNORE) | (streams.padding().columns["weights"] != 0))
+    assert not any(
+        (streams.padding().labels != IGNORE) | (streams.padding().columns["weights"] != 0)
+    )
     lines = [line.strip() for line in documents(stream, build_tokenizer(None), 0)]
     assert [line for line in lines if line.startswith("document")] == [
         "document 0: [0, 2), 2 tokens, 1 learnt",
@@ -493,8 +614,12 @@ def test_batch_shows_nodes(tmp_path):
 @pytest.mark.parametrize("split", [{}, SPLITS["cp 2 allgather zigzag"][1]])
 def test_the_doctor(split, files, monkeypatch):
     """It finds that a leaf continues the one before it."""
-    subject = subject_of(load_config(arguments(files, "together", split, {"training.dtype": "float32"})))
-    cases = [case for case in ops.cases(subject) if case.name in ("chunk_kda", "attention", "mixer gdn")]
+    subject = subject_of(
+        load_config(arguments(files, "together", split, {"training.dtype": "float32"}))
+    )
+    cases = [
+        case for case in ops.cases(subject) if case.name in ("chunk_kda", "attention", "mixer gdn")
+    ]
     assert len(cases) == 3 and all(f.holds for case in cases for f in doctor.trees(subject, case))
     assert all(f.holds for check in (data.labels, data.targets, data.cut) for f in check(subject))
 

@@ -11,7 +11,10 @@ from titan_linear.train import Trainer
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     file = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
-    texts = [" ".join(["def", "return", "self", "import"][i % (n % 4 + 1)] for i in range(n % 37)) for n in range(100)]
+    texts = [
+        " ".join(["def", "return", "self", "import"][i % (n % 4 + 1)] for i in range(n % 37))
+        for n in range(100)
+    ]
     write_texts(file, (f"{n} {text}" for n, text in enumerate(texts)))
     return file
 
@@ -65,7 +68,9 @@ def breaking_on_rank(rank, world_size, argv, method):
     return [path.parent.name for path in trainer.checkpointer.folder.glob("step-*/manifest.json")]
 
 
-@pytest.mark.parametrize("method, mode", [("validate", "disabled"), ("validate", "async"), ("text", "disabled")])
+@pytest.mark.parametrize(
+    "method, mode", [("validate", "disabled"), ("validate", "async"), ("text", "disabled")]
+)
 def test_an_error_while_validating_costs_no_steps(method, mode, corpus, worlds, tmp_path):
     """Of a step after which a save is due too."""
     keys = {

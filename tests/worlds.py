@@ -24,7 +24,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+from torch.distributed.tensor._redistribute import (
+    _gen_transform_infos,
+    clear_redistribute_planner_cache,
+)
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.interpreter import quicken
@@ -32,8 +35,16 @@ from tests.thrift import be_thrifty
 from titan_linear.distributed.groups import set_timeout
 
 # What most processes of tests import, imported once, in the server that they are forked from; the compiler's too.
-COMPILER = ["torch._dynamo", "torch._inductor.compile_fx", "torch._functorch.partitioners", "networkx", "sympy.tensor"]
-mp.set_forkserver_preload(["titan_linear.train", "tests.hf_workers", "tests.test_checkpoint", *COMPILER])
+COMPILER = [
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch._functorch.partitioners",
+    "networkx",
+    "sympy.tensor",
+]
+mp.set_forkserver_preload(
+    ["titan_linear.train", "tests.hf_workers", "tests.test_checkpoint", *COMPILER]
+)
 
 
 def free_port() -> int:
@@ -47,10 +58,15 @@ def _serve(rank, world_size, backend, port, tasks, results):
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays, and need not be searched
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size)
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
     )
     if backend == "nccl":
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what deterministic algorithms want, before cuBLAS starts
+        # what deterministic algorithms want, before cuBLAS starts
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         take_gpu(rank, world_size)
         backend = "cpu:gloo,cuda:nccl"  # as in a run
     else:
@@ -65,7 +81,8 @@ def _serve(rank, world_size, backend, port, tasks, results):
         except Exception:
             results.put((rank, None, traceback.format_exc()))
         _destroy_own_groups()
-        set_timeout([dist.group.WORLD], timedelta(minutes=30))  # PyTorch's: a run has one of its own
+        # PyTorch's: a run has one of its own
+        set_timeout([dist.group.WORLD], timedelta(minutes=30))
     dist.destroy_process_group()
 
 
@@ -103,12 +120,17 @@ class World:
         port = free_port()
         self.processes = [
             context.Process(
-                target=_serve, args=(r, world_size, backend, port, self.tasks[r], self.results), daemon=True
+                target=_serve,
+                args=(r, world_size, backend, port, self.tasks[r], self.results),
+                daemon=True,
             )
             for r in range(world_size)
         ]
         # On the CPU, on a machine with GPUs too: the server has imported what decides by these.
-        with patch.dict(os.environ, {} if backend == "nccl" else {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}):
+        with patch.dict(
+            os.environ,
+            {} if backend == "nccl" else {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"},
+        ):
             for process in self.processes:
                 process.start()
 

@@ -17,16 +17,35 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("titan_linear.launch", "start a run, or resume it"),
-    "doctor": Command("titan_linear.proof.doctor", "prove a run before it costs a week: its split, kernels and data"),
-    "plan": Command("titan_linear.commands.plan", "a run's memory and time, and the best splits, without a GPU"),
-    "corpus": Command("titan_linear.commands.corpus", "tokenise texts once; list, check and remove token caches"),
-    "batch": Command("titan_linear.commands.batch", "what a step trains on, and which of its tokens are learnt"),
-    "convert": Command("titan_linear.commands.convert", "checkpoints to Hugging Face folders, and back"),
-    "generate": Command("titan_linear.commands.generate", "text from a run, a checkpoint or a Hugging Face folder"),
-    "score": Command("titan_linear.score", "log-probabilities of texts, as losses read them, or compared"),
-    "evaluate": Command("titan_linear.evaluate", "what weights remember of long texts, by length and depth"),
+    "doctor": Command(
+        "titan_linear.proof.doctor",
+        "prove a run before it costs a week: its split, kernels and data",
+    ),
+    "plan": Command(
+        "titan_linear.commands.plan", "a run's memory and time, and the best splits, without a GPU"
+    ),
+    "corpus": Command(
+        "titan_linear.commands.corpus", "tokenise texts once; list, check and remove token caches"
+    ),
+    "batch": Command(
+        "titan_linear.commands.batch", "what a step trains on, and which of its tokens are learnt"
+    ),
+    "convert": Command(
+        "titan_linear.commands.convert", "checkpoints to Hugging Face folders, and back"
+    ),
+    "generate": Command(
+        "titan_linear.commands.generate", "text from a run, a checkpoint or a Hugging Face folder"
+    ),
+    "score": Command(
+        "titan_linear.score", "log-probabilities of texts, as losses read them, or compared"
+    ),
+    "evaluate": Command(
+        "titan_linear.evaluate", "what weights remember of long texts, by length and depth"
+    ),
     "lm-eval": Command("titan_linear.lm_eval", "lm-evaluation-harness on weights, under any split"),
-    "report": Command("titan_linear.commands.report", "runs side by side: losses, rates, and the keys that differ"),
+    "report": Command(
+        "titan_linear.commands.report", "runs side by side: losses, rates, and the keys that differ"
+    ),
 }
 
 
@@ -38,14 +57,25 @@ def main(argv: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, n=1)
-        print(f"error: {name!r} is not a command; use {near[0] if near else ', '.join(COMMANDS)}", file=sys.stderr)
+        print(
+            f"error: {name!r} is not a command; use {near[0] if near else ', '.join(COMMANDS)}",
+            file=sys.stderr,
+        )
         return MISTAKE
     return import_module(COMMANDS[name].module).main(rest)
 
 
 def help_text() -> str:
     lines = [f"  {name:<10}{command.does}" for name, command in COMMANDS.items()]
-    return "\n".join(["usage: titan-linear COMMAND ...", "", *lines, "", "titan-linear COMMAND --help says more."])
+    return "\n".join(
+        [
+            "usage: titan-linear COMMAND ...",
+            "",
+            *lines,
+            "",
+            "titan-linear COMMAND --help says more.",
+        ]
+    )
 
 
 def entry() -> NoReturn:

@@ -57,7 +57,9 @@ def write_prompts(folder: str, config: Config) -> None:
     check_evaluation(config, model_config(config, tokenizer), tokenizer)
     prompts = open_prompts(config, tokenizer)
     made = map(prompts.prompt, prompts.samples)
-    documents = (DocumentTokens(rows[:, 0], {WEIGHTS: np.float32(rows[:, 1] != NONE)}) for rows in made)
+    documents = (
+        DocumentTokens(rows[:, 0], {WEIGHTS: np.float32(rows[:, 1] != NONE)}) for rows in made
+    )
     write_corpus(folder, documents, tokenizer, columns={WEIGHTS: COLUMNS[WEIGHTS]})
     print(f"{len(prompts.samples):,} prompts in '{folder}'")
 
@@ -83,7 +85,12 @@ def step_of(config: Config) -> int:
 def shown(records: list[Record], output: str, step: int) -> None:
     keys = ("task", "length", "position")
     rows = [(*of, *map(numbers.get, NUMBERS)) for of, numbers in means(records, *keys).items()]
-    print(table((*keys, *NUMBERS), [[f"{x:.3f}" if isinstance(x, float) else x or "" for x in row] for row in rows]))
+    print(
+        table(
+            (*keys, *NUMBERS),
+            [[f"{x:.3f}" if isinstance(x, float) else x or "" for x in row] for row in rows],
+        )
+    )
     if output:
         write_down(records, step, Path(output))
 
@@ -91,15 +98,30 @@ def shown(records: list[Record], output: str, step: int) -> None:
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The arguments, and those that are keys of the configuration."""
     parser = command_parser(
-        "titan-linear evaluate", __doc__, allow_abbrev=False, usage="titan-linear evaluate PATH --tasks … --lengths …"
+        "titan-linear evaluate",
+        __doc__,
+        allow_abbrev=False,
+        usage="titan-linear evaluate PATH --tasks … --lengths …",
     )
     parser.add_argument("--tasks", nargs="+", default=[], help="evaluation.tasks")
-    parser.add_argument("--lengths", nargs="+", type=size, default=[], help="evaluation.lengths: 512, 4k or 1m tokens")
-    parser.add_argument("--write", default="", metavar="FOLDER", help="only make prompts, to train on")
-    parser.add_argument("-o", "--output", default="", help="folder for evaluation.jsonl (default: none)")
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=size,
+        default=[],
+        help="evaluation.lengths: 512, 4k or 1m tokens",
+    )
+    parser.add_argument(
+        "--write", default="", metavar="FOLDER", help="only make prompts, to train on"
+    )
+    parser.add_argument(
+        "-o", "--output", default="", help="folder for evaluation.jsonl (default: none)"
+    )
     args, keys = path_and_keys(parser, argv)
     if not (args.path or args.write or under_launcher()):
-        raise ValueError("give PATH, what is evaluated: a run's folder, a checkpoint or a Hugging Face folder")
+        raise ValueError(
+            "give PATH, what is evaluated: a run's folder, a checkpoint or a Hugging Face folder"
+        )
     for name in ("tasks", "lengths"):
         if given := getattr(args, name):
             keys += [f"--evaluation.{name}", str(given)]

@@ -28,7 +28,15 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from titan_linear.config import Config, check_config, config_to_toml, load_config
-from titan_linear.distributed.process import AGREED, LAUNCHER, LOST, STORE, outliving_readers, refusing, run_command
+from titan_linear.distributed.process import (
+    AGREED,
+    LAUNCHER,
+    LOST,
+    STORE,
+    outliving_readers,
+    refusing,
+    run_command,
+)
 from titan_linear.storage.rundir import CONFIG
 
 if TYPE_CHECKING:
@@ -64,9 +72,13 @@ def main(argv: list[str]) -> int:
     config, node = load_config(argv), this_node()
     world_size = node.count * node.processes
     check_config(config, world_size)
-    from titan_linear.run.preflight import cleared  # slow to import; --help and misspelt keys do without
+    # slow to import; --help and misspelt keys do without
+    from titan_linear.run.preflight import cleared
 
-    with cleared(config, argv, world_size, node.processes, first=node.rank == 0), outliving_readers():
+    with (
+        cleared(config, argv, world_size, node.processes, first=node.rank == 0),
+        outliving_readers(),
+    ):
         return run_workers(config, node)
 
 
@@ -85,10 +97,14 @@ def this_node() -> Node:
     if port > 65535:
         raise ValueError(f"MASTER_PORT = {port} is no port; use one below 65536")
     if rank >= nodes:
-        raise ValueError(f"NODE_RANK = {rank} must be less than NNODES = {nodes}; nodes are numbered from 0")
+        raise ValueError(
+            f"NODE_RANK = {rank} must be less than NNODES = {nodes}; nodes are numbered from 0"
+        )
     address = os.environ.get("MASTER_ADDR", "")
     if not address:
-        raise ValueError(f"NNODES = {nodes} needs MASTER_ADDR, the address of node 0; set it, the same on every node")
+        raise ValueError(
+            f"NNODES = {nodes} needs MASTER_ADDR, the address of node 0; set it, the same on every node"
+        )
     try:
         socket.getaddrinfo(address, port)  # torchrun would look for it for as long as it waits
     except (OSError, UnicodeError, OverflowError) as error:
@@ -109,7 +125,9 @@ def process_count() -> int:
     present = torch.cuda.device_count()
     count = _number("NGPU", str(present or 2), 1)
     if present and count > present:
-        raise ValueError(f"NGPU = {count} is more than the {present} GPUs present; use at most {present}")
+        raise ValueError(
+            f"NGPU = {count} is more than the {present} GPUs present; use at most {present}"
+        )
     return count
 
 
@@ -123,7 +141,9 @@ def _number(name: str, default: str, least: int) -> int:
 # --- Workers ---------------------------------------------------------------------------------------------------------
 
 
-def run_workers(config: Config, node: Node, module: str = "titan_linear.train", more: Sequence[str] = ()) -> int:
+def run_workers(
+    config: Config, node: Node, module: str = "titan_linear.train", more: Sequence[str] = ()
+) -> int:
     """Run `python -m module`, with `more` arguments, in this node's processes, by torchrun, and return the exit code of
     the whole.
 
@@ -139,14 +159,19 @@ def run_workers(config: Config, node: Node, module: str = "titan_linear.train", 
         checked = Path(folder, CONFIG)
         agreed = Path(folder, "agreed")
         checked.write_text(config_to_toml(config), encoding="utf-8")
-        os.environ.update(_environment(node.processes) | {LAUNCHER: str(os.getpid()), AGREED: str(agreed)})
+        os.environ.update(
+            _environment(node.processes) | {LAUNCHER: str(os.getpid()), AGREED: str(agreed)}
+        )
         workers = Workers(node, config, folder, [module, "--job.config_file", str(checked), *more])
         workers.run_to_end()
-        stopped_for = workers.stop or (int(agreed.read_text()) if agreed.exists() else 0)  # a signal of another node
+        # a signal of another node
+        stopped_for = workers.stop or (int(agreed.read_text()) if agreed.exists() else 0)
     failures = workers.failures
     if workers.stop:
         # A worker that was asked to stop before it handled signals was killed by the request, and others lost it.
-        failures = {rank: failure for rank, failure in failures.items() if failure.exitcode not in FOLLOWING}
+        failures = {
+            rank: failure for rank, failure in failures.items() if failure.exitcode not in FOLLOWING
+        }
     if failures:
         return _report(failures)
     return 128 + stopped_for if stopped_for else 0
@@ -169,11 +194,17 @@ def _environment(processes: int) -> dict[str, str]:
 
 def _report(failures: dict[int, ProcessFailure]) -> int:
     """Print which rank failed first, and return its exit code."""
-    order = {rank: (failure.exitcode in FOLLOWING, failure.timestamp) for rank, failure in failures.items()}
+    order = {
+        rank: (failure.exitcode in FOLLOWING, failure.timestamp)
+        for rank, failure in failures.items()
+    }
     rank = min(order, key=order.get)
     code = failures[rank].exitcode
     how = f"exit code {code}" if code > 0 else f"killed by {failures[rank].signal_name()}"
-    print(f"error: rank {rank} {'lost another rank' if code == LOST else f'failed ({how})'}", file=sys.stderr)
+    print(
+        f"error: rank {rank} {'lost another rank' if code == LOST else f'failed ({how})'}",
+        file=sys.stderr,
+    )
     return code if code > 0 else 128 - code
 
 
@@ -208,15 +239,27 @@ class Workers(threading.Thread):
         else:
             # In a file of our own: through a port, whoever reaches it can have all workers start again, and what comes
             # through it is unpickled. The workers meet on the loopback; torchrun's store listens on all interfaces.
-            options |= {"rdzv-backend": "c10d", "rdzv-conf": "store_type=file", "local-addr": "localhost"}
+            options |= {
+                "rdzv-backend": "c10d",
+                "rdzv-conf": "store_type=file",
+                "local-addr": "localhost",
+            }
             options |= {"rdzv-endpoint": f"{folder}/rendezvous"}
             listening = socket.create_server(("127.0.0.1", 0))
             _, port = listening.getsockname()
             self.store = TCPStore(
-                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+                "127.0.0.1",
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listening.detach(),
             )
             os.environ |= {STORE: str(port), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        self.arguments = [*(f"--{name}={value}" for name, value in options.items()), "--module", *command]
+        self.arguments = [
+            *(f"--{name}={value}" for name, value in options.items()),
+            "--module",
+            *command,
+        ]
         self.stop, self.stopped_at = 0, 0.0
         self.told: set[int] = set()  # process ids of workers that SIGTERM was sent to
         self.failures: dict[int, ProcessFailure] = {}
@@ -225,9 +268,11 @@ class Workers(threading.Thread):
     def run_to_end(self) -> None:
         self.start()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            # as nohup has it
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on_request)
-        signal.signal(signal.SIGUSR1, lambda number, _: _send(number, self._running()))  # snapshots (profiling.py)
+        # snapshots (profiling.py)
+        signal.signal(signal.SIGUSR1, lambda number, _: _send(number, self._running()))
         while self.is_alive():
             self.join(0.1)
             self._pass_on()
@@ -254,14 +299,19 @@ class Workers(threading.Thread):
             self.failures = error.failures
         except DistError as error:
             reason = str(error).partition("\n")[0]
-            self.error = ValueError(f"nodes cannot meet at {self.place} ({reason}); give node 0's address, a free port")
+            self.error = ValueError(
+                f"nodes cannot meet at {self.place} ({reason}); give node 0's address, a free port"
+            )
         except BaseException as error:  # to `run_to_end`
             self.error = error
 
     def _running(self) -> set[int]:
         """Process ids of the workers: the children of this thread."""
         with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
-            return {int(child) for child in Path(f"/proc/self/task/{self.native_id}/children").read_text().split()}
+            return {
+                int(child)
+                for child in Path(f"/proc/self/task/{self.native_id}/children").read_text().split()
+            }
         return set()
 
     def _on_request(self, number: int, _: FrameType | None) -> None:
@@ -272,7 +322,11 @@ class Workers(threading.Thread):
             _send(signal.SIGKILL, running)
             sys.exit(128 + (self.stop or number))
         self.stop, self.stopped_at = number, time.monotonic()
-        after = "after a last save" if self.saves else "after this step, without a save (checkpoint.enable = false)"
+        after = (
+            "after a last save"
+            if self.saves
+            else "after this step, without a save (checkpoint.enable = false)"
+        )
         print(f"stopping {after}; Ctrl-C again stops at once", file=sys.stderr)
 
     def _pass_on(self) -> None:

@@ -36,8 +36,12 @@ def main(argv: list[str]) -> int:
     options, keys = parted(argv)
     if under_launcher():
         return joined(load_config(keys), partial(harness, options))
-    parser = command_parser("titan-linear lm-eval", __doc__, usage="titan-linear lm-eval PATH --tasks …")
-    parser.add_argument("path", metavar="PATH", help="a checkpoint of ours, or a Hugging Face folder")
+    parser = command_parser(
+        "titan-linear lm-eval", __doc__, usage="titan-linear lm-eval PATH --tasks …"
+    )
+    parser.add_argument(
+        "path", metavar="PATH", help="a checkpoint of ours, or a Hugging Face folder"
+    )
     args, options = parser.parse_known_args(options)
     if not find_spec("lm_eval"):
         raise ValueError("lm-evaluation-harness is not installed; pip install 'titan_linear[eval]'")
@@ -63,11 +67,16 @@ def harness(options: list[str], config: Config) -> None:
 
     register_model("titan_linear")(adapted(config))
     sys.argv = ["lm_eval", "run", "--model", "titan_linear", *options]
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere) if dist.get_rank() else nullcontext():
+    with (
+        open(os.devnull, "w") as nowhere,
+        redirect_stdout(nowhere) if dist.get_rank() else nullcontext(),
+    ):
         cli_evaluate()
 
 
-def likelihoods(requests: Sequence[tuple[list[int], int]], reader: Reader) -> list[tuple[float, bool]]:
+def likelihoods(
+    requests: Sequence[tuple[list[int], int]], reader: Reader
+) -> list[tuple[float, bool]]:
     """Of the tokens of each from a place on, on every rank: log p, and whether greedy decoding would write them."""
     samples = [Sample("", len(tokens), 0.0, i) for i, (tokens, _) in enumerate(requests)]
     prompts = Prompts(
@@ -75,7 +84,13 @@ def likelihoods(requests: Sequence[tuple[list[int], int]], reader: Reader) -> li
         lambda sample: rows_of(requests[sample.number][0], 0, requests[sample.number][1]),
         stream_length(reader.config, max(sample.length for sample in samples)),
     )
-    shown = [examine(reader, prompts, show=lambda _, rows: [(float(rows[:, 4].sum()), bool(rows[:, 3].all()))])]
+    shown = [
+        examine(
+            reader,
+            prompts,
+            show=lambda _, rows: [(float(rows[:, 4].sum()), bool(rows[:, 3].all()))],
+        )
+    ]
     dist.broadcast_object_list(shown, group=reader.host)
     return shown[0]
 
@@ -98,11 +113,17 @@ def adapted(config: Config) -> type:
             return reader.tokenizer.encode(string).tolist()
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-            return likelihoods([(context + more, len(context)) for _, context, more in requests], reader)
+            return likelihoods(
+                [(context + more, len(context)) for _, context, more in requests], reader
+            )
 
         def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
-            texts = [[self.prefix_token_id, *self.tok_encode(request.args[0])] for request in requests]
-            return [logprob for logprob, _ in likelihoods([(tokens, 1) for tokens in texts], reader)]
+            texts = [
+                [self.prefix_token_id, *self.tok_encode(request.args[0])] for request in requests
+            ]
+            return [
+                logprob for logprob, _ in likelihoods([(tokens, 1) for tokens in texts], reader)
+            ]
 
         def generate_until(self, requests: Any, **_: Any) -> list[str]:
             return [self._until(*request.args) for request in requests]

@@ -58,7 +58,9 @@ def main(argv: list[str]) -> int:
             print(f"{name}: largest difference {apart:.3g}, at token {token:,} of the corpus")
         return 0
     if not (args.path and args.output):
-        raise ValueError("give PATH, what scores, and -o, a folder for the scores; or --compare and two folders")
+        raise ValueError(
+            "give PATH, what scores, and -o, a folder for the scores; or --compare and two folders"
+        )
     config, node, tokenizer, _ = checked(args.path, keys)
     begin(Path(args.output), *scores_of(args, config, tokenizer))
     return run_workers(config, node, "titan_linear.score", ["--output", args.output])
@@ -78,7 +80,9 @@ def checked(path: str, keys: list[str]) -> tuple[Config, Node, Tokenizer, ModelC
 def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) -> tuple[Scores, int]:
     """What these arguments ask for, and the number of tokens of the corpus."""
     if args.top_k > (words := tokenizer.vocab_size):
-        raise ValueError(f"--top-k {args.top_k} is above the {words} tokens of the tokenizer; give {words} at most")
+        raise ValueError(
+            f"--top-k {args.top_k} is above the {words} tokens of the tokenizer; give {words} at most"
+        )
     streams = streams_to_score(config, tokenizer)
     corpus = streams.corpus
     columns = {args.column: ("<f4", 0)}
@@ -109,7 +113,9 @@ def streams_to_score(config: Config, tokenizer: Tokenizer) -> PackedStreams:
     seq_len = config.training.seq_len
     whole = np.diff(corpus.offsets).reshape(-1, corpus.group).sum(1).max() <= seq_len
     targets = Targets("token", (PLACE,), corpus.group * whole)
-    return streams_of(split_corpus(corpus, 0.0, "train"), seq_len=seq_len, seed=0, repeat=False, targets=targets)
+    return streams_of(
+        split_corpus(corpus, 0.0, "train"), seq_len=seq_len, seed=0, repeat=False, targets=targets
+    )
 
 
 # --- In each process --------------------------------------------------------------------------------------------------
@@ -146,11 +152,18 @@ def score(folder: Path, reader: Reader, streams: Streams) -> None:
             keep(folder, scores, min(n * each, end))
             saved = time.perf_counter()
             rate = (n - start) * each * streams.seq_len / (saved - begun)
-            print(f"scored {min(n * each, end):,} of {end:,} streams, {rate:,.0f} tokens/s", flush=True)
+            print(
+                f"scored {min(n * each, end):,} of {end:,} streams, {rate:,.0f} tokens/s",
+                flush=True,
+            )
 
 
 def _columns(
-    logits: ChunkedLogits, labels: Tensor, columns: dict[str, Tensor], scores: Scores, vocab_size: int
+    logits: ChunkedLogits,
+    labels: Tensor,
+    columns: dict[str, Tensor],
+    scores: Scores,
+    vocab_size: int,
 ) -> tuple[Tensor, ...]:
     logits = replace(logits, x=logits.x / float(scores.by["temperature"]))
     _, k = scores.columns.get("teacher_ids", ("", 0))
@@ -161,7 +174,9 @@ def _columns(
 # --- Arguments --------------------------------------------------------------------------------------------------------
 
 
-def path_and_keys(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def path_and_keys(
+    parser: argparse.ArgumentParser, argv: list[str]
+) -> tuple[argparse.Namespace, list[str]]:
     """The arguments, with PATH if it comes first (argparse would take the value of a key for it); and the rest."""
     has_path = bool(argv) and not argv[0].startswith("-")
     args, keys = parser.parse_known_args(argv[has_path:])
@@ -172,16 +187,27 @@ def path_and_keys(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[arg
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The arguments, and those that are keys of the configuration."""
     parser = command_parser(
-        "titan-linear score", __doc__, allow_abbrev=False, usage="titan-linear score PATH -o FOLDER …"
+        "titan-linear score",
+        __doc__,
+        allow_abbrev=False,
+        usage="titan-linear score PATH -o FOLDER …",
     )
     parser.add_argument("-o", "--output", default="", help="folder for the scores")
-    parser.add_argument("--as", dest="column", choices=("reference", "behaviour"), default="reference")
-    parser.add_argument("--top-k", type=int, default=0, help=f"likeliest tokens to keep, up to {MOST_IDS} (none)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the softmax (default: 1)")
+    parser.add_argument(
+        "--as", dest="column", choices=("reference", "behaviour"), default="reference"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, help=f"likeliest tokens to keep, up to {MOST_IDS} (none)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="of the softmax (default: 1)"
+    )
     parser.add_argument("--compare", nargs=2, metavar="FOLDER", default=[])
     args, keys = path_and_keys(parser, argv)
     if not (0 <= args.top_k <= MOST_IDS and 0 < args.temperature < float("inf")):
-        raise ValueError(f"--top-k {args.top_k} must be 0 to {MOST_IDS}, --temperature {args.temperature:g} above 0")
+        raise ValueError(
+            f"--top-k {args.top_k} must be 0 to {MOST_IDS}, --temperature {args.temperature:g} above 0"
+        )
     return args, keys
 
 

@@ -54,7 +54,13 @@ from titan_linear.run.export import export_last
 from titan_linear.run.generate import Evaluation
 from titan_linear.run.preflight import cleared
 from titan_linear.run.reading import Reader
-from titan_linear.run.start import build_checkpointer, build_loader, open_subject, saved_progress, set_weights
+from titan_linear.run.start import (
+    build_checkpointer,
+    build_loader,
+    open_subject,
+    saved_progress,
+    set_weights,
+)
 from titan_linear.step.optimizer import build_optimizer
 from titan_linear.step.update import Update, rate_at
 from titan_linear.storage.rundir import CONFIG, RECORDERS
@@ -82,12 +88,16 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.loader = build_loader(config, subject.streams, self.dims)
         self.checkpointer = build_checkpointer(config)
-        set_weights(config, known, self.model, self.optimizer, self.loader, self.checkpointer, self.host)
+        set_weights(
+            config, known, self.model, self.optimizer, self.loader, self.checkpointer, self.host
+        )
         self.step, self.skipped = (known.step, known.skipped) if known else (0, 0)
         self.begun = self.step  # the step that is being computed
 
         # A step: its passes, and its end.
-        self.telemetry = Telemetry(config, self.model, self.dims, self.device, subject.streams, subject.groups)
+        self.telemetry = Telemetry(
+            config, self.model, self.dims, self.device, subject.streams, subject.groups
+        )
         self.passes = build_passes(
             config,
             self.model,
@@ -104,7 +114,11 @@ class Trainer:
         # What hangs on each step, and what comes between steps.
         self.spikes = Spikes(config, subject.streams)
         self.grace = Grace(
-            config.checkpoint.grace_seconds, self.stop, dist.group.WORLD, self.feed.micro_steps, self._save_seconds
+            config.checkpoint.grace_seconds,
+            self.stop,
+            dist.group.WORLD,
+            self.feed.micro_steps,
+            self._save_seconds,
         )
         self.compilation = Compilation(config, self.dims, self.host)
         self.hooks: list[Hook] = [self.spikes, self.telemetry, self.grace, self.compilation]
@@ -142,7 +156,8 @@ class Trainer:
         self.begun = self.step + 1
         for hook in self.hooks:
             hook.before_step(self.begun)
-        losses, streams = self.passes.run(self.grace.ask)  # each micro-batch: batch → forward → backward
+        # each micro-batch: batch → forward → backward
+        losses, streams = self.passes.run(self.grace.ask)
         coming = self.update.run(losses, self.begun, self.stop.received)
         self.step = self.begun
         self.loader.advance()
@@ -214,11 +229,14 @@ class Trainer:
             write_down(config, self.model, self.dims, self.feed.cut, self.device, self.step)
         if first:
             parts = self.model.config, self.dims, self.device
-            hooks.append(Report(config, *parts, self.step, self.telemetry, self.compilation.numbers))
+            hooks.append(
+                Report(config, *parts, self.step, self.telemetry, self.compilation.numbers)
+            )
         if first and config.checkpoint.export_interval:
             self.exports = Exports(config, self.step, self.checkpointer.in_use)
             hooks.append(self.exports)
-        if config.profiling.enable_profiling:  # behind the report: the time of a trace is in the next step's
+        # behind the report: the time of a trace is in the next step's
+        if config.profiling.enable_profiling:
             hooks.append(Profiler(config, self.step, self.feed.settle, self._between_steps))
         return hooks
 
@@ -262,7 +280,9 @@ class Trainer:
             total_steps=schedule_steps(self.config),
             content=self.content,
         )
-        self.checkpointer.save(self.step, self.model, None if model_only else self.optimizer, progress, self.loader)
+        self.checkpointer.save(
+            self.step, self.model, None if model_only else self.optimizer, progress, self.loader
+        )
         for hook in self.hooks:
             hook.after_save(self.step)
 
@@ -287,7 +307,9 @@ class Trainer:
         if not self.stop.agreed:
             if self.config.checkpoint.last_save_in_hf:
                 export_last(self.config, self.model, self.tokenizer, self.content.base)
-            text = self.evaluation.text(self.config.sample.prompt, self.config.sample.max_new_tokens)
+            text = self.evaluation.text(
+                self.config.sample.prompt, self.config.sample.max_new_tokens
+            )
             if text and dist.get_rank() == 0:
                 print(f"--- sample\n{text}\n---")
         if self.exports:
@@ -320,9 +342,15 @@ def join(config: Config) -> None:
     if config.debug.deterministic:
         be_deterministic()
     folder = Path(config.job.dump_folder)
-    with process_group(timedelta(seconds=config.comm.init_timeout_seconds)) as ending, ExitStack() as held:
-        watch = held.enter_context(watched(folder / RECORDERS, ending.store, config.comm.train_timeout_seconds))
-        if not under_launcher():  # torchrun: once joined, the others can wait while rank 0 checks and tokenises
+    with (
+        process_group(timedelta(seconds=config.comm.init_timeout_seconds)) as ending,
+        ExitStack() as held,
+    ):
+        watch = held.enter_context(
+            watched(folder / RECORDERS, ending.store, config.comm.train_timeout_seconds)
+        )
+        # torchrun: once joined, the others can wait while rank 0 checks and tokenises
+        if not under_launcher():
             world_size = dist.get_world_size()
             node_size = int(os.environ["LOCAL_WORLD_SIZE"])
             clearance = cleared(config, sys.argv[1:], world_size, node_size)
@@ -331,7 +359,9 @@ def join(config: Config) -> None:
             train(config, watch, ending)
         except torch.OutOfMemoryError as error:
             plan = f"titan-linear plan --gpus {dist.get_world_size()} --job.config_file {folder / CONFIG}"
-            raise torch.OutOfMemoryError(f"{explain(error)[1]}; what a run needs: {plan}") from error
+            raise torch.OutOfMemoryError(
+                f"{explain(error)[1]}; what a run needs: {plan}"
+            ) from error
 
 
 def train(config: Config, watch: Watch, ending: Ending) -> None:

@@ -62,7 +62,8 @@ METHODS = SOFTMAX_METHODS
 RECURRENCES = [op for op in OPS if op != "conv"]
 OF_FLA = [op for op in OPS if op != "ssd"]  # what it has context parallelism for
 LAYOUTS = ("contiguous", "zigzag")
-LENGTHS = {"web": (1000, 1.0), "mixed": (4000, 1.5)}  # documents' lengths: median, and standard deviation of the log
+# documents' lengths: median, and standard deviation of the log
+LENGTHS = {"web": (1000, 1.0), "mixed": (4000, 1.5)}
 
 
 def boundaries(documents: str, T: int) -> Tensor:
@@ -77,7 +78,9 @@ def random_documents(kind: str, T: int, seed: int) -> np.ndarray:
     """[N+1] int64 boundaries; the last document is cut where the stream ends."""
     rng = np.random.default_rng(seed)
     middle, deviation = LENGTHS[kind]
-    lengths = np.maximum(rng.lognormal(np.log(middle), deviation, 100 + 4 * T // middle), 1).astype(np.int64)
+    lengths = np.maximum(rng.lognormal(np.log(middle), deviation, 100 + 4 * T // middle), 1).astype(
+        np.int64
+    )
     ends = np.cumsum(lengths)
     return np.concatenate([[0], ends[ends < T], [T]])
 
@@ -85,7 +88,10 @@ def random_documents(kind: str, T: int, seed: int) -> np.ndarray:
 def make_inputs(case: Case, Hkv: int) -> Inputs:
     """Hkv: key heads of attention. The convolution has the channels of q, k and v."""
     if case.op in METHODS:
-        return {name: torch.randn(1, case.T, heads, D).bfloat16() for name, heads in zip("qkv", (case.HV, Hkv, Hkv))}
+        return {
+            name: torch.randn(1, case.T, heads, D).bfloat16()
+            for name, heads in zip("qkv", (case.HV, Hkv, Hkv))
+        }
     return (replace(case, HV=3 * case.HV) if case.op == "conv" else case).inputs()
 
 
@@ -114,7 +120,10 @@ def exposed(fn: Callable[[], Any], flush: Tensor) -> float:
 def after_flush(ran: Sequence[traces.Event]) -> list[traces.Event]:
     """What ran after the flush (the first kernel above 1 ms that is no collective); nothing, if there is no flush."""
     ran = sorted(ran, key=traces.span_of)
-    end = next((traces.span_of(e)[1] for e in ran if e["dur"] > 1000 and not traces.communicates(e)), math.inf)
+    end = next(
+        (traces.span_of(e)[1] for e in ran if e["dur"] > 1000 and not traces.communicates(e)),
+        math.inf,
+    )
     return [e for e in ran if e["ts"] >= end]
 
 
@@ -164,7 +173,9 @@ def ours(
         fn = partial(fn, cp_method="ulysses")
         layout = "contiguous"
     if layout in LAYOUTS and dist.get_world_size() > 1:
-        context = build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu, node_size=node)
+        context = build_cp_context(
+            cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu, node_size=node
+        )
     else:
         context = build_cp_context(cu.cuda(), rank=0, world_size=1, cu_seqlens_cpu=cu)
     if compiled:
@@ -177,7 +188,9 @@ def fla(op: str, cu: Tensor, layout: str) -> Callable[..., Tensor]:
     from fla.ops.cp import build_cp_context as context_of
 
     width = TAPS if op == "conv" else None
-    context = context_of(cu.cuda(), dist.group.WORLD, conv1d_kernel_size=width, cu_seqlens_cpu=cu, layout=layout)
+    context = context_of(
+        cu.cuda(), dist.group.WORLD, conv1d_kernel_size=width, cu_seqlens_cpu=cu, layout=layout
+    )
     return partial(function(op, OPS[op].peers["FLA"]), cp_context=context)
 
 
@@ -202,14 +215,29 @@ def print_rows(args: argparse.Namespace, flush: Tensor) -> None:
         for whose, documents, layout in rows(op, args.documents, args.layouts, args.peers):
             cu = boundaries(documents, T // ranks if layout == "alone" else T)
             with torch.device("cuda"):
-                inputs = make_inputs(replace(case, T=T), args.key_heads or HV) if layout == "whole" else x
-            timed_op = fla(op, cu, layout) if whose else ours(fn, args.compiled, cu, layout, args.node_size)
+                inputs = (
+                    make_inputs(replace(case, T=T), args.key_heads or HV)
+                    if layout == "whole"
+                    else x
+                )
+            timed_op = (
+                fla(op, cu, layout)
+                if whose
+                else ours(fn, args.compiled, cu, layout, args.node_size)
+            )
             times = measure(timed_op, inputs, flush)
             if first:
-                rates = tflops(HV, cu, ranks if layout in LAYOUTS else 1, times) if op in METHODS else ""
+                rates = (
+                    tflops(HV, cu, ranks if layout in LAYOUTS else 1, times)
+                    if op in METHODS
+                    else ""
+                )
                 name = f"{op}, {whose}" if whose else op
                 forms = [".2f"] * 5 + [".0f"]
-                cells = [format(x, form) if math.isfinite(x) else "–" for x, form in zip(times, forms, strict=True)]
+                cells = [
+                    format(x, form) if math.isfinite(x) else "–"
+                    for x, form in zip(times, forms, strict=True)
+                ]
                 print(line([name, T, case.heads, documents, layout, *cells, rates]))
 
 
@@ -221,14 +249,26 @@ def parse(argv: list[str]) -> argparse.Namespace:
     ops = [*OPS, *METHODS]
     parser.add_argument("--ops", nargs="+", default=ops, choices=ops)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768])
-    parser.add_argument("--heads", type=head_counts, nargs="+", default=[(64, 64)], help="such as 64 or 8/64")
-    parser.add_argument("--dims", type=head_dims, nargs="+", help="K and V (default: 128x128; rwkv7: 64x64)")
+    parser.add_argument(
+        "--heads", type=head_counts, nargs="+", default=[(64, 64)], help="such as 64 or 8/64"
+    )
+    parser.add_argument(
+        "--dims", type=head_dims, nargs="+", help="K and V (default: 128x128; rwkv7: 64x64)"
+    )
     parser.add_argument("--key-heads", type=int, help="key heads of attention (default: --heads)")
-    parser.add_argument("--documents", nargs="+", default=["one", "packed"], choices=["one", "packed", *LENGTHS])
-    parser.add_argument("--layouts", nargs="+", default=LAYOUTS, choices=[*LAYOUTS, "heads", "whole"])
-    parser.add_argument("--compiled", action="store_true", help="compile the ops with torch.compile")
+    parser.add_argument(
+        "--documents", nargs="+", default=["one", "packed"], choices=["one", "packed", *LENGTHS]
+    )
+    parser.add_argument(
+        "--layouts", nargs="+", default=LAYOUTS, choices=[*LAYOUTS, "heads", "whole"]
+    )
+    parser.add_argument(
+        "--compiled", action="store_true", help="compile the ops with torch.compile"
+    )
     parser.add_argument("--peers", action="store_true", help="also time FLA's KCP")
-    parser.add_argument("--node-size", type=int, help="ranks per node (default: as torchrun has them)")
+    parser.add_argument(
+        "--node-size", type=int, help="ranks per node (default: as torchrun has them)"
+    )
     return parser.parse_args(argv)
 
 
@@ -238,7 +278,11 @@ def main(argv: list[str]) -> int:
     if args.peers and not find_spec("fla"):
         raise ValueError("--peers needs flash-linear-attention, which is not installed here")
     if not torch.cuda.is_available() or "LOCAL_RANK" not in os.environ:
-        why = "there is no GPU here" if not torch.cuda.is_available() else "torchrun starts it, a process on each GPU"
+        why = (
+            "there is no GPU here"
+            if not torch.cuda.is_available()
+            else "torchrun starts it, a process on each GPU"
+        )
         raise ValueError(f"tools.bench_cp times the ops on several GPUs: {why}")
     own_device()
     with process_group(timedelta(minutes=10)):

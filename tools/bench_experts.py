@@ -29,7 +29,8 @@ from titan_linear.ops.experts import loads
 from tools.bench_ops import timed
 
 MODELS = ("nemotron-h/nano-3-30B-A3B", "qwen3.5/35B-A3B", "granite-h/tiny", "kimi-linear/48B-A3B")
-Run = Callable[[Tensor, Tensor, Tensor], Tensor]  # tokens [N, D], weights and experts [N, k] -> [N, D]
+# tokens [N, D], weights and experts [N, k] -> [N, D]
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 Layer = tuple[Run, nn.Module]  # and what has its parameters
 
 
@@ -57,7 +58,9 @@ def torchtitan(c: MoEConfig, up: Tensor, down: Tensor) -> Layer:
             h = self._grouped_mm(A=x, B_t=self.w1_EFD.mT, offs=ends).relu().square()
             return self._grouped_mm(A=h, B_t=self.w2_EDF.mT, offs=ends)
 
-    sizes = GroupedExperts.Config(dim=down.shape[1], hidden_dim=c.hidden_dim, num_experts=c.num_experts)
+    sizes = GroupedExperts.Config(
+        dim=down.shape[1], hidden_dim=c.hidden_dim, num_experts=c.num_experts
+    )
     dispatcher = LocalTokenDispatcher.Config(num_experts=c.num_experts, top_k=c.top_k)
     layer = RoutedExperts.Config(inner_experts=sizes, token_dispatcher=dispatcher).build()
     gate, *rest = up.chunk(1 if c.activation == "relu2" else 2, 1)
@@ -65,7 +68,9 @@ def torchtitan(c: MoEConfig, up: Tensor, down: Tensor) -> Layer:
         layer.inner_experts = SquaredReLU(sizes)
     matrices = gate, rest[0] if rest else None, down
     for name, matrix in zip(("w1_EFD", "w3_EFD", "w2_EDF"), matrices, strict=True):
-        setattr(layer.inner_experts, name, None if matrix is None else nn.Parameter(matrix.contiguous()))
+        setattr(
+            layer.inner_experts, name, None if matrix is None else nn.Parameter(matrix.contiguous())
+        )
 
     def run(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         return layer(x[None], weights[None], experts[None], loads(experts, c.num_experts))[0]
@@ -92,15 +97,24 @@ PEERS = {"torchtitan": torchtitan, "scattermoe": scattermoe}
 # --- The table -------------------------------------------------------------------------------------------------------
 
 
-def print_rows(model: str, tokens: int, peers: dict[str, Callable[..., Layer]], flush: Tensor) -> None:
+def print_rows(
+    model: str, tokens: int, peers: dict[str, Callable[..., Layer]], flush: Tensor
+) -> None:
     """A row of our layer and of each of the peers'."""
     config = preset(*model.split("/"))
     c = config.moe
     torch.manual_seed(0)
-    up, down = (torch.randn(c.num_experts, *sizes).mul_(0.02).bfloat16() for sizes in shapes(c, c.width(config.dim)))
+    up, down = (
+        torch.randn(c.num_experts, *sizes).mul_(0.02).bfloat16()
+        for sizes in shapes(c, c.width(config.dim))
+    )
     x, dy = torch.randn(2, tokens, down.shape[1]).bfloat16()
     weights, experts = torch.rand(tokens, c.num_experts).topk(c.top_k)
-    inputs = x.requires_grad_(), weights.div_(weights.sum(1, keepdim=True)).requires_grad_(), experts
+    inputs = (
+        x.requires_grad_(),
+        weights.div_(weights.sum(1, keepdim=True)).requires_grad_(),
+        experts,
+    )
     flops = 2 * tokens * c.top_k * (up[0].numel() + down[0].numel())  # of products, forward
     y = None
     for name, build in {"": ours, **peers}.items():
@@ -110,7 +124,9 @@ def print_rows(model: str, tokens: int, peers: dict[str, Callable[..., Layer]], 
         y = output if y is None else y
         difference = ((output - y).float().norm() / y.float().norm()).item()
         cells = figures(run, inputs, list(layer.parameters()), dy, flops, flush)
-        print(line([f"{model} {name}".strip(), str(tokens), *cells, f"{difference:.1e}"]), flush=True)
+        print(
+            line([f"{model} {name}".strip(), str(tokens), *cells, f"{difference:.1e}"]), flush=True
+        )
 
 
 def shapes(c: MoEConfig, dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -119,7 +135,12 @@ def shapes(c: MoEConfig, dim: int) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def figures(
-    run: Run, inputs: tuple[Tensor, ...], parameters: list[Tensor], dy: Tensor, flops: int, flush: Tensor
+    run: Run,
+    inputs: tuple[Tensor, ...],
+    parameters: list[Tensor],
+    dy: Tensor,
+    flops: int,
+    flush: Tensor,
 ) -> list[str]:
     x, weights, _ = inputs
 
@@ -140,16 +161,22 @@ def figures(
 @refusing
 def main(argv: list[str]) -> int:
     parser = command_parser("python -m tools.bench_experts", __doc__)
-    parser.add_argument("--models", nargs="+", default=MODELS, help="NAME/FLAVOR of each (default: four)")
+    parser.add_argument(
+        "--models", nargs="+", default=MODELS, help="NAME/FLAVOR of each (default: four)"
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768])
-    parser.add_argument("--peers", action="store_true", help="also time other libraries, where installed")
+    parser.add_argument(
+        "--peers", action="store_true", help="also time other libraries, where installed"
+    )
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise ValueError("tools.bench_experts times the kernels of a GPU, and there is none here")
     torch.set_default_device("cuda")
     flush = torch.empty(12 << 30, dtype=torch.uint8)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    rates = [name for kind in ("forward", "forward + backward") for name in (f"{kind} ms", "TFLOP/s")]
+    rates = [
+        name for kind in ("forward", "forward + backward") for name in (f"{kind} ms", "TFLOP/s")
+    ]
     print(table(("experts of", "tokens", *rates, "peak", "host", "from ours"), []))
     peers = {name: build for name, build in PEERS.items() if args.peers and find_spec(name)}
     for model, tokens in product(args.models, args.tokens):

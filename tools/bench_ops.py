@@ -47,7 +47,13 @@ from triton.testing import do_bench
 
 from titan_linear.commands import command_parser, line, table
 from titan_linear.distributed.process import refusing, run_command
-from titan_linear.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda, chunk_rwkv7, chunk_ssd
+from titan_linear.ops import (
+    causal_conv1d,
+    chunk_gated_delta_rule,
+    chunk_kda,
+    chunk_rwkv7,
+    chunk_ssd,
+)
 from titan_linear.ops.triton.configs import CONFIGS, architecture, row
 
 PACKED = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)
@@ -88,10 +94,13 @@ class Op:
 
     fn: Callable[..., Any]
     options: dict[str, Any]
-    raw: dict[str, Any] | None  # its further options with raw gates; None: it has one kind of gates, or none
+    # its further options with raw gates; None: it has one kind of gates, or none
+    raw: dict[str, Any] | None
     inputs: Callable[[Case], Inputs]
-    flops: Callable[[int, int], tuple[int, int]]  # K, V → per token and head: forward, forward and backward
-    peers: dict[str, Callable[..., Any]]  # the equivalent functions of other libraries, by names in LIBRARIES
+    # K, V → per token and head: forward, forward and backward
+    flops: Callable[[int, int], tuple[int, int]]
+    # the equivalent functions of other libraries, by names in LIBRARIES
+    peers: dict[str, Callable[..., Any]]
     dims: tuple[int, int] = (128, 128)  # K and V unless told
 
 
@@ -105,7 +114,12 @@ def conv_inputs(case: Case) -> Inputs:
 
 def ssd_inputs(case: Case) -> Inputs:
     T, H, HV, K, V = case.T, case.H, case.HV, case.K, case.V
-    tokens = {"x": randn(1, T, HV, V), "dt": randn(1, T, HV), "B": randn(1, T, H, K), "C": randn(1, T, H, K)}
+    tokens = {
+        "x": randn(1, T, HV, V),
+        "dt": randn(1, T, HV),
+        "B": randn(1, T, H, K),
+        "C": randn(1, T, H, K),
+    }
     of_heads = {"A": -torch.rand(HV), "D": randn(HV), "dt_bias": randn(HV) - 4}
     return {name: x.bfloat16() for name, x in tokens.items()} | of_heads
 
@@ -128,7 +142,12 @@ def delta_inputs(case: Case, gates: tuple[int, ...], least: float) -> Inputs:
     beta = torch.rand(1, T, HV).bfloat16()
     x = {"q": q, "k": k, "v": randn(1, T, HV, case.V).bfloat16(), "beta": beta}
     if case.raw:
-        return {**x, "g": randn(1, T, *gates).bfloat16(), "A_log": randn(HV), "dt_bias": randn(math.prod(gates))}
+        return {
+            **x,
+            "g": randn(1, T, *gates).bfloat16(),
+            "A_log": randn(HV),
+            "dt_bias": randn(math.prod(gates)),
+        }
     return {**x, "g": least * torch.rand(1, T, *gates)}
 
 
@@ -145,7 +164,9 @@ def ssd_flops(K: int, V: int) -> tuple[int, int]:
 def rwkv7_flops(K: int, V: int) -> tuple[int, int]:
     """P, U, Q and O of a chunk, and their use. Backward: P, U and Q again, two scans, gradients."""
     forward = 6 * K * V + 2 * K * K + 2 * K * K * V // C + 2 * C * (6 * K + 4 * V)
-    return forward, forward + 24 * K * V + 2 * K * K + 4 * K * K * V // C + 2 * C * (17 * K + 16 * V)
+    return forward, forward + 24 * K * V + 2 * K * K + 4 * K * K * V // C + 2 * C * (
+        17 * K + 16 * V
+    )
 
 
 def delta_flops(K: int, V: int) -> tuple[int, int]:
@@ -266,7 +287,8 @@ def candidates(case: Case, kernel: str, *texts: str) -> Iterator[tuple[str, Call
     names, choices = zip(*(text.split("=") for text in texts))
     for values in product(*(choice.split(",") for choice in choices)):
         chosen = dict(zip(names, map(int, values)))
-        CONFIGS[gpu][kernel] = shipped | {key: shipped[key] | chosen}  # not in place: kernels may share a table
+        # not in place: kernels may share a table
+        CONFIGS[gpu][kernel] = shipped | {key: shipped[key] | chosen}
         yield str(chosen), OPS[case.op].fn
     CONFIGS[gpu][kernel] = shipped
 
@@ -347,18 +369,28 @@ def figures(case: Case, x: Inputs, bandwidth: float, measured: tuple[float, ...]
     *times, host, kept, peak = measured
     places = case.T * case.HV
     cells = []
-    for ms, needed, flop in zip(times, needed_bytes(x), OPS[case.op].flops(case.K, case.V), strict=True):
-        rates = f"{flop * places / ms / 1e9:.0f}", f"{needed / ms / 1e6:.0f}", f"{needed / bandwidth / ms:.0%}"
+    for ms, needed, flop in zip(
+        times, needed_bytes(x), OPS[case.op].flops(case.K, case.V), strict=True
+    ):
+        rates = (
+            f"{flop * places / ms / 1e9:.0f}",
+            f"{needed / ms / 1e6:.0f}",
+            f"{needed / bandwidth / ms:.0%}",
+        )
         cells += [f"{ms:.2f}", *rates]
     return [*cells, f"{kept / places:.0f}", f"{peak:.2f}", f"{host:.2f}"]
 
 
-def print_rows(case: Case, documents: str, args: argparse.Namespace, bandwidth: float, flush: Tensor) -> None:
+def print_rows(
+    case: Case, documents: str, args: argparse.Namespace, bandwidth: float, flush: Tensor
+) -> None:
     """A row of ours and of each of the others that can run the case."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         x = case.inputs()
-    cu = torch.tensor(PACKED if documents == "packed" else (0, case.T), dtype=torch.int32, device="cuda")
+    cu = torch.tensor(
+        PACKED if documents == "packed" else (0, case.T), dtype=torch.int32, device="cuda"
+    )
     op = OPS[case.op]
     gates = "" if op.raw is None else ", raw gates" if case.raw else ", log gates"
     others = peers(case.op) if args.peers else {}
@@ -373,7 +405,13 @@ def print_rows(case: Case, documents: str, args: argparse.Namespace, bandwidth: 
                 raise
             print(f"{case.op} {name}{gates}: {str(error).partition(chr(10))[0]}")
             continue
-        setting = f"{case.op} {name}".strip() + gates, str(case.T), case.heads, f"{case.K}×{case.V}", documents
+        setting = (
+            f"{case.op} {name}".strip() + gates,
+            str(case.T),
+            case.heads,
+            f"{case.K}×{case.V}",
+            documents,
+        )
         print(line([*setting, *figures(case, x, bandwidth, measured)]))
 
 
@@ -397,7 +435,9 @@ def head_counts(text: str) -> tuple[int, int]:
     H, _, HV = text.partition("/")
     HV = HV or H
     if not (H.isdigit() and HV.isdigit() and int(H) and int(HV) % int(H) == 0):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of heads, or query/value heads such as 16/64")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a number of heads, or query/value heads such as 16/64"
+        )
     return int(H), int(HV)
 
 
@@ -406,24 +446,43 @@ def main(argv: list[str]) -> int:
     parser = command_parser("python -m tools.bench_ops", __doc__)
     parser.add_argument("--ops", nargs="+", default=list(OPS), choices=list(OPS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 8192])
-    parser.add_argument("--heads", type=head_counts, nargs="+", default=[(64, 64), (16, 16)], help="such as 16/64")
-    parser.add_argument("--gates", nargs="+", default=["log"], choices=["log", "raw"], help="(default: log)")
-    parser.add_argument("--dims", type=head_dims, nargs="+", help="K and V (default: 128x128; rwkv7: 64x64)")
-    parser.add_argument("--peers", action="store_true", help="also time FLA, FlashQLA and cuDNN, where installed")
+    parser.add_argument(
+        "--heads", type=head_counts, nargs="+", default=[(64, 64), (16, 16)], help="such as 16/64"
+    )
+    parser.add_argument(
+        "--gates", nargs="+", default=["log"], choices=["log", "raw"], help="(default: log)"
+    )
+    parser.add_argument(
+        "--dims", type=head_dims, nargs="+", help="K and V (default: 128x128; rwkv7: 64x64)"
+    )
+    parser.add_argument(
+        "--peers", action="store_true", help="also time FLA, FlashQLA and cuDNN, where installed"
+    )
     parser.add_argument("--candidates", nargs="+", metavar="KERNEL, NAME=VALUES", help="(above)")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise ValueError("tools.bench_ops times the kernels of a GPU, and there is none here")
     bandwidth = copy_bandwidth()
     flush = torch.empty(12 << 30, dtype=torch.uint8, device="cuda")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e9:.2f} TB/s")
-    times = [(f"{name} ms", "TFLOP/s", "GB/s", "of floor") for name in ("forward", "forward + backward")]
-    print(table(("op", "T", "heads", "dims", "documents", *times[0], *times[1], "kept", "peak", "host"), []))
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e9:.2f} TB/s"
+    )
+    times = [
+        (f"{name} ms", "TFLOP/s", "GB/s", "of floor") for name in ("forward", "forward + backward")
+    ]
+    print(
+        table(
+            ("op", "T", "heads", "dims", "documents", *times[0], *times[1], "kept", "peak", "host"),
+            [],
+        )
+    )
     for (op, T, heads, dims), gate in product(shapes(args), args.gates):
         if OPS[op].raw is None and gate != args.gates[0]:
             continue
         for documents in ["one"] + ["packed"] * (PACKED[-1] == T):
-            print_rows(Case(op, T, *heads, *dims, raw=gate == "raw"), documents, args, bandwidth, flush)
+            print_rows(
+                Case(op, T, *heads, *dims, raw=gate == "raw"), documents, args, bandwidth, flush
+            )
     return 0
 
 

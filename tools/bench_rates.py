@@ -37,7 +37,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_linear.commands import command_parser
 from titan_linear.distributed.groups import process_group
-from titan_linear.distributed.process import ignore_warnings_of_torch, own_device, refusing, run_command
+from titan_linear.distributed.process import (
+    ignore_warnings_of_torch,
+    own_device,
+    refusing,
+    run_command,
+)
 from titan_linear.ops import CPContext, attention, build_cp_context, causal_conv1d
 from titan_linear.ops.experts import GROUPED_LINEAR
 from titan_linear.ops.float8 import CAPABILITY, scaled_product, scaled_rows
@@ -108,7 +113,11 @@ def bandwidths(bench: Bench) -> dict[str, float]:
         x.float().mul_(2.0)
 
     def gated_norm(x: Tensor, z: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), (4096,), weight.float(), 1e-5).mul(z.float().sigmoid()).to(x.dtype)
+        return (
+            F.rms_norm(x.float(), (4096,), weight.float(), 1e-5)
+            .mul(z.float().sigmoid())
+            .to(x.dtype)
+        )
 
     compiled = torch.compile(gated_norm) if bench.gpu else gated_norm
     wide = 4 / x.element_size()
@@ -143,7 +152,9 @@ def grouped_products(bench: Bench) -> list[tuple[int, float]]:
     return [(width, _rate(bench, width, rows, work, EXPERTS)) for width in widths]
 
 
-def _rate(bench: Bench, width: int, rows: int, work: Callable[[Tensor, Tensor], object], weights: int = 1) -> float:
+def _rate(
+    bench: Bench, width: int, rows: int, work: Callable[[Tensor, Tensor], object], weights: int = 1
+) -> float:
     """TFLOP/s of two products of rows with square weights."""
     x, weight = bench.randn(rows, width), bench.randn(weights, width, width)
     return 4 * rows * width**2 / bench.seconds(lambda: work(x, weight)) / 1e12
@@ -155,9 +166,20 @@ def float8_products(bench: Bench) -> list[tuple[int, float]] | None:
         return None
     rates = []
     for width in (2048, 4096):
-        (x, scale), (weight, scale_w) = (scaled_rows(bench.randn(n, width)) for n in (bench.tokens, width))
+        (x, scale), (weight, scale_w) = (
+            scaled_rows(bench.randn(n, width)) for n in (bench.tokens, width)
+        )
         operands = x, weight, scale, scale_w, bench.dtype, False
-        rates.append((width, 2 * bench.tokens * width**2 / bench.seconds(lambda g=operands: scaled_product(*g)) / 1e12))
+        rates.append(
+            (
+                width,
+                2
+                * bench.tokens
+                * width**2
+                / bench.seconds(lambda g=operands: scaled_product(*g))
+                / 1e12,
+            )
+        )
     return rates
 
 
@@ -190,7 +212,9 @@ def attentions(bench: Bench) -> dict[str, dict[str, tuple[float, float]]]:
     for D in (64, 128, 256) if bench.gpu else (32,):
         q, k, v = (bench.randn(1, T, H, D).requires_grad_() for _ in range(3))
         for documents in (1, 4):
-            kernel = attention_kernel(bench.device, bench.dtype, D, D, documents == 1).implementation
+            kernel = attention_kernel(
+                bench.device, bench.dtype, D, D, documents == 1
+            ).implementation
             if str(D) in rates[kernel]:
                 continue
             cu = torch.arange(documents + 1, dtype=torch.int32) * (T // documents)
@@ -222,7 +246,9 @@ class Operators(TorchDispatchMode):
         self.device = device
         self.marks: list[tuple[str, Moment, Moment]] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
         if function.namespace != "titan_linear":
             return function(*args, **(kwargs or {}))
         begin = Moment(self.device)
@@ -264,7 +290,10 @@ def operators(bench: Bench) -> dict[str, tuple[float, float]]:
         any_gate = " any" if rule == "kda" and options == GATES else ""
         dim = OPS[rule].dims[0]
         share = share_of(dim, dim)
-        many, few = (recurrence(bench, rule, options, heads, may_split=False) for heads in (bench.heads, bench.few))
+        many, few = (
+            recurrence(bench, rule, options, heads, may_split=False)
+            for heads in (bench.heads, bench.few)
+        )
         for name in (name for name in many if name.startswith(rule)):
             each = many[name] / bench.tokens / bench.heads / share
             # What a token takes beyond its heads' share, where a scan waits for its own steps on an idle GPU.
@@ -274,9 +303,13 @@ def operators(bench: Bench) -> dict[str, tuple[float, float]]:
         if any_gate:
             continue
         segments = recurrence(bench, rule, options, bench.few, may_split=True)
-        for name in (f"{rule}_boundary", f"{rule}_boundary_bwd"):  # only with segments or context parallelism
+        # only with segments or context parallelism
+        for name in (f"{rule}_boundary", f"{rule}_boundary_bwd"):
             if name in segments:
-                rates[name] = (segments[name] / bench.tokens / bench.few / share * 1e9, rates[f"{rule}_scan"][1])
+                rates[name] = (
+                    segments[name] / bench.tokens / bench.few / share * 1e9,
+                    rates[f"{rule}_scan"][1],
+                )
     x = bench.randn(1, bench.tokens, 3 * bench.heads * DIM).requires_grad_()
     weight = bench.randn(x.shape[2], 4).requires_grad_()
     names = ("conv1d", "conv1d_backward")
@@ -289,14 +322,19 @@ def operators(bench: Bench) -> dict[str, tuple[float, float]]:
     return rates | {name: (seconds[name] / x.numel() * 1e9, 0.0) for name in names}
 
 
-def recurrence(bench: Bench, rule: str, options: Mapping[str, Any], heads: int, *, may_split: bool) -> dict[str, float]:
+def recurrence(
+    bench: Bench, rule: str, options: Mapping[str, Any], heads: int, *, may_split: bool
+) -> dict[str, float]:
     """Seconds by operator for one document, with the rule called as mixers call it."""
     context = one_document(bench, may_split)
     dim = OPS[rule].dims[0]
     H = 1 if rule == "ssd" else heads
     with bench.device:
         x = Case(rule, bench.tokens, H, heads, dim, dim, raw=True).inputs()
-    x = {name: t.to(bench.dtype if t.dtype == torch.bfloat16 else t.dtype).requires_grad_() for name, t in x.items()}
+    x = {
+        name: t.to(bench.dtype if t.dtype == torch.bfloat16 else t.dtype).requires_grad_()
+        for name, t in x.items()
+    }
 
     def forward() -> Tensor:
         return OPS[rule].fn(**x, cp_context=context, **options)[0]
@@ -321,7 +359,8 @@ def links(bench: Bench) -> dict[str, float] | None:
     if not dist.is_initialized():
         return None
     W = dist.get_world_size()
-    sent_rows = bench.randn(W * ((64 << 20) // 2 // W if bench.gpu else 4096 // W))  # 64 MB, or a little less
+    # 64 MB, or a little less
+    sent_rows = bench.randn(W * ((64 << 20) // 2 // W if bench.gpu else 4096 // W))
     every = sent_rows.new_empty(W * len(sent_rows))
     part = sent_rows.new_empty(len(sent_rows) // W)
     small = bench.randn(W << 14)
@@ -397,13 +436,19 @@ def measured(device: torch.device, rank: int) -> dict[str, Any]:
         figures = measure()
         rates |= figures
         if rank == 0:
-            print(f"{part}, {time.perf_counter() - begin:.0f} s: {json.dumps(figures)}", file=sys.stderr)
+            print(
+                f"{part}, {time.perf_counter() - begin:.0f} s: {json.dumps(figures)}",
+                file=sys.stderr,
+            )
     fastest = max(rate for _, rate in rates["products"])
     source = (
         f"tools/bench_rates.py, torch {torch.__version__}, {dist.get_world_size() if rates['node'] else 1} processes, "
         f"{torch.get_num_threads()} threads"
     )
-    return rates | {"peak_tflops": (known_peak(name) if gpu else None) or fastest, "sources": {"all": source}}
+    return rates | {
+        "peak_tflops": (known_peak(name) if gpu else None) or fastest,
+        "sources": {"all": source},
+    }
 
 
 @refusing
@@ -418,7 +463,9 @@ def main(argv: list[str]) -> int:
     device = own_device()
     with process_group(timedelta(minutes=10)) if "RANK" in os.environ else nullcontext():
         rates = measured(device, rank)
-    rounded = json.loads(json.dumps(rates), parse_float=lambda number: float(f"{float(number):.4g}"))
+    rounded = json.loads(
+        json.dumps(rates), parse_float=lambda number: float(f"{float(number):.4g}")
+    )
     text = json.dumps(rounded, indent=1) + "\n"
     if rank == 0 and args.out:
         Path(args.out).write_text(text, encoding="utf-8")

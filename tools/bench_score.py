@@ -34,23 +34,32 @@ from tools.bench_train import TOP, configurations, header, parse, random_corpora
 from tools.peers import be_alone
 
 
-def of_layers(logits: ChunkedLogits, labels: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, ...]:
+def of_layers(
+    logits: ChunkedLogits, labels: Tensor, columns: dict[str, Tensor]
+) -> tuple[Tensor, ...]:
     return (logits.x[:, 0].float(),)
 
 
-def with_head(logits: ChunkedLogits, labels: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, ...]:
+def with_head(
+    logits: ChunkedLogits, labels: Tensor, columns: dict[str, Tensor]
+) -> tuple[Tensor, ...]:
     return (logprobs(logits, labels),)
 
 
 def main(argv: list[str]) -> int:
     args, keys = parse(argv)
     be_alone()
-    with process_group(timedelta(minutes=30)), random_corpora(args, args.steps * dist.get_world_size()) as corpora:
+    with (
+        process_group(timedelta(minutes=30)),
+        random_corpora(args, args.steps * dist.get_world_size()) as corpora,
+    ):
         for name, _, config in configurations(args, keys, dist.get_world_size(), corpora):
             rates = measured(config)
             if dist.get_rank() == 0:
                 parts = (f"{what} {rate:,.0f}" for what, rate in rates.items())
-                shares = ", ".join(f"{rates[what] / rates['forward']:.1%}" for what in ("evaluate", "score"))
+                shares = ", ".join(
+                    f"{rates[what] / rates['forward']:.1%}" for what in ("evaluate", "score")
+                )
                 print(f"{header()}\n{name}, tokens/s: {', '.join(parts)}; {shares}")
     return 0
 
@@ -74,7 +83,9 @@ def measured(config: Config) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as own:
         folder = Path(on_rank_0(lambda: own, reader.host))
         asked, _ = score.parse(["PATH", "--output", str(folder), "--top-k", str(TOP)])
-        on_rank_0(lambda: begin(folder, *score.scores_of(asked, config, reader.tokenizer)), reader.host)
+        on_rank_0(
+            lambda: begin(folder, *score.scores_of(asked, config, reader.tokenizer)), reader.host
+        )
         return rates | {"score": rate(lambda: score.score(folder, reader, streams))}
 
 

@@ -100,7 +100,10 @@ def random_corpora(args: argparse.Namespace, streams: int) -> Iterator[dict[str,
         folder = Path(on_rank_0(lambda: own, dist.group.WORLD))
         for loss in args.losses:
             on_rank_0(partial(write_random, folder / loss, args, streams, loss), dist.group.WORLD)
-        yield {loss: ["--training.dataset=tokens", f"--training.dataset_path={folder / loss}"] for loss in args.losses}
+        yield {
+            loss: ["--training.dataset=tokens", f"--training.dataset_path={folder / loss}"]
+            for loss in args.losses
+        }
         dist.barrier()
 
 
@@ -118,7 +121,10 @@ def write_random(corpus: Path, args: argparse.Namespace, streams: int, loss: str
 
     def document(n: int) -> DocumentTokens:
         # Log-probabilities; and advantages for which no policy of random bytes is clipped, which would save power.
-        columns = {name: draw.normal(5.5 if name == "advantages" else -5.5, 0.1, n) for name in read.columns}
+        columns = {
+            name: draw.normal(5.5 if name == "advantages" else -5.5, 0.1, n)
+            for name in read.columns
+        }
         if "teacher_ids" in columns:
             columns["teacher_ids"] = draw.integers(256, size=(n, TOP))
             columns["teacher_logprobs"] = np.full((n, TOP), math.log(0.9 / TOP))
@@ -129,7 +135,9 @@ def write_random(corpus: Path, args: argparse.Namespace, streams: int, loss: str
         corpus,
         map(document, lengths),
         build_tokenizer(None),
-        columns={name: COLUMNS_READ[name] for name in (*["weights"] * (loss == "weights"), *read.columns)},
+        columns={
+            name: COLUMNS_READ[name] for name in (*["weights"] * (loss == "weights"), *read.columns)
+        },
         pairs=read.group == 2,
     )
 
@@ -183,7 +191,9 @@ class Fla:
         """A step; the host then waits for the one before, so that it is never more than a step ahead."""
         before = self.reading
         self.reading = self.peer.train_step()
-        if before and not (math.isfinite((numbers := before.wait()).loss) and math.isfinite(numbers.grad_norm)):
+        if before and not (
+            math.isfinite((numbers := before.wait()).loss) and math.isfinite(numbers.grad_norm)
+        ):
             raise RuntimeError("the loss or a gradient is not finite")
 
     last_step = step
@@ -205,7 +215,9 @@ Kind = Callable[[Config, ModelConfig], Ours | Fla]
 Row = dict[str, Any]  # COLUMNS by their fields, what a CPU does not tell None; and a step's
 
 
-def measure(subject: Ours | Fla, args: argparse.Namespace, device: torch.device) -> tuple[Row, Documents]:
+def measure(
+    subject: Ours | Fla, args: argparse.Namespace, device: torch.device
+) -> tuple[Row, Documents]:
     """Fields of a row, of the slowest or fullest rank, and the mean documents of a step. Launches, clock and power
     are this rank's."""
     first = _seconds(subject.step, device)
@@ -219,7 +231,8 @@ def measure(subject: Ours | Fla, args: argparse.Namespace, device: torch.device)
     readings = []
     for _ in range(args.steps):
         subject.step()
-        readings.append(clock_and_power(device))  # while the device works: the next forward is queued
+        # while the device works: the next forward is queued
+        readings.append(clock_and_power(device))
         ends.append(time.perf_counter())
     _synchronise(device)
     steps, documents = subject.documents()
@@ -300,14 +313,17 @@ def configurations(
             f"--training.seq_len={args.seq_len}",
             f"--activation_checkpoint.mode={mode}",
             "--checkpoint.enable=false",
-            f"--training.steps={args.steps + args.warmup + 3}",  # the last one is not done: a step always follows
+            # the last one is not done: a step always follows
+            f"--training.steps={args.steps + args.warmup + 3}",
             *([f"--model.num_layers={args.layers}"] if args.layers else []),
             *LOSSES[loss],
             *corpora.get(loss, []),
         ]
         config = load_config([*argv, *keys])
         if not any(key.startswith("--training.global_batch_size") for key in keys):
-            streams = math.prod(data_parallel_degrees(config, ranks)) * config.training.local_batch_size
+            streams = (
+                math.prod(data_parallel_degrees(config, ranks)) * config.training.local_batch_size
+            )
             config = load_config([*argv, f"--training.global_batch_size={streams}", *keys])
         check_config(config, ranks)
         yield model, loss, config
@@ -316,12 +332,20 @@ def configurations(
 def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row | str]:
     """The rows, one after the other; where FLA gives none, its reason. Every rank calls this, in a process group."""
     ranks = dist.get_world_size()
-    largest = max(config.training.global_batch_size for *_, config in configurations(args, keys, ranks, {}))
+    largest = max(
+        config.training.global_batch_size for *_, config in configurations(args, keys, ranks, {})
+    )
     of_losses = nullcontext({}) if args.documents == "run" else random_corpora(args, 4 * largest)
     with of_losses as corpora, tempfile.TemporaryDirectory() as folder:
-        for name, loss, config in configurations(args, [*keys, f"--job.dump_folder={folder}"], ranks, corpora):
+        for name, loss, config in configurations(
+            args, [*keys, f"--job.dump_folder={folder}"], ranks, corpora
+        ):
             kinds = [Ours]
-            if args.fla and fla_has(model_without_tokenizer(config)) and config.activation_checkpoint.mode in FLA_MODES:
+            if (
+                args.fla
+                and fla_has(model_without_tokenizer(config))
+                and config.activation_checkpoint.mode in FLA_MODES
+            ):
                 kinds += [partial(Fla, compiled=compiled) for compiled in (False, True)]
             for kind, how in product(kinds, args.routing):
                 with routing(how):
@@ -345,7 +369,8 @@ def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row
     model = model_without_tokenizer(config)
     device = own_device()
     mode = config.activation_checkpoint.mode
-    torch.compiler.reset()  # torch compiles a function only a few times, fewer than there may be rows
+    # torch compiles a function only a few times, fewer than there may be rows
+    torch.compiler.reset()
     subject = kind(config, model)
     measured_row, documents = measure(subject, args, device)
     gpus = dist.get_world_size()
@@ -401,37 +426,69 @@ def cells(row: Row) -> list[str]:
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     arguments, keys = split_keys(argv)
     parser = command_parser("python -m tools.bench_train", __doc__)
-    parser.add_argument("--models", nargs="+", default=["kda/340M"], help="NAME/FLAVOR of each row (default: kda/340M)")
-    parser.add_argument("--seq-len", type=int, default=32768, help="tokens per stream (default: 32768)")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=["kda/340M"],
+        help="NAME/FLAVOR of each row (default: kda/340M)",
+    )
+    parser.add_argument(
+        "--seq-len", type=int, default=32768, help="tokens per stream (default: 32768)"
+    )
     parser.add_argument("--layers", type=int, help="cut each model to so many layers")
     parser.add_argument(
-        "--documents", default="one", help='"one" per stream, the mean tokens of packed ones, or "run": the keys\''
+        "--documents",
+        default="one",
+        help='"one" per stream, the mean tokens of packed ones, or "run": the keys\'',
     )
-    parser.add_argument("--checkpointing", nargs="+", default=["none"], help="activation_checkpoint.mode of each row")
-    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=["ce"], help="loss of each row (default: ce)")
-    parser.add_argument("--routing", nargs="+", choices=("learnt", "even"), default=["learnt"], help="of each row")
+    parser.add_argument(
+        "--checkpointing",
+        nargs="+",
+        default=["none"],
+        help="activation_checkpoint.mode of each row",
+    )
+    parser.add_argument(
+        "--losses", nargs="+", choices=LOSSES, default=["ce"], help="loss of each row (default: ce)"
+    )
+    parser.add_argument(
+        "--routing", nargs="+", choices=("learnt", "even"), default=["learnt"], help="of each row"
+    )
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: 10)")
-    parser.add_argument("--warmup", type=int, default=3, help="untimed steps after the first (default: 3)")
-    parser.add_argument("--fla", action="store_true", help="also time flash-linear-attention's models")
+    parser.add_argument(
+        "--warmup", type=int, default=3, help="untimed steps after the first (default: 3)"
+    )
+    parser.add_argument(
+        "--fla", action="store_true", help="also time flash-linear-attention's models"
+    )
     parser.add_argument("--out", default="", help="JSON file to write all numbers to")
     return parser.parse_args(arguments), keys
 
 
 def check(args: argparse.Namespace, keys: list[str], ranks: int) -> None:
     """ValueError: arguments or configurations that cannot be measured."""
-    if args.documents not in ("one", "run") and not (args.documents.isdigit() and int(args.documents)):
-        raise ValueError(f"--documents {args.documents!r} must be 'one', 'run', or a mean length in tokens")
-    if len(args.losses) > 1 and not (args.documents.isdigit() and args.seq_len % (2 * int(args.documents)) == 0):
+    if args.documents not in ("one", "run") and not (
+        args.documents.isdigit() and int(args.documents)
+    ):
+        raise ValueError(
+            f"--documents {args.documents!r} must be 'one', 'run', or a mean length in tokens"
+        )
+    if len(args.losses) > 1 and not (
+        args.documents.isdigit() and args.seq_len % (2 * int(args.documents)) == 0
+    ):
         raise ValueError(
             f"--losses: on the same tokens all documents are of --documents {args.documents!r} tokens, an even number "
             "in a stream; give a divisor of half of --seq-len"
         )
     if args.steps < 1 or args.warmup < 0:
-        raise ValueError(f"--steps {args.steps} must be 1 or more, --warmup {args.warmup} 0 or more")
+        raise ValueError(
+            f"--steps {args.steps} must be 1 or more, --warmup {args.warmup} 0 or more"
+        )
     if args.fla and not find_spec("fla"):
         raise ValueError("--fla needs flash-linear-attention, which is not installed here")
     if args.fla and (ranks > 1 or not torch.cuda.is_available()):
-        raise ValueError("--fla times its models on one GPU; start one process, where there is a GPU")
+        raise ValueError(
+            "--fla times its models on one GPU; start one process, where there is a GPU"
+        )
     for *_, config in configurations(args, keys, ranks, {}):
         model_without_tokenizer(config)  # refuses a model that does not exist
 
@@ -441,7 +498,9 @@ def header() -> str:
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
-    versions = sorted({f"{found.name} {found.version}" for found in distributions() if found.name in PACKAGES})
+    versions = sorted(
+        {f"{found.name} {found.version}" for found in distributions() if found.name in PACKAGES}
+    )
     return ", ".join([where, str(date.today()), f"commit {commit}", *versions])
 
 

@@ -63,7 +63,9 @@ def checked(measured: Rates | None = None) -> str:
     return table(head, rows)
 
 
-def _beside(measured: float | None, planned: float, shape: str, inverse: bool = False) -> tuple[str, str, str]:
+def _beside(
+    measured: float | None, planned: float, shape: str, inverse: bool = False
+) -> tuple[str, str, str]:
     """Measured, planned, and by how much the plan is off; for speeds (inverse), by how much the planned time is."""
     if measured is None:
         return "–", shape.format(planned), "–"

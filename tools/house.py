@@ -12,6 +12,7 @@ import ast
 import io
 import tokenize
 from collections import Counter, defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +26,11 @@ COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 
 
 def tokens(text: str) -> int:
-    return sum(token.type in COUNTED for token in tokenize.generate_tokens(io.StringIO(text).readline))
+    """Count tokens. Trailing commas, which the formatter adds and removes, do not count."""
+    every = tokenize.generate_tokens(io.StringIO(text).readline)
+    counted = [token for token in every if token.type in COUNTED]
+    trailing = sum(a.string == "," and b.string in ")]}" for a, b in pairwise(counted))
+    return len(counted) - trailing
 
 
 def statements(text: str) -> int:
@@ -45,7 +50,9 @@ def sizes(folder: str) -> dict[str, Counter]:
     rooms: dict[str, Counter] = defaultdict(Counter)
     for file in sorted((ROOT / folder).rglob("*.py")):
         text = file.read_text(encoding="utf-8")
-        rooms[room(file)].update(dict(zip(SIZES, (1, text.count("\n"), tokens(text), statements(text)))))
+        rooms[room(file)].update(
+            dict(zip(SIZES, (1, text.count("\n"), tokens(text), statements(text))))
+        )
     return rooms
 
 
@@ -69,7 +76,12 @@ def arrows() -> set[tuple[str, str]]:
 
 def _file_of(module: str, name: str) -> Path:
     path = ROOT / module.replace(".", "/")
-    candidates = (path / f"{name}.py", path / name / "__init__.py", path.with_suffix(".py"), path / "__init__.py")
+    candidates = (
+        path / f"{name}.py",
+        path / name / "__init__.py",
+        path.with_suffix(".py"),
+        path / "__init__.py",
+    )
     return next(file for file in candidates if file.is_file())
 
 
@@ -85,12 +97,19 @@ def main() -> None:
         rooms = sizes(folder)
         for name, counts in rooms.items() if folder == "titan_linear" else ():
             print(line.format(name, *(counts[size] for size in SIZES)))
-        print(line.format(f"{folder}, all", *(sum(counts[size] for counts in rooms.values()) for size in SIZES)))
+        print(
+            line.format(
+                f"{folder}, all",
+                *(sum(counts[size] for counts in rooms.values()) for size in SIZES),
+            )
+        )
     between = arrows()
     print(f"rooms {len({r for pair in between for r in pair})}, arrows between them {len(between)}")
     print(f"names imported by train.py {names_imported(PACKAGE / 'train.py')}")
     files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
-    print(f"fmt: skip {sum(file.read_text(encoding='utf-8').count('# fmt: skip') for file in files)}")
+    print(
+        f"fmt: skip {sum(file.read_text(encoding='utf-8').count('# fmt: skip') for file in files)}"
+    )
     print(f"words of Markdown {words(*ROOT.glob('*.md'), *(ROOT / 'docs').glob('*.md'))}")
 
 

@@ -25,9 +25,18 @@ from titan_linear.step.optimizer import HostCopy, StepNumbers, build_optimizer
 from titan_linear.step.update import rate_at
 from titan_linear.storage.hf_writing import find_family
 
-FAMILIES = ("KDAForCausalLM", "GatedDeltaNetForCausalLM", "RWKV7ForCausalLM")  # that FLA has, of those that we export
+# that FLA has, of those that we export
+FAMILIES = ("KDAForCausalLM", "GatedDeltaNetForCausalLM", "RWKV7ForCausalLM")
 # Keys of an exported config.json that are not FLA's, and one of which its default is faster.
-OURS = ("architectures", "auto_map", "fuse_norm", "model_type", "pattern", "post_norm", "zero_centred_norm")
+OURS = (
+    "architectures",
+    "auto_map",
+    "fuse_norm",
+    "model_type",
+    "pattern",
+    "post_norm",
+    "zero_centred_norm",
+)
 Loss = Callable[[nn.Module, Batch], Tensor]
 
 
@@ -44,7 +53,13 @@ def be_alone() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    alone = {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     os.environ.update({name: str(value) for name, value in alone.items()})
 
 
@@ -72,7 +87,9 @@ def fla_model(
     family = find_family(model)
     kind = getattr(peers, family)
     if weights is None:
-        fields = {key: value for key, value in config_to_hf(family, model).items() if key not in OURS}
+        fields = {
+            key: value for key, value in config_to_hf(family, model).items() if key not in OURS
+        }
         with device:  # RWKV-7 draws orthogonal matrices, which takes minutes on a CPU
             network = kind(getattr(peers, family.replace("ForCausalLM", "Config"))(**fields))
     else:
@@ -107,7 +124,9 @@ def moved(batch: Batch, device: torch.device) -> Batch:
     if device.type == "cpu":
         return batch
     names = ("tokens", "labels", "cu_seqlens", "position_ids")
-    tensors = {name: getattr(batch, name).pin_memory().to(device, non_blocking=True) for name in names}
+    tensors = {
+        name: getattr(batch, name).pin_memory().to(device, non_blocking=True) for name in names
+    }
     return replace(batch, **tensors)
 
 

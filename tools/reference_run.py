@@ -72,7 +72,9 @@ def train_peer(
         while peer.step < t.steps:
             line = timed_step(peer)
             print(json.dumps(line), file=file, flush=True)
-            print(f"step {peer.step}/{t.steps}  loss {line['loss']:.4f}  grad {line['grad_norm']:.3g}")
+            print(
+                f"step {peer.step}/{t.steps}  loss {line['loss']:.4f}  grad {line['grad_norm']:.3g}"
+            )
 
 
 def timed_step(peer: Peer) -> dict[str, float]:
@@ -105,7 +107,9 @@ def train_fla(args: argparse.Namespace, keys: list[str]) -> None:
     if not fla_has(model):
         raise ValueError(f"model.name = {config.model.name!r} is none of FLA's; use kda or gdn")
     if hf_weights(config) or config.checkpoint.initial_load_path:
-        raise ValueError("checkpoint.initial_load_path is set; leave it out: both models begin from drawn weights")
+        raise ValueError(
+            "checkpoint.initial_load_path is set; leave it out: both models begin from drawn weights"
+        )
 
     def build(weights: Path, device: torch.device) -> nn.Module:
         return fla_model(
@@ -124,13 +128,15 @@ def train_fla(args: argparse.Namespace, keys: list[str]) -> None:
 
 def compared(runs: list[Path]) -> str:
     """How far apart two runs end, by the steps that both have."""
-    lines = [[line for line in json_lines(run / METRICS, dict[str, float]) if "loss" in line] for run in runs]
+    lines = [
+        [line for line in json_lines(run / METRICS, dict[str, float]) if "loss" in line]
+        for run in runs
+    ]
     losses = [{line["step"]: line["loss"] for line in of_run} for of_run in lines]
     steps = sorted(losses[0].keys() & losses[1])[-LAST:]
     ours, theirs = (mean(of_run[step] for step in steps) for of_run in losses)
-    return (
-        f"mean losses of the last {len(steps)} steps: {ours:.4f} and {theirs:.4f}, {abs(ours / theirs - 1):.2%} apart"
-    )
+    apart = abs(ours / theirs - 1)
+    return f"mean losses of the last {len(steps)} steps: {ours:.4f} and {theirs:.4f}, {apart:.2%} apart"
 
 
 # --- The command -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,10 @@ def main(entity: str, project: str) -> None:
 
     sections = []
     for group, charts in CHARTS.items():
-        plots = [LinePlot(title=name, x="step", metric_regex="|".join(tags)) for name, tags in charts.items()]
+        plots = [
+            LinePlot(title=name, x="step", metric_regex="|".join(tags))
+            for name, tags in charts.items()
+        ]
         sections.append(Section(name=group, panels=plots, is_open=not sections))
     page = Workspace(entity=entity, project=project, name="titan_linear", sections=sections)
     page.save()

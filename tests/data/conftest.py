@@ -6,7 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titan_linear.data import ByteTokenizer, Corpus, PackedStreams, load_corpus, split_corpus, write_corpus
+from titan_linear.data import (
+    ByteTokenizer,
+    Corpus,
+    PackedStreams,
+    load_corpus,
+    split_corpus,
+    write_corpus,
+)
 
 
 @pytest.fixture

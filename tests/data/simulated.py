@@ -25,7 +25,11 @@ class Simulated:
         return self.length
 
     def __getitem__(self, where: Any) -> np.ndarray:
-        index = np.arange(*where.indices(self.length)) if isinstance(where, slice) else np.asarray(where)
+        index = (
+            np.arange(*where.indices(self.length))
+            if isinstance(where, slice)
+            else np.asarray(where)
+        )
         return self.value(index)
 
 
@@ -33,7 +37,8 @@ def simulated_corpus(num_documents: int) -> Corpus:
     """Documents of 1 to 2 · MEAN tokens, MEAN on average."""
     rng = np.random.default_rng(0)
     half = rng.integers(1, MEAN, PERIOD // 2)
-    inside = np.concatenate([[0], np.cumsum(np.concatenate([half, 2 * MEAN - half]))])[:-1]  # [PERIOD]
+    # [PERIOD]
+    inside = np.concatenate([[0], np.cumsum(np.concatenate([half, 2 * MEAN - half]))])[:-1]
     hashes = rng.integers(2**64, size=PERIOD, dtype=np.uint64)
 
     def offset(index):

@@ -65,13 +65,17 @@ def _open(file, cache_dir, tokenizer, results):
 def test_processes_that_start_together_write_once(lines, tmp_path):
     log, results = tmp_path / "log", FORK.Queue()
     processes = [
-        FORK.Process(target=_open, args=(lines, tmp_path / "cache", SlowTokenizer(log, 0.1), results)) for _ in range(3)
+        FORK.Process(
+            target=_open, args=(lines, tmp_path / "cache", SlowTokenizer(log, 0.1), results)
+        )
+        for _ in range(3)
     ]
     for process in processes:
         process.start()
     found = [results.get() for _ in processes]
     assert len(set(found)) == 1 and found[0][1] == 3000
-    assert len(log.read_text().split()) == 3 and len(set(log.read_text().split())) == 1  # one process, three batches
+    # one process, three batches
+    assert len(log.read_text().split()) == 3 and len(set(log.read_text().split())) == 1
     for process in processes:
         process.join()
         assert process.exitcode == 0
@@ -79,11 +83,14 @@ def test_processes_that_start_together_write_once(lines, tmp_path):
 
 def test_killed_while_writing(lines, tmp_path):
     cache, results = tmp_path / "cache", FORK.Queue()
-    process = FORK.Process(target=_open, args=(lines, cache, SlowTokenizer(tmp_path / "log", die_at=2), results))
+    process = FORK.Process(
+        target=_open, args=(lines, cache, SlowTokenizer(tmp_path / "log", die_at=2), results)
+    )
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".tmp"]  # nothing that could be opened
+    # nothing that could be opened
+    assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".tmp"]
     corpus = lines_of(lines, cache)
     verify_corpus(corpus)
     assert corpus.num_documents == 3000
@@ -125,7 +132,14 @@ def test_the_same_texts_elsewhere(lines, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("titan_linear.data.corpus.cache.add_file", None)
         assert batches(copy) == batches(moved) == 0
-    assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock", ".lock", ".lock", ".same", ".same"]
+    assert sorted(path.suffix for path in cache.iterdir()) == [
+        "",
+        ".lock",
+        ".lock",
+        ".lock",
+        ".same",
+        ".same",
+    ]
     other = tmp_path / "other.jsonl"
     other.write_text(moved.read_text().replace("line 7", "LINE 7"))
     assert batches(other) == 3
@@ -174,7 +188,10 @@ def test_a_tokenizer_without_an_end_token_is_a_warning(lines, tmp_path):
     tokenizer.eos_id, tokenizer.fingerprint = None, "no end"
     corpus = lines_of(lines, tmp_path / "cache", tokenizer)
     _, warning = corpus.summary.splitlines()
-    assert warning.startswith("warning: the tokenizer has no end token, so nothing") and "generation goes on" in warning
+    assert (
+        warning.startswith("warning: the tokenizer has no end token, so nothing")
+        and "generation goes on" in warning
+    )
     assert corpus.num_tokens == sum(len(f"line {i}") for i in range(3000))
 
 
@@ -193,7 +210,9 @@ def few_lines(tmp_path, monkeypatch):
 
 def test_it_goes_on_where_it_was_stopped(few_lines, tmp_path):
     lines = few_lines
-    lines.write_text("".join(['{"text": ""}\n[]\n', *lines.read_text().splitlines(keepends=True)[:28]]))
+    lines.write_text(
+        "".join(['{"text": ""}\n[]\n', *lines.read_text().splitlines(keepends=True)[:28]])
+    )
     log, options = tmp_path / "log", {"on_bad_document": "skip"}
     whole = lines_of(lines, tmp_path / "whole", SlowTokenizer(log), **options)
     cache = tmp_path / "cache"
@@ -235,7 +254,12 @@ def folder(few_lines):
     """Files with 9, 0, 0 and 18 documents; others are empty or bad, and skipped."""
     lines = few_lines.read_text().splitlines(keepends=True)
     few_lines.unlink()
-    for name, own in {"a": ["[]\n", *lines[:9]], "b": [], "c": ['{"text": ""}\n'], "d": [*lines[9:27], "[]\n"]}.items():
+    for name, own in {
+        "a": ["[]\n", *lines[:9]],
+        "b": [],
+        "c": ['{"text": ""}\n'],
+        "d": [*lines[9:27], "[]\n"],
+    }.items():
         (few_lines.parent / "texts").mkdir(exist_ok=True)
         (few_lines.parent / "texts" / f"{name}.jsonl").write_text("".join(own))
     return few_lines.parent / "texts"
@@ -254,14 +278,19 @@ def test_it_knows_which_file_a_document_is_from(folder, tmp_path):
     verify_corpus(corpus)
     moved = folder.rename(tmp_path / "moved")
     corpus = lines_of(moved, cache, SlowTokenizer(log), **options, with_paths=True)
-    assert corpus.paths == tuple(str(moved / f"{name}.jsonl") for name in "abcd") and corpus.files.tolist() == FILES
+    assert (
+        corpus.paths == tuple(str(moved / f"{name}.jsonl") for name in "abcd")
+        and corpus.files.tolist() == FILES
+    )
 
     own = tokenise_corpus(tmp_path / "own", Texts("jsonl", str(moved), ByteTokenizer(), **options))
     moved.rename(folder)
     again = open_corpus(Texts("tokens", str(own.folder), ByteTokenizer()), with_paths=True)
     assert again.files.tolist() == FILES and again.paths == corpus.paths  # of when it was written
     write_corpus(tmp_path / "tokens", random_documents([5]), ByteTokenizer())
-    corpus = open_corpus(Texts("tokens", str(tmp_path / "tokens"), ByteTokenizer()), with_paths=True)
+    corpus = open_corpus(
+        Texts("tokens", str(tmp_path / "tokens"), ByteTokenizer()), with_paths=True
+    )
     assert corpus.files is corpus.paths is None
     (own.folder / "files.json").write_text("[]".ljust((own.folder / "files.json").stat().st_size))
     with refused(r"files.json does not fit the other files; restore it"):
@@ -382,7 +411,9 @@ def test_damaged_cache_is_not_rebuilt_silently(lines, tmp_path):
 
 def test_a_corpus_that_did_not_change_is_read_once(make_corpus, tmp_path, monkeypatch, capsys):
     read, whole = [], corpus_module.verify_corpus
-    monkeypatch.setattr(corpus_module, "verify_corpus", lambda corpus: (read.append(corpus.folder), whole(corpus)))
+    monkeypatch.setattr(
+        corpus_module, "verify_corpus", lambda corpus: (read.append(corpus.folder), whole(corpus))
+    )
     one, other = (make_corpus([[n, n + 1, 256]]) for n in (1, 2))
     for corpus in (one, one, other, load_corpus(one.folder)):
         verify_changed(corpus)
@@ -403,7 +434,11 @@ def test_a_corpus_that_did_not_change_is_read_once(make_corpus, tmp_path, monkey
         verify_changed(other)
         (warning,), progress = (text.splitlines() for text in capsys.readouterr())
         assert any(f"reading {other.folder}/tokens.bin" in line for line in progress)
-        assert "cannot be written" in warning and warning.endswith("; set XDG_CACHE_HOME to a folder that can")
-    (other.folder / "tokens.bin").write_bytes(b"\xff" + (other.folder / "tokens.bin").read_bytes()[1:])
+        assert "cannot be written" in warning and warning.endswith(
+            "; set XDG_CACHE_HOME to a folder that can"
+        )
+    (other.folder / "tokens.bin").write_bytes(
+        b"\xff" + (other.folder / "tokens.bin").read_bytes()[1:]
+    )
     with refused(r"tokens.bin was altered"):
         verify_changed(other)

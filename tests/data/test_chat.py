@@ -56,7 +56,9 @@ PLAIN = """\
 MARKED = PLAIN
 UNMARKED = PLAIN.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
 # Only the last answer keeps its reasoning.
-THINKING = UNMARKED.replace("{{- message.content }}", "{{- '<think>' if loop.last }}{{- message.content }}")
+THINKING = UNMARKED.replace(
+    "{{- message.content }}", "{{- '<think>' if loop.last }}{{- message.content }}"
+)
 
 TOOLS = [{"type": "function", "function": {"name": "area", "parameters": {"é": ["<", "number"]}}}]
 CALL = {"name": "area", "arguments": {"r": 2}}
@@ -83,18 +85,26 @@ CHATS = [
     },
 ]
 SAID = [
-    f"{answer}<|im_end|>" for answer in ("Me.", "  🙂 two  words \n", "", json.dumps([CALL]), "12.6", "<b> indeed </b>")
+    f"{answer}<|im_end|>"
+    for answer in ("Me.", "  🙂 two  words \n", "", json.dumps([CALL]), "12.6", "<b> indeed </b>")
 ]
 
 
 def make_tokenizer(path, template, beside=False):
     """A folder with a tokenizer of Qwen's kind and a chat template."""
-    parts = {"normalizer": normalizers.NFC(), "post_processor": processors.ByteLevel(trim_offsets=True)}
+    parts = {
+        "normalizer": normalizers.NFC(),
+        "post_processor": processors.ByteLevel(trim_offsets=True),
+    }
     special = ["<|bos|>", "<|im_start|>", "<|im_end|>"]
     tokenizer = byte_bpe([json.dumps(CHATS)] * 5, 320, special, **parts)
     path.mkdir(exist_ok=True)
     tokenizer.save(str(path / "tokenizer.json"))
-    settings = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    settings = {
+        "bos_token": "<|bos|>",
+        "eos_token": "<|im_end|>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     if beside:
         (path / "chat_template.jinja").write_text(template)
     elif template is not None:
@@ -138,18 +148,24 @@ def equals_transformers(path, records, reader=None):
     theirs = AutoTokenizer.from_pretrained(reader or path)
     for record, (ids, _) in zip(records, conversations(path).encode_batch(records), strict=True):
         variables = record.get("chat_template_kwargs") or {}
-        expected = theirs.apply_chat_template(record["messages"], tools=record.get("tools"), **variables)
+        expected = theirs.apply_chat_template(
+            record["messages"], tools=record.get("tools"), **variables
+        )
         assert ids.tolist() == expected["input_ids"], record
 
 
 def documents(corpus):
     for begin, end in zip(corpus.offsets[:-1], corpus.offsets[1:]):
-        yield DocumentTokens(corpus.tokens[begin:end], {"weights": corpus.column("weights", np.arange(begin, end))})
+        yield DocumentTokens(
+            corpus.tokens[begin:end], {"weights": corpus.column("weights", np.arange(begin, end))}
+        )
 
 
 def runs(document):
     """The tokens of each answer."""
-    edges = np.flatnonzero(np.diff(document.weights > 0, prepend=False, append=False)).reshape(-1, 2)
+    edges = np.flatnonzero(np.diff(document.weights > 0, prepend=False, append=False)).reshape(
+        -1, 2
+    )
     return [document.tokens[begin:end].tolist() for begin, end in edges]
 
 
@@ -165,7 +181,10 @@ def test_transformers_tokens(folder, template, beside):
     for chat, document in zip(CHATS, ours.encode_batch(CHATS), strict=True):
         ids, trained = document.tokens, document.weights == 1
         expected = theirs.apply_chat_template(
-            chat["messages"], tools=chat.get("tools"), return_dict=True, return_assistant_tokens_mask=template is MARKED
+            chat["messages"],
+            tools=chat.get("tools"),
+            return_dict=True,
+            return_assistant_tokens_mask=template is MARKED,
         )
         assert ids.tolist() == expected["input_ids"] and ids.dtype == np.int64
         if template is MARKED:
@@ -194,14 +213,20 @@ def learnt(path, record):
     (found,) = encoder.encode_batch([record])
     if isinstance(found, str):
         return found
-    return [encoder._tokenizer._tokenizer.decode(run, skip_special_tokens=False) for run in runs(found)]
+    return [
+        encoder._tokenizer._tokenizer.decode(run, skip_special_tokens=False) for run in runs(found)
+    ]
 
 
 CITY = {"city": "Åbo", "n": [1, None]}
 
 
 def calling(arguments, **fields):
-    return {"role": "assistant", **fields, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    return {
+        "role": "assistant",
+        **fields,
+        "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+    }
 
 
 def test_the_page_has_a_template_to_begin_from(folder):
@@ -212,12 +237,22 @@ def test_the_page_has_a_template_to_begin_from(folder):
         (ASSISTANT, "y"),
         (calling(CITY, content=None), call),
         (calling(json.dumps(CITY, ensure_ascii=False), content="so: "), "so: " + call),
-        ({"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": CITY}] * 2}, call * 2),
+        (
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"name": "f", "arguments": CITY}] * 2,
+            },
+            call * 2,
+        ),
         (calling({}), '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
         (calling(""), '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
     ):
         for tools in (None, "", [], TOOLS):
-            record = {"messages": [USER, message, {"role": "tool", "content": "3"}, ASSISTANT], "tools": tools}
+            record = {
+                "messages": [USER, message, {"role": "tool", "content": "3"}, ASSISTANT],
+                "tools": tools,
+            }
             assert learnt(path, record) == [f"{said}<|im_end|>", "y<|im_end|>"]
             equals_transformers(path, [record, CHATS[0]])
             ((ids, _),) = conversations(path).encode_batch([record])
@@ -230,14 +265,28 @@ def test_the_page_has_a_template_to_begin_from(folder):
 def test_calls_and_tools_that_a_template_does_not_write(folder, template):
     """Learning them would be learning to end the turn at once."""
     calls = [{"name": "f", "arguments": CITY}, {"name": "g", "arguments": {}}]
-    record = {"messages": [USER, ASSISTANT, USER, {"role": "assistant", "content": "", "tool_calls": calls}]}
+    record = {
+        "messages": [
+            USER,
+            ASSISTANT,
+            USER,
+            {"role": "assistant", "content": "", "tool_calls": calls},
+        ]
+    }
     assert learnt(folder(template), record)[-1].count("arguments") == 2
     problem = (
-        "the chat template does not write all 'tool_calls' of message 4; take one that does (docs/data.md has one)"
+        "the chat template does not write all 'tool_calls' of message 4; "
+        "take one that does (docs/data.md has one)"
     )
     first = "{%- if message.tool_calls %}{{ message.tool_calls[0] | tojson }}"
-    for writes in ("{%- if not true %}", first, "{%- if message.content and message.tool_calls %}{{ 'called' }}"):
-        other = template.replace("{%- if message.tool_calls %}{{ message.tool_calls | tojson }}", writes)
+    for writes in (
+        "{%- if not true %}",
+        first,
+        "{%- if message.content and message.tool_calls %}{{ 'called' }}",
+    ):
+        other = template.replace(
+            "{%- if message.tool_calls %}{{ message.tool_calls | tojson }}", writes
+        )
         assert other != template and learnt(folder(other), record) == problem
     tools = template.replace("{{ tool | tojson }}", "{{ tool | tojson if loop.first }}")
     assert learnt(folder(tools), CHATS[0] | {"tools": TOOLS}) == ["Me.<|im_end|>"]
@@ -256,17 +305,23 @@ RAW = "{{ c.arguments if c.arguments is string else c.arguments | tojson }}"
         ("{{ message.tool_calls | tojson }}", None),
         ("{% for c in message.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}", None),
         ("{% for c in message.tool_calls %}{{ c.function | tojson }}{% endfor %}", None),
-        ("{% for c in message.tool_calls %}{{ c.function.arguments.items() | list }}{% endfor %}", None),
+        (
+            "{% for c in message.tool_calls %}{{ c.function.arguments.items() | list }}{% endfor %}",
+            None,
+        ),
         ("{% for c in message.tool_calls %}{% set c = c.function %}" + RAW + "{% endfor %}", "{}"),
         ("{% for c in message.tool_calls %}{{ '' + c.function.arguments }}{% endfor %}", "{}"),
     ],
 )
-@pytest.mark.parametrize("arguments", ["{}", ' {\n"city":"\\u00c5bo"}', '{ "a" : [1.0, {"b": "\\""}]}'])
+@pytest.mark.parametrize(
+    "arguments", ["{}", ' {\n"city":"\\u00c5bo"}', '{ "a" : [1.0, {"b": "\\""}]}']
+)
 def test_arguments_that_are_json_text(folder, writes, said, arguments):
     """As objects are written where the template would quote the text; as they are where it takes the text."""
     path = folder(MARKED.replace("{{ message.tool_calls | tojson }}", writes))
     found, objects = (
-        learnt(path, {"messages": [USER, calling(a, content="")]}) for a in (arguments, json.loads(arguments))
+        learnt(path, {"messages": [USER, calling(a, content="")]})
+        for a in (arguments, json.loads(arguments))
     )
     if said is None:
         assert found == objects
@@ -277,7 +332,9 @@ def test_arguments_that_are_json_text(folder, writes, said, arguments):
 @pytest.mark.parametrize("template", [MARKED, UNMARKED])
 def test_null_is_no_content(folder, template):
     path = folder(template)
-    problem = "message 2: its content is null, and it calls nothing; write its text, or leave it out"
+    problem = (
+        "message 2: its content is null, and it calls nothing; write its text, or leave it out"
+    )
     for message in (
         {"role": "assistant", "content": None},
         {"role": "user"},
@@ -285,10 +342,14 @@ def test_null_is_no_content(folder, template):
     ):
         assert learnt(path, {"messages": [USER, message, ASSISTANT]}) == problem
     record = {"messages": [USER, calling(CITY, content=None)]}
-    assert learnt(path, record) == [json.dumps(record["messages"][1]["tool_calls"], ensure_ascii=False) + "<|im_end|>"]
+    assert learnt(path, record) == [
+        json.dumps(record["messages"][1]["tool_calls"], ensure_ascii=False) + "<|im_end|>"
+    ]
     added = folder(template.replace("{{- message.content }}", "{{- message.content + '' }}"))
     found = learnt(added, record)
-    assert found.startswith("the chat template refuses it (a message's content is null): UndefinedError")
+    assert found.startswith(
+        "the chat template refuses it (a message's content is null): UndefinedError"
+    )
 
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED])
@@ -299,17 +360,27 @@ def test_answers_of_weight_zero(folder, template, name):
     encoder = conversations(path)
 
     def record(*weights):
-        said = [{"role": "assistant", "content": word, name: weight} for word, weight in zip(words, weights)]
+        said = [
+            {"role": "assistant", "content": word, name: weight}
+            for word, weight in zip(words, weights)
+        ]
         return {"messages": [message for each in said for message in (USER | {name: 0}, each)]}
 
     (every,) = encoder.encode_batch([record(None, None, None)])
     for weights in ((0, 1, None), (False, True, 1.0), (1, 0.0, 0), (None, 1, 0)):
         (some,) = encoder.encode_batch([record(*weights)])
-        expected = [f"{word}<|im_end|>" for word, weight in zip(words, weights) if weight in (None, 1)]
-        assert learnt(path, record(*weights)) == expected and some.tokens.tolist() == every.tokens.tolist()
+        expected = [
+            f"{word}<|im_end|>" for word, weight in zip(words, weights) if weight in (None, 1)
+        ]
+        assert (
+            learnt(path, record(*weights)) == expected
+            and some.tokens.tolist() == every.tokens.tolist()
+        )
     assert learnt(path, record(0, False, 0.0)).startswith("no answer to learn")
     (some,) = encoder.encode_batch([record(0.5, 0, 0.25)])
-    said = [encoder._tokenizer.decode(some.tokens[some.weights == weight]) for weight in (0.5, 0.25)]
+    said = [
+        encoder._tokenizer.decode(some.tokens[some.weights == weight]) for weight in (0.5, 0.25)
+    ]
     assert said == ["Me.", "13"]  # the special token is not written
     for wrong in ("0", "1", "", -1, 2, [0], {}, float("nan")):
         problem = f"message 4: {name!r} is {wrong!r}; give 0 (not trained on) to 1"
@@ -318,7 +389,9 @@ def test_answers_of_weight_zero(folder, template, name):
 
 def test_a_weight_where_answers_have_several_parts(folder):
     """Which part is whose is not known."""
-    twice = MARKED.replace("{{- message.content }}", "{{- message.content }}{% endgeneration %}{% generation %}")
+    twice = MARKED.replace(
+        "{{- message.content }}", "{{- message.content }}{% endgeneration %}{% generation %}"
+    )
     record = {"messages": [USER, ASSISTANT, USER, ASSISTANT | {"weight": 0}]}
     assert learnt(folder(twice), record).startswith(
         "a weight that is not 1, and no answer for each message of the role 'ass"
@@ -329,12 +402,17 @@ def test_a_weight_where_answers_have_several_parts(folder):
 
 def test_variables_of_a_record(folder):
     """As transformers has `chat_template_kwargs`; they may be named as a token is."""
-    template = "{{ bos_token }}{{ '(' + mood + ')' if mood }}{% if loud %}{{ loud.by }}{% endif %}" + UNMARKED
+    template = (
+        "{{ bos_token }}{{ '(' + mood + ')' if mood }}{% if loud %}{{ loud.by }}{% endif %}"
+        + UNMARKED
+    )
     path = folder(template)
     variables = (None, "", {}, {"mood": "sad"}, {"loud": {"by": 3}, "bos_token": "b"})
     equals_transformers(path, [CHATS[1] | {"chat_template_kwargs": fields} for fields in variables])
     sad = ({"mood": "sad"}, '{"mood": "sad"}')
-    fields, text = conversations(path).encode_batch([CHATS[1] | {"chat_template_kwargs": mood} for mood in sad])
+    fields, text = conversations(path).encode_batch(
+        [CHATS[1] | {"chat_template_kwargs": mood} for mood in sad]
+    )
     assert fields.tokens.tolist() == text.tokens.tolist()
     problem = "'chat_template_kwargs' is no object, or has messages, tools or add_generation_prompt"
     for wrong in ("x", [1], 3, {"tools": []}, {"messages": []}, {"add_generation_prompt": True}):
@@ -344,11 +422,20 @@ def test_variables_of_a_record(folder):
 @pytest.mark.parametrize("name", ["messages", "conversations"])
 def test_share_gpt(tokenizer, tmp_path, name):
     """`from` and `value` are read as `role` and `content`."""
-    roles = {"system": "system", "human": "user", "gpt": "assistant", "observation": "tool", "user": "user"}
+    roles = {
+        "system": "system",
+        "human": "user",
+        "gpt": "assistant",
+        "observation": "tool",
+        "user": "user",
+    }
     theirs = [{"from": name, "value": f"I am {name}", "weight": None} for name in roles]
     ours = [{"role": role, "content": f"I am {name}"} for name, role in roles.items()]
     want = opened(write_lines(tmp_path / "a.jsonl", [{"messages": ours}]), tokenizer)
-    assert opened(write_lines(tmp_path / "b.jsonl", [{name: theirs}]), tokenizer).fingerprint == want.fingerprint
+    assert (
+        opened(write_lines(tmp_path / "b.jsonl", [{name: theirs}]), tokenizer).fingerprint
+        == want.fingerprint
+    )
     table = write_table(tmp_path / "b.parquet", pa.Table.from_pylist([{name: theirs}]))
     assert opened(table, tokenizer).fingerprint == want.fingerprint
     if name == "conversations":
@@ -367,7 +454,10 @@ def test_a_token_that_straddles_the_begin_of_an_answer(folder):
     record = {"messages": [USER, {"role": "assistant", "content": '"z'}]}
     (document,) = Conversations(tokenizer).encode_batch([record])
     equals_transformers(path, [record])
-    assert [tokenizer.decode([token]) for token in document.tokens[document.weights == 1]] == [' "', "z"]
+    assert [tokenizer.decode([token]) for token in document.tokens[document.weights == 1]] == [
+        ' "',
+        "z",
+    ]
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -375,7 +465,9 @@ def test_several_templates_by_name(folder, tmp_path, beside):
     """In the settings or in files; transformers takes "tool_use" for records with tools. Exports have them all."""
     for_tools = UNMARKED.replace("<|im_start|>tools", "<|im_start|>available")
     path = folder(
-        MARKED if beside else [{"name": "tool_use", "template": for_tools}, {"name": "default", "template": MARKED}],
+        MARKED
+        if beside
+        else [{"name": "tool_use", "template": for_tools}, {"name": "default", "template": MARKED}],
         beside=beside,
     )
     if beside:
@@ -383,13 +475,19 @@ def test_several_templates_by_name(folder, tmp_path, beside):
         (path / "additional_chat_templates" / "tool_use.jinja").write_text(for_tools)
     tokenizer = build_tokenizer(str(path))
     export(tokenizer, tmp_path)
-    assert build_tokenizer(str(tmp_path)).chat_templates == {"default": MARKED, "tool_use": for_tools}
+    assert build_tokenizer(str(tmp_path)).chat_templates == {
+        "default": MARKED,
+        "tool_use": for_tools,
+    }
     for reader in (path, tmp_path):
         equals_transformers(path, CHATS, reader)
 
 
 def test_templates_that_no_record_takes(folder):
-    named = [{"name": "default", "template": MARKED}, {"name": "rag", "template": "{% citations %}"}]
+    named = [
+        {"name": "default", "template": MARKED},
+        {"name": "rag", "template": "{% citations %}"},
+    ]
     ours, alone = (conversations(folder(template)) for template in (named, MARKED))
     assert ours.fingerprint == alone.fingerprint
     for a, b in zip(ours.encode_batch(CHATS), alone.encode_batch(CHATS), strict=True):
@@ -403,7 +501,10 @@ def test_templates_that_no_record_takes(folder):
         ({"extra_special_tokens": {"image_token": "<|im_start|>"}}, {}),
         ({"model_specific_special_tokens": {"image_token": "<|im_start|>"}}, {}),
         ({"pad_token": "<|bos|>"}, {"pad_token": "<|im_start|>", "eos_token": "<|im_start|>"}),
-        ({"added_tokens_decoder": {}, "pad_token": "<|bos|>"}, {"pad_token": "<|im_start|>", "eos_token": "<|bos|>"}),
+        (
+            {"added_tokens_decoder": {}, "pad_token": "<|bos|>"},
+            {"pad_token": "<|im_start|>", "eos_token": "<|bos|>"},
+        ),
     ],
 )
 def test_names_of_tokens(folder, tmp_path, settings, beside):
@@ -414,14 +515,19 @@ def test_names_of_tokens(folder, tmp_path, settings, beside):
     tokenizer = build_tokenizer(str(path))
     export(tokenizer, tmp_path)
     for reader in (path, tmp_path):
-        assert tokenizer._tokenizer.id_to_token(tokenizer.eos_id) == AutoTokenizer.from_pretrained(reader).eos_token
+        assert (
+            tokenizer._tokenizer.id_to_token(tokenizer.eos_id)
+            == AutoTokenizer.from_pretrained(reader).eos_token
+        )
         equals_transformers(path, CHATS, reader)
 
 
 def test_names_that_are_no_text(folder):
     path = folder()
     change_json(path / "tokenizer_config.json", {"image_token": ["<i>"]})
-    assert "image_token" not in json.loads(build_tokenizer(str(path)).hugging_face_files()["tokenizer_config.json"])
+    assert "image_token" not in json.loads(
+        build_tokenizer(str(path)).hugging_face_files()["tokenizer_config.json"]
+    )
     change_json(path / "tokenizer_config.json", {"eos_token": ["a"]})
     with refused(r"eos_token = \['a'\] of .*tokenizer_config\.json or .* is no text; correct"):
         build_tokenizer(str(path))
@@ -436,8 +542,17 @@ def test_a_word_in_a_comment_marks_nothing(folder):
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
 @pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
 def test_reasoning_by_any_of_its_names(folder, name, read):
-    path = folder(MARKED.replace("{{- message.content }}", f"{{{{- message.{read} }}}}{{{{- message.content }}}}"))
-    message = {"role": "assistant", "content": "Me.", "reasoning_content": None, name: "Who, indeed?"}
+    path = folder(
+        MARKED.replace(
+            "{{- message.content }}", f"{{{{- message.{read} }}}}{{{{- message.content }}}}"
+        )
+    )
+    message = {
+        "role": "assistant",
+        "content": "Me.",
+        "reasoning_content": None,
+        name: "Who, indeed?",
+    }
     theirs = AutoTokenizer.from_pretrained(path)
     for answer in (message, message | {"thinking": "Hm.", "reasoning": "Or."}):
         ((ids, _),) = conversations(path).encode_batch([{"messages": [USER, answer]}])
@@ -461,7 +576,9 @@ def test_a_template_that_writes_answers_otherwise_later(folder):
     encoder = conversations(folder(THINKING))
     first, problem, _ = encoder.encode_batch(CHATS)
     assert encoder._tokenizer.decode(runs(first)[0]) == "<think>Me."
-    assert problem.startswith("message 3: the chat template writes this answer otherwise as a prompt, or once the")
+    assert problem.startswith(
+        "message 3: the chat template writes this answer otherwise as a prompt, or once the"
+    )
     assert "put {% generation %} and {% endgeneration %} around answers" in problem
 
 
@@ -472,19 +589,47 @@ USER, ASSISTANT = {"role": "user", "content": "x"}, {"role": "assistant", "conte
     "template, messages, problem",
     [
         (MARKED, "Hi", "'messages' is no list of objects with a 'role'"),
-        (MARKED, [{"from": "bing", "value": "x"}], "'messages' is no list of objects with a 'role' (or 'from': sys"),
-        (MARKED, [USER, {"role": "assistant", "content": None, "tool_calls": "[]"}], "whose 'tool_calls', if any, are"),
+        (
+            MARKED,
+            [{"from": "bing", "value": "x"}],
+            "'messages' is no list of objects with a 'role' (or 'from': sys",
+        ),
+        (
+            MARKED,
+            [USER, {"role": "assistant", "content": None, "tool_calls": "[]"}],
+            "whose 'tool_calls', if any, are",
+        ),
         (MARKED, [], "no answer to learn"),
         (MARKED, [USER], "no answer to learn"),
         (UNMARKED, [USER], "no answer to learn"),
-        (MARKED, [{"role": "user", "content": ["x"]}], "the chat template refuses it: TemplateError: no text"),
-        (MARKED, [{"role": "user", "content": "a\ufdd0/answer\ufdd1"}, ASSISTANT], "noncharacter U+FDD0"),
-        ("{{ strftime_now('%d') }}", [USER, ASSISTANT], "refuses it: UndefinedError: 'strftime_now' is undefined"),
+        (
+            MARKED,
+            [{"role": "user", "content": ["x"]}],
+            "the chat template refuses it: TemplateError: no text",
+        ),
+        (
+            MARKED,
+            [{"role": "user", "content": "a\ufdd0/answer\ufdd1"}, ASSISTANT],
+            "noncharacter U+FDD0",
+        ),
+        (
+            "{{ strftime_now('%d') }}",
+            [USER, ASSISTANT],
+            "refuses it: UndefinedError: 'strftime_now' is undefined",
+        ),
         ("{{ messages.append(1) }}", [USER, ASSISTANT], "refuses it: SecurityError"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", [USER], "refuses it: SecurityError"),
         ("{{ 1 // 0 }}", [USER], "refuses it: ZeroDivisionError"),
-        ("{% filter upper %}" + MARKED + "{% endfilter %}", [USER, ASSISTANT], "changes what it has between {% gen"),
-        ("{% set c %}{% generation %} y {% endgeneration %}{% endset %}{{ c | trim }}", [USER], "changes what it has"),
+        (
+            "{% filter upper %}" + MARKED + "{% endfilter %}",
+            [USER, ASSISTANT],
+            "changes what it has between {% gen",
+        ),
+        (
+            "{% set c %}{% generation %} y {% endgeneration %}{% endset %}{{ c | trim }}",
+            [USER],
+            "changes what it has",
+        ),
     ],
 )
 def test_bad_conversations(folder, template, messages, problem):
@@ -496,7 +641,11 @@ def test_tools(folder):
     """A list of objects, or the JSON text of one."""
     encoder = conversations(folder())
     deep = '[{"a": ' * 150 + "1" + "}]" * 150
-    bad, none, some = (["x"], {"a": 1}, "TOOLS", "[" * 100_000, deep), ([], None, "", "[]"), (TOOLS, json.dumps(TOOLS))
+    bad, none, some = (
+        (["x"], {"a": 1}, "TOOLS", "[" * 100_000, deep),
+        ([], None, "", "[]"),
+        (TOOLS, json.dumps(TOOLS)),
+    )
     found = encoder.encode_batch([CHATS[0] | {"tools": tools} for tools in (*bad, *none, *some)])
     assert found[:5] == ["'tools' is no list of objects, nor the JSON text of one"] * 5
     without, *others, listed, text = (document.tokens.tolist() for document in found[5:])
@@ -507,8 +656,13 @@ def test_tools(folder):
 def test_no_tools_and_an_empty_list(folder, template):
     """They are two things to a template, and choose between several, as in transformers."""
     says = "{{ 'none' if tools is none else 'list' }}" + template
-    for several in (says, [{"name": "default", "template": template}, {"name": "tool_use", "template": says}]):
-        equals_transformers(folder(several), [CHATS[0] | {"tools": tools} for tools in (None, [], "")])
+    for several in (
+        says,
+        [{"name": "default", "template": template}, {"name": "tool_use", "template": says}],
+    ):
+        equals_transformers(
+            folder(several), [CHATS[0] | {"tools": tools} for tools in (None, [], "")]
+        )
 
 
 @pytest.mark.parametrize(
@@ -566,8 +720,16 @@ def test_turns_of_a_terminal(folder, template, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "template, argv, problem",
     [
-        (None, ["--chat"], "--chat takes a chat template, and the tokenizer has none; set model.tokenizer_path"),
-        ("{{ raise_exception('no') }}", ["--chat", "--prompt", "a"], "the chat template refuses it: TemplateError: no"),
+        (
+            None,
+            ["--chat"],
+            "--chat takes a chat template, and the tokenizer has none; set model.tokenizer_path",
+        ),
+        (
+            "{{ raise_exception('no') }}",
+            ["--chat", "--prompt", "a"],
+            "the chat template refuses it: TemplateError: no",
+        ),
         (MARKED, [], "--prompt is missing: give a text to continue, or --chat"),
     ],
 )
@@ -580,7 +742,9 @@ def test_turns_that_cannot_be_had(folder, template, argv, problem, monkeypatch, 
 
 def test_tokenizers_without_a_template(folder):
     for tokenizer in (ByteTokenizer(), build_tokenizer(str(folder(None)))):
-        with refused(r"dataset_format = 'messages' takes a chat template.*or train on 'completion'"):
+        with refused(
+            r"dataset_format = 'messages' takes a chat template.*or train on 'completion'"
+        ):
             Conversations(tokenizer)
     with refused(r"model\.tokenizer_path: its chat template 'default' is not one: .*; repair"):
         conversations(folder("{% if %}"))
@@ -596,13 +760,17 @@ def test_tokenizers_without_a_template(folder):
 def test_completions_of_bytes(tmp_path):
     pairs = [{"prompt": "2+2=", "completion": "4"}, {"prompt": "", "completion": "é"}]
     file = write_lines(
-        tmp_path / "a.jsonl", [*pairs, {"prompt": "x", "completion": ""}, {"prompt": 3, "completion": "x"}]
+        tmp_path / "a.jsonl",
+        [*pairs, {"prompt": "x", "completion": ""}, {"prompt": 3, "completion": "x"}],
     )
     with refused(r"line 3: no answer to learn: 'completion' is empty; training.on_bad_doc"):
         opened(file)
     corpus = opened(file, on_bad_document="skip")
     first, second = documents(corpus)
-    assert bytes(first[0][:-1].astype(np.uint8)) == b"2+2=4" and first.weights.tolist() == [0] * 4 + [1] * 2
+    assert (
+        bytes(first[0][:-1].astype(np.uint8)) == b"2+2=4"
+        and first.weights.tolist() == [0] * 4 + [1] * 2
+    )
     assert second[0].tolist() == [0xC3, 0xA9, 256] and second.weights.all()
     line, warning = corpus.summary.splitlines()
     assert "2 documents, 9 tokens, 5 of them in answers, in " in line
@@ -611,7 +779,11 @@ def test_completions_of_bytes(tmp_path):
 
 LETTERS = ["▁", *"24+=abc ", "▁4", "▁2", "Ġ", "Ġ4", "<0x0A>", "</s>", "<unk>"]
 SPACING = {
-    "prepend": {"normalizer": normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])},
+    "prepend": {
+        "normalizer": normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+    },
     "metaspace, always": {"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="always")},
     "metaspace, first": {"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="first")},
     "metaspace, in a sequence": {
@@ -620,7 +792,10 @@ SPACING = {
             [pre_tokenizers.Digits(), pre_tokenizers.Metaspace("▁", "first", False)]
         ),
     },
-    "bytes": {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True), "decoder": decoders.ByteLevel()},
+    "bytes": {
+        "pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True),
+        "decoder": decoders.ByteLevel(),
+    },
     "bytes, no prefix": {
         "pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False),
         "decoder": decoders.ByteLevel(),
@@ -630,7 +805,8 @@ SPACING = {
 
 @pytest.mark.parametrize("spacing", SPACING)
 @pytest.mark.parametrize(
-    "prompt, completion", [("2+2=", "4"), ("2+2= ", "4 a"), ("2+2=", " 4"), ("a\n", "b c"), ("", "4 b")]
+    "prompt, completion",
+    [("2+2=", "4"), ("2+2= ", "4 a"), ("2+2=", " 4"), ("a\n", "b c"), ("", "4 b")],
 )
 def test_completions_go_on_from_their_prompts(tmp_path, spacing, prompt, completion):
     """What tokenizers put before a text is not put between the two; a completion alone is a text."""
@@ -642,7 +818,9 @@ def test_completions_go_on_from_their_prompts(tmp_path, spacing, prompt, complet
         setattr(whole, part, value)
     whole.save(str(tmp_path / "tokenizer.json"))
     tokenizer = build_tokenizer(str(tmp_path))
-    (document,) = Completions(tokenizer).encode_batch([{"prompt": prompt, "completion": completion}])
+    (document,) = Completions(tokenizer).encode_batch(
+        [{"prompt": prompt, "completion": completion}]
+    )
     ids, trained = document.tokens, document.weights == 1
     assert whole.decode(ids.tolist()).lstrip(" ") == prompt + completion
     assert ids[~trained].tolist() == whole.encode(prompt).ids
@@ -654,7 +832,9 @@ def test_completions_go_on_from_their_prompts(tmp_path, spacing, prompt, complet
 
 def test_completions_by_words(tmp_path):
     whole = Tokenizer(models.BPE({"▁": 0, "a": 1}, []))
-    whole.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+    whole.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+    )
     whole.save(str(tmp_path / "tokenizer.json"))
     with refused(r"dataset_format = 'completion': .* puts a space before every text"):
         Completions(build_tokenizer(str(tmp_path)))
@@ -670,15 +850,25 @@ def test_records_that_cannot_be_read(tmp_path, monkeypatch, workers):
     with refused(r"line 2: not JSON .*training\.on_bad_document"):
         opened(file)
     corpus = opened(file, on_bad_document="skip")
-    assert [bytes(ids[:-1].astype(np.uint8)) for ids, _ in documents(corpus)] == [b"2+2=0", b"2+2=1", b"2+2=2"]
+    assert [bytes(ids[:-1].astype(np.uint8)) for ids, _ in documents(corpus)] == [
+        b"2+2=0",
+        b"2+2=1",
+        b"2+2=2",
+    ]
     assert "2 bad documents skipped" in corpus.summary
 
 
 def test_records_of_each_kind(folder, tokenizer, tmp_path):
     """The same corpus; and with another template another one, though no token differs."""
     lines = write_lines(tmp_path / "a.jsonl", CHATS)
-    arguments = [chat | {"messages": [m | {"tool_calls": None} for m in chat["messages"]]} for chat in CHATS[:2]]
-    tables = [write_table(tmp_path / name, pa.Table.from_pylist(arguments)) for name in ("a.parquet", "a.arrow")]
+    arguments = [
+        chat | {"messages": [m | {"tool_calls": None} for m in chat["messages"]]}
+        for chat in CHATS[:2]
+    ]
+    tables = [
+        write_table(tmp_path / name, pa.Table.from_pylist(arguments))
+        for name in ("a.parquet", "a.arrow")
+    ]
     corpus = opened(lines, tokenizer)
     decode = partial(tokenizer._tokenizer.decode, skip_special_tokens=False)
     assert [decode(answer) for document in documents(corpus) for answer in runs(document)] == SAID
@@ -691,7 +881,8 @@ def test_records_of_each_kind(folder, tokenizer, tmp_path):
         str(
             folder(
                 MARKED.replace(
-                    "{{- '<|im_end|>' }}\n        {%- endgeneration %}", "{%- endgeneration %}{{- '<|im_end|>' }}"
+                    "{{- '<|im_end|>' }}\n        {%- endgeneration %}",
+                    "{%- endgeneration %}{{- '<|im_end|>' }}",
                 )
             )
         )
@@ -720,20 +911,30 @@ def as_table(records, kind):
         return table
 
     def texts(calls):
-        written = pa.ExtensionArray.from_storage(kind, pa.array([json.dumps(call) for each in calls for call in each]))
-        return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *map(len, calls)]), pa.int32()), written)
+        written = pa.ExtensionArray.from_storage(
+            kind, pa.array([json.dumps(call) for each in calls for call in each])
+        )
+        return pa.ListArray.from_arrays(
+            pa.array(np.cumsum([0, *map(len, calls)]), pa.int32()), written
+        )
 
     said = [message for record in records for message in record["messages"]]
     fields = {name: pa.array([message[name] for message in said]) for name in ("role", "content")}
     fields["tool_calls"] = texts([message.get("tool_calls", []) for message in said])
     ends = pa.array(np.cumsum([0, *(len(record["messages"]) for record in records)]), pa.int32())
-    messages = pa.ListArray.from_arrays(ends, pa.StructArray.from_arrays(list(fields.values()), names=list(fields)))
+    messages = pa.ListArray.from_arrays(
+        ends, pa.StructArray.from_arrays(list(fields.values()), names=list(fields))
+    )
     return pa.table({"messages": messages, "tools": texts([record["tools"] for record in records])})
 
 
 def test_tables_hold_what_lines_do(tokenizer, tmp_path):
     """Their structs have the fields of all rows, null where a row has none of its own; `datasets` writes JSON texts."""
-    records = [called("weather", {"city": "Oslo"}), called("add", {"a": 1, "b": [None, {"c": 2}]}), called("now", {})]
+    records = [
+        called("weather", {"city": "Oslo"}),
+        called("add", {"a": 1, "b": [None, {"c": 2}]}),
+        called("now", {}),
+    ]
     want = opened(write_lines(tmp_path / "a.jsonl", records), tokenizer)
     for name, kind in (("structs", None), ("json", pa.json_())):
         for source in ("parquet", "arrow"):
@@ -743,7 +944,10 @@ def test_tables_hold_what_lines_do(tokenizer, tmp_path):
 
 STRINGS = pa.map_(pa.string(), pa.string())
 CALL_OF = pa.struct([("function", pa.struct([("name", pa.binary()), ("arguments", STRINGS)]))])
-DEEP = pa.map_(pa.binary(), pa.struct([("a", pa.list_(STRINGS)), ("b", pa.large_list(pa.map_(pa.string(), STRINGS)))]))
+DEEP = pa.map_(
+    pa.binary(),
+    pa.struct([("a", pa.list_(STRINGS)), ("b", pa.large_list(pa.map_(pa.string(), STRINGS)))]),
+)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
@@ -752,14 +956,23 @@ def test_maps_are_objects_and_bytes_are_texts(tokenizer, tmp_path, kind):
     call = {"function": {"name": "f", "arguments": {"city": "Åbo", "day": None}}}
     tools = {"x": {"a": [{"k": "v"}, {}], "b": [{"m": {"n": "o"}, "p": {}}]}, "y": {"a": []}}
     messages = [USER, {"role": "assistant", "content": "né", "tool_calls": [call]}]
-    want = opened(write_lines(tmp_path / "a.jsonl", [{"messages": messages, "tools": [tools]}]), tokenizer)
+    want = opened(
+        write_lines(tmp_path / "a.jsonl", [{"messages": messages, "tools": [tools]}]), tokenizer
+    )
 
     def pairs(value):
         return [(key, pairs(x)) for key, x in value.items()] if isinstance(value, dict) else value
 
     call = {"function": {"name": b"f", "arguments": pairs(call["function"]["arguments"])}}
-    message = [("role", pa.binary()), ("content", pa.large_binary()), ("tool_calls", pa.list_(CALL_OF))]
-    rows = [{"role": b"user", "content": b"x"}, {"role": b"assistant", "content": "né".encode(), "tool_calls": [call]}]
+    message = [
+        ("role", pa.binary()),
+        ("content", pa.large_binary()),
+        ("tool_calls", pa.list_(CALL_OF)),
+    ]
+    rows = [
+        {"role": b"user", "content": b"x"},
+        {"role": b"assistant", "content": "né".encode(), "tool_calls": [call]},
+    ]
     x = {"a": [[("k", "v")], []], "b": [[("m", [("n", "o")]), ("p", [])]]}
     table = pa.table(
         {
@@ -767,26 +980,37 @@ def test_maps_are_objects_and_bytes_are_texts(tokenizer, tmp_path, kind):
             "tools": pa.array([[[(b"x", x), (b"y", {"a": []})]]], pa.list_(DEEP)),
         }
     )
-    assert opened(write_table(tmp_path / f"a.{kind}", table), tokenizer).fingerprint == want.fingerprint
+    assert (
+        opened(write_table(tmp_path / f"a.{kind}", table), tokenizer).fingerprint
+        == want.fingerprint
+    )
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_a_map_that_is_not_utf8_spoils_its_row_alone(tmp_path, kind):
     arguments = pa.array([[("city", "Oslo")], [("city", "abcd")]], STRINGS)
     messages = pa.array([[USER, ASSISTANT]] * 2)
-    for name, column in (("text", arguments), ("bytes", arguments.view(pa.map_(pa.binary(), pa.binary())))):
-        plain = dict(compression="none", use_dictionary=False, write_statistics=False, store_schema=True)
+    for name, column in (
+        ("text", arguments),
+        ("bytes", arguments.view(pa.map_(pa.binary(), pa.binary()))),
+    ):
+        plain = dict(
+            compression="none", use_dictionary=False, write_statistics=False, store_schema=True
+        )
         table = {"messages": messages, "chat_template_kwargs": column}
         file = write_table(tmp_path / f"{name}.{kind}", table, **plain)
         file.write_bytes(file.read_bytes().replace(b"abcd", b"abc\xff"))
         first, second = read_documents(kind, file, "text", "messages")
-        assert first.content["chat_template_kwargs"] == {"city": "Oslo"} and second.problem.startswith("not UTF-8")
+        assert first.content["chat_template_kwargs"] == {
+            "city": "Oslo"
+        } and second.problem.startswith("not UTF-8")
 
 
 def test_what_json_does_not_have(tokenizer, tmp_path):
     """A moment would be written as Python has it."""
     day = pa.array(
-        [[{"role": "assistant", "content": 0}]], pa.list_(pa.struct([("role", pa.string()), ("content", pa.date32())]))
+        [[{"role": "assistant", "content": 0}]],
+        pa.list_(pa.struct([("role", pa.string()), ("content", pa.date32())])),
     )
     file = write_table(tmp_path / "a.parquet", {"messages": day})
     with refused(r"row 1: cannot be read \(JSON has no date32\[day\]; cast it to text or a number"):
@@ -840,8 +1064,18 @@ def test_stopped_and_by_several_processes(tmp_path, monkeypatch):
 
 def test_the_tool_and_a_corpus_of_tokens(tmp_path, capsys):
     file = write_lines(tmp_path / "a.jsonl", [{"prompt": "2+2=", "completion": "4"}])
-    argv = ["write", str(tmp_path / "tokens"), "--path", str(file), "--format", "completion", "--dataset"]
-    assert tool.main([*argv, "text"]) == 2 and "--format completion is for" in capsys.readouterr().err
+    argv = [
+        "write",
+        str(tmp_path / "tokens"),
+        "--path",
+        str(file),
+        "--format",
+        "completion",
+        "--dataset",
+    ]
+    assert (
+        tool.main([*argv, "text"]) == 2 and "--format completion is for" in capsys.readouterr().err
+    )
     assert tool.main([*argv, "jsonl"]) == 0 and "2 of them in answers" in capsys.readouterr().out
     corpus = open_corpus(Texts("tokens", str(tmp_path / "tokens"), ByteTokenizer()))
     assert corpus.fingerprint == opened(file).fingerprint
@@ -854,7 +1088,12 @@ def test_the_tool_and_a_corpus_of_tokens(tmp_path, capsys):
 def test_own_tokens_with_weights(tmp_path):
     ids, weights = np.arange(5), np.array([0, 0.5, 1, 0, 1])
     kinds = {"columns": {"weights": "<f4"}}
-    write_corpus(tmp_path / "c", [(ids, {"weights": w}) for w in (weights, weights == 0)], ByteTokenizer(), **kinds)
+    write_corpus(
+        tmp_path / "c",
+        [(ids, {"weights": w}) for w in (weights, weights == 0)],
+        ByteTokenizer(),
+        **kinds,
+    )
     corpus = load_corpus(tmp_path / "c")
     assert corpus.columns["weights"].tolist() == [0, 0.5, 1, 0, 1, 1, 0, 0, 1, 0]
     assert corpus.info["num_answer_tokens"] == 5 and corpus.info["num_ended"] == 0
@@ -885,20 +1124,30 @@ def test_streams(tmp_path):
     # the same once more, each token's place in the vocabulary saying whether it is trained on
     write_corpus(tmp_path / "marks", [m.astype(int) for m in masks], ByteTokenizer())
     every, some, marks = (
-        packed(load_corpus(tmp_path / name), seq_len=20, seed=1) for name in ("all", "answers", "marks")
+        packed(load_corpus(tmp_path / name), seq_len=20, seed=1)
+        for name in ("all", "answers", "marks")
     )
     for i in range(20):
         for name in ("tokens", "cu_seqlens", "position_ids"):
             assert np.array_equal(getattr(some[i], name), getattr(every[i], name))
-        assert np.array_equal(some[i].labels, np.where(marks[i].labels == 1, every[i].labels, IGNORE))
+        assert np.array_equal(
+            some[i].labels, np.where(marks[i].labels == 1, every[i].labels, IGNORE)
+        )
 
 
 @pytest.mark.parametrize(
     "keys, message",
     [
-        ({"training.dataset_format": "messages"}, r"dataset_format = 'messages' is for training\.dataset = jsonl,"),
         (
-            {"training.dataset": "tokens", "training.dataset_path": "x", "training.dataset_format": "completion"},
+            {"training.dataset_format": "messages"},
+            r"dataset_format = 'messages' is for training\.dataset = jsonl,",
+        ),
+        (
+            {
+                "training.dataset": "tokens",
+                "training.dataset_path": "x",
+                "training.dataset_format": "completion",
+            },
             r"it is 'tokens'; remove the format \(a corpus of tokens knows its answers\)",
         ),
         (
@@ -910,8 +1159,14 @@ def test_streams(tmp_path):
             },
             r"dataset_text_field = 'body' is not used by training\.",
         ),
-        ({"training.dataset_text_field": "body"}, r"text_field = 'body' is not used by training\.dataset = 'stdlib'"),
-        ({"training.mixture_from_step": "4"}, r"mixture_from_step = 4 is the step from which training.mixture holds"),
+        (
+            {"training.dataset_text_field": "body"},
+            r"text_field = 'body' is not used by training\.dataset = 'stdlib'",
+        ),
+        (
+            {"training.mixture_from_step": "4"},
+            r"mixture_from_step = 4 is the step from which training.mixture holds",
+        ),
     ],
 )
 def test_keys_that_contradict(keys, message):

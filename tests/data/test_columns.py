@@ -9,14 +9,28 @@ from tests.keys import argv_of
 from tests.records import write_lines, write_table
 from tests.refusals import refused
 from titan_linear.config import check_config, load_config
-from titan_linear.data import ByteTokenizer, PackedStreams, Targets, Texts, WholeStreams, open_corpus, split_corpus
+from titan_linear.data import (
+    ByteTokenizer,
+    PackedStreams,
+    Targets,
+    Texts,
+    WholeStreams,
+    open_corpus,
+    split_corpus,
+)
 from titan_linear.run.data import build_streams
 
 COLUMNS = {"weights": "<f4", "reference": "<f4", "teacher_ids": "<i4"}
 
 
 def opened(path, dataset="jsonl", form="tokens", columns=("weights", "reference", "teacher_ids")):
-    texts = Texts(dataset, str(path), ByteTokenizer(), dataset_format=form, columns={n: COLUMNS[n] for n in columns})
+    texts = Texts(
+        dataset,
+        str(path),
+        ByteTokenizer(),
+        dataset_format=form,
+        columns={n: COLUMNS[n] for n in columns},
+    )
     return open_corpus(texts)
 
 
@@ -25,10 +39,16 @@ def test_a_stream_has_the_numbers_of_its_labels(tmp_path, dataset):
     """One for a document, or one or several for each token; 0 where there is no label; weights divided as asked."""
     records = [
         {"tokens": [5, 6, 7], "weights": [2.0, 0.5, 0.25], "reference": [-1.0, -2.0, -3.0]},
-        {"tokens": [8, 9, 10, 11], "weights": [1.0, 0.0, 1e6, 3.0], "reference": [-4.0, -5.0, -6.0, -7.0]},
+        {
+            "tokens": [8, 9, 10, 11],
+            "weights": [1.0, 0.0, 1e6, 3.0],
+            "reference": [-4.0, -5.0, -6.0, -7.0],
+        },
         {"tokens": [1, 2], "weights": [0.0, 0.0], "reference": [-8.0, -9.0]},
     ]
-    records = [{**record, "teacher_ids": [[t, t + 1] for t in record["tokens"]]} for record in records]
+    records = [
+        {**record, "teacher_ids": [[t, t + 1] for t in record["tokens"]]} for record in records
+    ]
     file = tmp_path / f"records.{dataset}"
     write_lines(file, records) if dataset == "jsonl" else write_table(
         file, {name: [record[name] for record in records] for name in records[0]}
@@ -51,25 +71,48 @@ def test_a_stream_has_the_numbers_of_its_labels(tmp_path, dataset):
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
-        ({"weights": [1, 1]}, r"'weights' has 2 rows, and the document 3 tokens with its end; give one each"),
+        (
+            {"weights": [1, 1]},
+            r"'weights' has 2 rows, and the document 3 tokens with its end; give one each",
+        ),
         ({"weights": [1, 1, 1, 1]}, r"'weights' has 4 rows"),
-        ({"weights": [1, -1, 1]}, r"'weights' has a number that is not finite, or a weight below 0"),
+        (
+            {"weights": [1, -1, 1]},
+            r"'weights' has a number that is not finite, or a weight below 0",
+        ),
         ({"reference": "many"}, r"'reference' is no number and no list"),
         ({"reference": [[1], [1, 2], [1]]}, r"'reference' is no number and no list"),
         ({"reference": [float("nan")] * 3}, r"'reference' has a number that is not finite"),
         ({"weights": 1e39}, r"'weights' has a number that is not finite"),
         ({"weights": 10**400}, r"'weights' is no number and no list"),
         ({"teacher_ids": [[1], [2], [2.5]]}, r"'teacher_ids' has ids outside the vocabulary"),
-        ({"reference": -8.5}, r"'reference' is one number, the document's sum perhaps; give each token's log-prob"),
-        ({"reference": [-3, 2.5, -1]}, r"'reference' has 2\.5, and log-probabilities are 0 or less"),
-        ({"teacher_ids": [[1], [2], [257]]}, r"'teacher_ids' has ids outside the vocabulary, 0 to 256"),
-        ({"teacher_ids": [[1, 2]] * 3}, r"'teacher_ids' has 2 numbers for a token, and 1 in documents before"),
+        (
+            {"reference": -8.5},
+            r"'reference' is one number, the document's sum perhaps; give each token's log-prob",
+        ),
+        (
+            {"reference": [-3, 2.5, -1]},
+            r"'reference' has 2\.5, and log-probabilities are 0 or less",
+        ),
+        (
+            {"teacher_ids": [[1], [2], [257]]},
+            r"'teacher_ids' has ids outside the vocabulary, 0 to 256",
+        ),
+        (
+            {"teacher_ids": [[1, 2]] * 3},
+            r"'teacher_ids' has 2 numbers for a token, and 1 in documents before",
+        ),
         ({"tokens": [1, 2, 300]}, r"'tokens' is no list of numbers from 0 to 256"),
         ({"tokens": []}, r"'tokens' is no list"),
     ],
 )
 def test_what_does_not_fit_names_its_record(tmp_path, record, problem):
-    whole = {"tokens": [1, 2, 3], "weights": 1, "reference": [-3, -2, 0.1], "teacher_ids": [[1], [2], [3]]}
+    whole = {
+        "tokens": [1, 2, 3],
+        "weights": 1,
+        "reference": [-3, -2, 0.1],
+        "teacher_ids": [[1], [2], [3]],
+    }
     file = write_lines(tmp_path / "records.jsonl", [whole, whole | record])
     with refused(rf"records\.jsonl, line 2: {problem}"):
         opened(file)
@@ -77,12 +120,17 @@ def test_what_does_not_fit_names_its_record(tmp_path, record, problem):
 
 def test_a_column_that_records_lack(tmp_path):
     file = write_lines(tmp_path / "records.jsonl", [{"tokens": [1, 2, 3]}])
-    with refused(r"line 1: no field 'weights', which training\.dataset_columns or group_field names"):
+    with refused(
+        r"line 1: no field 'weights', which training\.dataset_columns or group_field names"
+    ):
         opened(file)
 
 
 def test_a_records_weights_multiply_those_of_its_answers(tmp_path):
-    file = write_lines(tmp_path / "records.jsonl", [{"prompt": "ab", "completion": "c", "weights": [2, 3, 0.5, 0.25]}])
+    file = write_lines(
+        tmp_path / "records.jsonl",
+        [{"prompt": "ab", "completion": "c", "weights": [2, 3, 0.5, 0.25]}],
+    )
     corpus = opened(file, form="completion", columns=("weights",))
     assert corpus.columns["weights"].tolist() == [0, 0, 0.5, 0.25]
 
@@ -96,7 +144,10 @@ PAIR = {"prompt": "a", "chosen": "bc", "rejected": "d"}
         ({"prompt": "a", "chosen": "b"}, r"no field 'rejected'"),
         (PAIR | {"rejected": None}, r"'completion' is NoneType, not text"),
         (PAIR | {"rejected": ""}, r"no answer to learn"),
-        (PAIR | {"chosen": [{"role": "user"}]}, r"'chosen' and 'rejected' are no two texts, nor messages"),
+        (
+            PAIR | {"chosen": [{"role": "user"}]},
+            r"'chosen' and 'rejected' are no two texts, nor messages",
+        ),
         (PAIR | {"reference": 1}, r"'reference' is no list of 2, one for each of its documents"),
         (PAIR | {"reference": [[1], 1]}, r"'reference' has 1 rows"),
     ],
@@ -114,7 +165,9 @@ def test_pairs_stay_together_on_their_side_and_in_their_stream(tmp_path):
     corpus = opened(write_lines(tmp_path / "pairs.jsonl", pairs), form="preference", columns=())
     sides = [split_corpus(corpus, 0.3, split) for split in ("train", "validation")]
     kept = [side.documents(np.arange(side.num_bundles)) for side in sides]
-    assert sorted(np.concatenate(kept)) == list(range(80)) and all(len(documents) for documents in kept)
+    assert sorted(np.concatenate(kept)) == list(range(80)) and all(
+        len(documents) for documents in kept
+    )
     for side, documents in zip(sides, kept):
         assert (documents.reshape(-1, 2) % 2 == [0, 1]).all()
         assert side.num_tokens == np.diff(corpus.offsets)[documents].sum()
@@ -123,10 +176,15 @@ def test_pairs_stay_together_on_their_side_and_in_their_stream(tmp_path):
     while len(seen) < 2 * len(kept[0]):  # two epochs
         starts, lengths = streams.runs(i)
         seen += (np.searchsorted(corpus.offsets, starts, side="right") - 1).tolist()
-        assert lengths.sum() <= 32 and streams[i].columns["document"][lengths.sum() - 2] == len(starts) - 1
+        assert (
+            lengths.sum() <= 32
+            and streams[i].columns["document"][lengths.sum() - 2] == len(starts) - 1
+        )
         i += 1
     for epoch in (seen[: len(kept[0])], seen[len(kept[0]) :]):
-        assert sorted(epoch) == kept[0].tolist() and (np.reshape(epoch, (-1, 2)) % 2 == [0, 1]).all()
+        assert (
+            sorted(epoch) == kept[0].tolist() and (np.reshape(epoch, (-1, 2)) % 2 == [0, 1]).all()
+        )
     with refused(r"training\.seq_len = 8: documents \d+ and \d+ have \d+ tokens"):
         WholeStreams(sides[0], seq_len=8, seed=1, targets=Targets(group=2))[0]
 
@@ -134,8 +192,14 @@ def test_pairs_stay_together_on_their_side_and_in_their_stream(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"loss.name": "dpo"}, r"loss\.name = 'dpo' takes pairs of documents .* holds single documents; change one"),
-        ({"loss.name": "dpo", "training.seq_len_schedule": "[{until_step = 2, seq_len = 1024}]"}, r"cuts documents"),
+        (
+            {"loss.name": "dpo"},
+            r"loss\.name = 'dpo' takes pairs of documents .* holds single documents; change one",
+        ),
+        (
+            {"loss.name": "dpo", "training.seq_len_schedule": "[{until_step = 2, seq_len = 1024}]"},
+            r"cuts documents",
+        ),
         (
             {"loss.name": "policy"},
             r"loss\.name = 'policy' reads the column 'advantages', and .* has none; name the rec",
@@ -149,7 +213,10 @@ def test_pairs_stay_together_on_their_side_and_in_their_stream(tmp_path):
             r"the column 'advantages' of .* has 2 for each token; give 1$",
         ),
         (
-            {"loss.name": "distillation", "training.dataset_columns": '["teacher_ids", "teacher_logprobs"]'},
+            {
+                "loss.name": "distillation",
+                "training.dataset_columns": '["teacher_ids", "teacher_logprobs"]',
+            },
             r"the column 'teacher_logprobs' of .* has 4 for each token; give 1 to 256, as many ids as log-",
         ),
     ],
@@ -158,7 +225,11 @@ def test_a_loss_without_what_it_reads(tmp_path, keys, message):
     record = {"tokens": [1, 2, 3], "advantages": [[1, 2]] * 3, "behaviour": [-5] * 3}
     record |= {"teacher_ids": [[*range(5)]] * 3, "teacher_logprobs": [[-3] * 4] * 3}
     file = write_lines(tmp_path / "records.jsonl", [record])
-    given = {"training.dataset": "jsonl", "training.dataset_format": "tokens", "training.dataset_path": file}
+    given = {
+        "training.dataset": "jsonl",
+        "training.dataset_format": "tokens",
+        "training.dataset_path": file,
+    }
     with refused(message):
         build_streams(load_config(argv_of(given | keys)), ByteTokenizer(), None)
 
@@ -174,7 +245,10 @@ def test_a_loss_without_what_it_reads(tmp_path, keys, message):
             {"training.dataset_columns": '["size"]', "training.dataset": "jsonl"},
             r"no loss reads 'size'",
         ),
-        ({"dpo.beta": 0.5}, r"dpo\.beta = 0\.5 has no effect with loss\.name = \"cross_entropy\"; set that to \"dpo\""),
+        (
+            {"dpo.beta": 0.5},
+            r"dpo\.beta = 0\.5 has no effect with loss\.name = \"cross_entropy\"; set that to \"dpo\"",
+        ),
         (
             {"loss.reference": "base"},
             r"loss\.reference = \"base\" has no effect with adapter\.enable = false; set that",

@@ -7,7 +7,16 @@ import pytest
 from tests.data.conftest import packed, random_documents
 from tests.records import write_texts
 from tests.refusals import refused
-from titan_linear.data import ByteTokenizer, FileGroups, MixedStreams, Phase, Targets, Texts, WholeStreams, open_corpus
+from titan_linear.data import (
+    ByteTokenizer,
+    FileGroups,
+    MixedStreams,
+    Phase,
+    Targets,
+    Texts,
+    WholeStreams,
+    open_corpus,
+)
 from titan_linear.data.streams.file_groups import _fits
 
 PATHS = [
@@ -41,25 +50,40 @@ PATHS = [
     ],
 )
 def test_globs(glob, fitting):
-    found = [Path(path).name[0] for path, fits in zip(PATHS, _fits(glob, PATHS, "name"), strict=True) if fits]
+    found = [
+        Path(path).name[0]
+        for path, fits in zip(PATHS, _fits(glob, PATHS, "name"), strict=True)
+        if fits
+    ]
     assert "".join(found) == fitting
 
 
 @pytest.fixture
 def texts(tmp_path):
     """Documents of one letter each; a file's name begins with what its documents are of. Some files have none."""
-    lines = {"code/a.jsonl": "aaa", "code/b.jsonl": "", "books/c.jsonl": "c", "books/d.jsonl": "d-dd", "x.jsonl": "xx"}
+    lines = {
+        "code/a.jsonl": "aaa",
+        "code/b.jsonl": "",
+        "books/c.jsonl": "c",
+        "books/d.jsonl": "d-dd",
+        "x.jsonl": "xx",
+    }
     for n, (name, documents) in enumerate(lines.items()):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         lengths = [7 * n + 5 * k + 1 for k in range(len(documents))]
-        text = [letter.strip("-") * length for letter, length in zip(documents, lengths, strict=True)]  # "-": empty
+        # "-": empty
+        text = [
+            letter.strip("-") * length for letter, length in zip(documents, lengths, strict=True)
+        ]
         write_texts(tmp_path / name, text)
     return tmp_path
 
 
 @pytest.fixture
 def streams(texts):
-    corpus = open_corpus(Texts("jsonl", str(texts), ByteTokenizer()), cache_dir=texts / "cache", with_paths=True)
+    corpus = open_corpus(
+        Texts("jsonl", str(texts), ByteTokenizer()), cache_dir=texts / "cache", with_paths=True
+    )
     return packed(corpus, seq_len=32, seed=3)
 
 
@@ -82,8 +106,12 @@ def test_tokens_belong_to_the_group_of_their_file(streams):
     assert groups.summary == "loss by source: code 86 tokens, books 110 tokens, other 0 tokens"
     whole = WholeStreams(streams.line.side, seq_len=48, seed=3, targets=Targets(group=1))
     for i in range(4):
-        check(FileGroups(whole, GROUPS, "other"), i, whole[i].tokens.tolist(), OF_LETTER | {"\0": 2})  # padding
-    first = FileGroups(streams, {"all": "d.jsonl", "c": "c.jsonl"}, "rest")  # of two that fit, the first
+        # padding
+        check(
+            FileGroups(whole, GROUPS, "other"), i, whole[i].tokens.tolist(), OF_LETTER | {"\0": 2}
+        )
+    # of two that fit, the first
+    first = FileGroups(streams, {"all": "d.jsonl", "c": "c.jsonl"}, "rest")
     check(first, 2, streams[2].tokens.tolist(), {"d": 0, "c": 1, "a": 2, "x": 2})
 
 
@@ -111,7 +139,10 @@ def test_sources_of_a_mixture(streams, make_corpus):
         ),
         ({"code": "code/*, cod/*"}, r"files = 'cod/\*' fits none"),
         ({"code": ","}, r"files = '' fits none"),
-        ({"all": "**", "code": "code/*"}, r"group 'code': files = 'code/\*' fits only files of groups before it; put"),
+        (
+            {"all": "**", "code": "code/*"},
+            r"group 'code': files = 'code/\*' fits only files of groups before it; put",
+        ),
     ],
 )
 def test_patterns_that_are_refused(streams, patterns, message):

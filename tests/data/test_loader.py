@@ -21,7 +21,9 @@ def streams(make_corpus):
 
 
 def loader(streams, dp, local, rank, **kwargs):
-    return StreamLoader(streams, global_batch_size=G, local_batch_size=local, dp_rank=rank, dp_degree=dp, **kwargs)
+    return StreamLoader(
+        streams, global_batch_size=G, local_batch_size=local, dp_rank=rank, dp_degree=dp, **kwargs
+    )
 
 
 def rank_by_rank(per_rank):
@@ -32,7 +34,9 @@ def rank_by_rank(per_rank):
 @pytest.mark.parametrize("dp, local", SPLITS)
 def test_order(streams, dp, local):
     micro_steps = G // (dp * local)
-    per_rank = [list(islice(loader(streams, dp, local, rank), 3 * micro_steps)) for rank in range(dp)]
+    per_rank = [
+        list(islice(loader(streams, dp, local, rank), 3 * micro_steps)) for rank in range(dp)
+    ]
     assert rank_by_rank(per_rank) == list(range(3 * G))
 
 
@@ -42,8 +46,12 @@ def test_batch_is_its_streams(streams):
     for name in ("tokens", "labels", "position_ids"):
         value = getattr(batch, name)
         assert value.shape == (1, 4 * T) and value.dtype == torch.int64
-        assert value[0].tolist() == list(chain.from_iterable(getattr(streams[i], name) for i in batch.streams))
-    edges = [edge + j * T for j, i in enumerate(batch.streams) for edge in streams[i].cu_seqlens.tolist()]
+        assert value[0].tolist() == list(
+            chain.from_iterable(getattr(streams[i], name) for i in batch.streams)
+        )
+    edges = [
+        edge + j * T for j, i in enumerate(batch.streams) for edge in streams[i].cu_seqlens.tolist()
+    ]
     assert batch.cu_seqlens.dtype == torch.int32
     assert batch.cu_seqlens.tolist() == sorted(set(edges))
     assert {0, T, 2 * T, 3 * T, 4 * T} <= set(batch.cu_seqlens.tolist())
@@ -51,7 +59,10 @@ def test_batch_is_its_streams(streams):
 
 @pytest.mark.parametrize("dp, local", SPLITS)
 def test_goes_on_under_another_split(streams, dp, local):
-    per_rank = [list(islice(loader(streams, dp, local, r, next_stream=2 * G), G // (dp * local))) for r in range(dp)]
+    per_rank = [
+        list(islice(loader(streams, dp, local, r, next_stream=2 * G), G // (dp * local)))
+        for r in range(dp)
+    ]
     assert rank_by_rank(per_rank) == list(range(2 * G, 3 * G))
     assert next(iter(loader(streams, dp, local, 0, next_stream=5 * G))).streams[0] == 5 * G
 
@@ -61,7 +72,9 @@ def test_workers_change_nothing(streams):
     state = torch.get_rng_state()
     for batch, other in islice(zip(alone, helped), 7):
         assert batch.streams == other.streams
-        assert torch.equal(batch.tokens, other.tokens) and torch.equal(batch.cu_seqlens, other.cu_seqlens)
+        assert torch.equal(batch.tokens, other.tokens) and torch.equal(
+            batch.cu_seqlens, other.cu_seqlens
+        )
     later = loader(streams, 2, 2, 1, num_workers=2, next_stream=10 * G)
     assert next(iter(later)).streams == (10 * G + 2, 10 * G + 3)
     assert torch.equal(torch.get_rng_state(), state)
@@ -111,7 +124,10 @@ def test_threads_may_share_streams(make_corpus, monkeypatch):
     line = packed(make_corpus(random_documents([9] * 80)), seq_len=12, seed=1).line
 
     def documents(start):
-        return [line.around(0, 9 * (n % 80), 9 * (n % 80) + 1)[0].tolist() for n in range(start, start + 2000)]
+        return [
+            line.around(0, 9 * (n % 80), 9 * (n % 80) + 1)[0].tolist()
+            for n in range(start, start + 2000)
+        ]
 
     expected = documents(0)[:80] * 27
     before = sys.getswitchinterval()
@@ -135,7 +151,11 @@ def test_bad_sizes(streams):
 def validated(streams, dp, local, limit=-1):
     """Batches of each rank."""
     per_rank = [
-        list(validation_batches(streams, local_batch_size=local, dp_rank=rank, dp_degree=dp, limit=limit))
+        list(
+            validation_batches(
+                streams, local_batch_size=local, dp_rank=rank, dp_degree=dp, limit=limit
+            )
+        )
         for rank in range(dp)
     ]
     assert len({len(batches) for batches in per_rank}) == 1  # no rank waits for another
@@ -156,7 +176,9 @@ def test_validation_pass(make_corpus, dp, local):
     labels = torch.cat([batch.labels[0] for batch in flat])
     assert (labels != IGNORE).sum() == sum(LENGTHS) - len(LENGTHS)
     assert (labels[104:] == IGNORE).all()
-    assert all(batch.cu_seqlens[-1] == local * T and batch.tokens.shape == (1, local * T) for batch in flat)
+    assert all(
+        batch.cu_seqlens[-1] == local * T and batch.tokens.shape == (1, local * T) for batch in flat
+    )
 
 
 @pytest.mark.parametrize("limit", [1, 4, 6, 100])
@@ -166,4 +188,6 @@ def test_a_bounded_validation_has_the_same_streams_on_any_ranks(make_corpus, dp,
     per_rank = validated(streams, dp, local, limit)
     labels = torch.cat([batch.labels[0] for step in zip(*per_rank) for batch in step])
     expected = torch.from_numpy(np.concatenate([streams[i].labels for i in range(min(limit, 7))]))
-    assert torch.equal(labels[: len(expected)], expected) and (labels[len(expected) :] == IGNORE).all()
+    assert (
+        torch.equal(labels[: len(expected)], expected) and (labels[len(expected) :] == IGNORE).all()
+    )

@@ -32,12 +32,19 @@ def test_shares_are_exact_and_every_place_is_known_at_once(weights):
 
 
 def test_sources_are_mixed_within_a_cycle_and_by_the_seed():
-    orders = [[Interleaving([1, 1], seed).place(i)[0] for i in range(b, b + 256)] for seed in (0, 1) for b in (0, 256)]
-    assert all(sum(order) == 128 for order in orders) and len({tuple(order) for order in orders}) == 4
+    orders = [
+        [Interleaving([1, 1], seed).place(i)[0] for i in range(b, b + 256)]
+        for seed in (0, 1)
+        for b in (0, 256)
+    ]
+    assert (
+        all(sum(order) == 128 for order in orders) and len({tuple(order) for order in orders}) == 4
+    )
     assert max(abs(np.cumsum(np.array(order) * 2 - 1)).max() for order in orders) < 40
     other = [Interleaving([1, 1], 0, start=800).place(i)[0] for i in range(256)]
     assert other not in orders
-    assert [Interleaving(WEIGHTS, seed=42).place(i) for i in range(6)] == PINNED  # it may never change
+    # it may never change
+    assert [Interleaving(WEIGHTS, seed=42).place(i) for i in range(6)] == PINNED
 
 
 @pytest.mark.parametrize("weights", [[1, 255], [2, 511], [2, 8191]])
@@ -56,7 +63,10 @@ def test_a_pass_has_each_once(counts):
 
 @pytest.fixture
 def sources(make_corpus):
-    corpora = {name: make_corpus(random_documents([9, 30, 4, 50], seed=n)) for n, name in enumerate(["a", "b", "c"])}
+    corpora = {
+        name: make_corpus(random_documents([9, 30, 4, 50], seed=n))
+        for n, name in enumerate(["a", "b", "c"])
+    }
     return {name: packed(corpus, seq_len=16, seed=5) for name, corpus in corpora.items()}
 
 
@@ -66,7 +76,9 @@ def test_streams_are_the_sources_own(sources):
     for i in (0, 1, 299, 300, 10**9):
         name, own = first.source(i)
         assert np.array_equal(first[i].tokens, sources[name][own].tokens)
-    changed = MixedStreams(sources, [*first.phases, Phase(300, {"b": 2.0, "c": 1.0}), Phase(900, {"a": 1})], seed=5)
+    changed = MixedStreams(
+        sources, [*first.phases, Phase(300, {"b": 2.0, "c": 1.0}), Phase(900, {"a": 1})], seed=5
+    )
     seen = Counter()
     for i in range(1200):
         name, own = changed.source(i)
@@ -88,6 +100,8 @@ def test_a_validation_pass_has_all_streams_of_all_sources(make_corpus):
     mixed = MixedStreams(passes, seed=0, repeat=False)
     assert len(mixed) == sum(map(len, passes.values())) == len(list(mixed))
     found = Counter(mixed[i].tokens.tobytes() for i in range(len(mixed)))
-    assert found == Counter(stream.tokens.tobytes() for streams in passes.values() for stream in streams)
+    assert found == Counter(
+        stream.tokens.tobytes() for streams in passes.values() for stream in streams
+    )
     batches = validation_batches(mixed, local_batch_size=2, dp_rank=1, dp_degree=2, limit=10)
     assert [batch.streams for batch in batches] == [(2, 3), (6, 7), (10, 11)]

@@ -9,7 +9,8 @@ from tests.refusals import refused
 from titan_linear.data import IGNORE
 from titan_linear.data.streams.split import _threshold
 
-LENGTHS = [1, 7, 30, 2, 1, 13, 64, 5]  # 123 tokens: streams end before, on and after documents' ends
+# 123 tokens: streams end before, on and after documents' ends
+LENGTHS = [1, 7, 30, 2, 1, 13, 64, 5]
 
 
 def brute_force_line(documents, seed, epochs):
@@ -19,7 +20,10 @@ def brute_force_line(documents, seed, epochs):
     """
     tokens, owners, count = [], [], 0
     for epoch in range(epochs):
-        key, counter = np.array([seed, epoch], dtype=np.uint64), np.array([0, 1, 0, 0], dtype=np.uint64)
+        key, counter = (
+            np.array([seed, epoch], dtype=np.uint64),
+            np.array([0, 1, 0, 0], dtype=np.uint64),
+        )
         draws = np.random.Philox(key=key, counter=counter).random_raw(len(documents))
         for _, document in sorted(zip(draws.tolist(), range(len(documents)))):
             tokens += documents[document].tolist()
@@ -47,7 +51,8 @@ def check_stream(stream, tokens, owners, start, seq_len):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 1234567])
-@pytest.mark.parametrize("seq_len", [1, 8, 41, 123, 400])  # 41 · 3 = one epoch; 400: three epochs in a stream
+# 41 · 3 = one epoch; 400: three epochs in a stream
+@pytest.mark.parametrize("seq_len", [1, 8, 41, 123, 400])
 def test_streams_are_slices_of_the_line(make_corpus, seed, seq_len):
     documents = random_documents(LENGTHS)
     streams = packed(make_corpus(documents), seq_len=seq_len, seed=seed)
@@ -70,14 +75,18 @@ def test_far_away(make_corpus):
     corpus = make_corpus(random_documents(LENGTHS))
     one = packed(corpus, seq_len=41, seed=0)
     far = one[3 * 10**12]  # three streams are an epoch
-    assert sorted(far.tokens.tolist() + one[3 * 10**12 + 1].tokens.tolist() + one[3 * 10**12 + 2].tokens.tolist()) == (
-        sorted(corpus.tokens.tolist())
-    )
+    assert sorted(
+        far.tokens.tolist()
+        + one[3 * 10**12 + 1].tokens.tolist()
+        + one[3 * 10**12 + 2].tokens.tolist()
+    ) == (sorted(corpus.tokens.tolist()))
 
 
 def test_seeds_and_epochs_differ(make_corpus):
     corpus = make_corpus([[i] for i in range(50)])
-    orders = {tuple(packed(corpus, seq_len=50, seed=s)[i].tokens) for s in (0, 1, -1) for i in (0, 1)}
+    orders = {
+        tuple(packed(corpus, seq_len=50, seed=s)[i].tokens) for s in (0, 1, -1) for i in (0, 1)
+    }
     assert len(orders) == 6
 
 
@@ -96,7 +105,11 @@ def test_one_pass(make_corpus):
     assert sum((streams[i].labels != IGNORE).sum() for i in range(3)) == sum(LENGTHS) - len(LENGTHS)
     assert len(list(streams)) == 3  # IndexError ends it
     padding = streams.padding()
-    assert padding.cu_seqlens.tolist() == [0, 50] and set(padding.labels) == {IGNORE} and not padding.tokens.any()
+    assert (
+        padding.cu_seqlens.tolist() == [0, 50]
+        and set(padding.labels) == {IGNORE}
+        and not padding.tokens.any()
+    )
 
 
 def test_one_pass_that_fits(make_corpus):
@@ -112,9 +125,14 @@ def test_split_is_by_content(make_corpus):
     train, held_out = (documents_of(corpus, 0.1, split) for split in ("train", "validation"))
     assert sorted([*train, *held_out]) == list(range(1500))
     assert 50 < sum(held_out < 1000) < 150
-    texts = {split: {documents[i].tobytes() for i in side} for split, side in (("t", train), ("v", held_out))}
+    texts = {
+        split: {documents[i].tobytes() for i in side}
+        for split, side in (("t", train), ("v", held_out))
+    }
     assert not texts["t"] & texts["v"]
-    assert {documents[::-1][i].tobytes() for i in documents_of(shuffled, 0.1, "validation")} == texts["v"]
+    assert {
+        documents[::-1][i].tobytes() for i in documents_of(shuffled, 0.1, "validation")
+    } == texts["v"]
     assert set(held_out) < set(documents_of(corpus, 0.2, "validation"))
     assert len(documents_of(corpus, 0, "train")) == 1500
 
@@ -136,7 +154,8 @@ def test_split_empty_sides(make_corpus):
 
 def test_documents_never_mix(make_corpus):
     """Every label is the next token of a document of the corpus: each (token, label) run is found in one."""
-    documents = [np.full(length, i) for i, length in enumerate(LENGTHS)]  # a document's tokens are its index
+    # a document's tokens are its index
+    documents = [np.full(length, i) for i, length in enumerate(LENGTHS)]
     streams = packed(make_corpus(documents), seq_len=32, seed=5)
     for i in range(20):
         stream = streams[i]
@@ -153,7 +172,10 @@ def test_a_split_without_documents_says_which_share_leaves_some(make_corpus, cou
     with refused(rf"leaves no document for {split}, of {count}; .* it, to ") as error:
         documents_of(corpus, holdout, split)
     better = float(re.search(r"to (\S+) for example", str(error.value))[1])
-    assert len(documents_of(corpus, better, "train")) + len(documents_of(corpus, better, "validation")) == count
+    assert (
+        len(documents_of(corpus, better, "train")) + len(documents_of(corpus, better, "validation"))
+        == count
+    )
 
 
 def test_equal_documents_cannot_be_split(make_corpus):

@@ -31,24 +31,41 @@ def small_pools(monkeypatch):
 def brute_force_order(corpus, chosen, epoch):
     """Bundles of 4 documents in the permuted order, three to a pool, the documents of a pool by their draws."""
     key, found = np.array([SEED, epoch], dtype=np.uint64), []
-    bundles = permuted(np.arange(-(-corpus.num_documents // 4)), -(-corpus.num_documents // 4), drawn(key, 0, ROUNDS))
+    bundles = permuted(
+        np.arange(-(-corpus.num_documents // 4)),
+        -(-corpus.num_documents // 4),
+        drawn(key, 0, ROUNDS),
+    )
     for pool in range(-(-len(bundles) // 3)):
-        documents = [d for c in bundles[3 * pool : 3 * pool + 3] for d in range(4 * c, 4 * c + 4) if d in chosen]
+        documents = [
+            d
+            for c in bundles[3 * pool : 3 * pool + 3]
+            for d in range(4 * c, 4 * c + 4)
+            if d in chosen
+        ]
         draws = drawn(key, pool + 1, len(documents))
         found += [document for _, document in sorted(zip(draws.tolist(), documents))]
     return found
 
 
 def drawn(key, stream, count):
-    return np.random.Philox(key=key, counter=np.array([0, stream, 0, 0], dtype=np.uint64)).random_raw(count)
+    return np.random.Philox(
+        key=key, counter=np.array([0, stream, 0, 0], dtype=np.uint64)
+    ).random_raw(count)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 64, 65, 1000])
 def test_a_permutation_has_every_place_once(count):
-    orders = [permuted(np.arange(count), count, drawn(np.array([k, 0], np.uint64), 0, ROUNDS)) for k in range(20)]
+    orders = [
+        permuted(np.arange(count), count, drawn(np.array([k, 0], np.uint64), 0, ROUNDS))
+        for k in range(20)
+    ]
     assert all(sorted(x) == list(range(count)) for x in orders)
     assert count < 5 or len({tuple(x) for x in orders}) == 20
-    assert permuted(np.array([count - 1]), count, drawn(np.array([0, 0], np.uint64), 0, ROUNDS)) == orders[0][-1]
+    assert (
+        permuted(np.array([count - 1]), count, drawn(np.array([0, 0], np.uint64), 0, ROUNDS))
+        == orders[0][-1]
+    )
 
 
 def test_a_permutation_is_as_good_as_random():
@@ -81,10 +98,14 @@ def test_streams_are_slices_of_the_line(make_corpus, seq_len, holdout):
 def test_a_pass_is_in_the_order_of_the_corpus(make_corpus):
     documents = random_documents([int(n) for n in np.random.default_rng(2).integers(1, 40, 90)])
     corpus = make_corpus(documents)
-    streams = PackedStreams(split_corpus(corpus, 0.2, "validation"), seq_len=33, seed=0, repeat=False)
+    streams = PackedStreams(
+        split_corpus(corpus, 0.2, "validation"), seq_len=33, seed=0, repeat=False
+    )
     expected = np.concatenate([documents[d] for d in documents_of(corpus, 0.2, "validation")])
     assert len(streams) > 3
-    assert np.array_equal(np.concatenate([stream.tokens for stream in streams])[: len(expected)], expected)
+    assert np.array_equal(
+        np.concatenate([stream.tokens for stream in streams])[: len(expected)], expected
+    )
 
 
 def test_order_is_pinned(make_corpus):
@@ -92,7 +113,10 @@ def test_order_is_pinned(make_corpus):
     corpus = make_corpus([[i] for i in range(10)])
     streams = packed(corpus, seq_len=10, seed=42)
     assert [streams[i].tokens.tolist() for i in (0, 1)] == PINNED
-    assert permuted(np.arange(12), 1000, drawn(np.array([42, 3], np.uint64), 0, ROUNDS)).tolist() == PINNED_BUNDLES
+    assert (
+        permuted(np.arange(12), 1000, drawn(np.array([42, 3], np.uint64), 0, ROUNDS)).tolist()
+        == PINNED_BUNDLES
+    )
 
 
 def test_sums_of_a_large_corpus_are_kept(make_corpus, tmp_path, monkeypatch):
@@ -108,7 +132,10 @@ def test_sums_of_a_large_corpus_are_kept(make_corpus, tmp_path, monkeypatch):
         assert np.array_equal(split_corpus(corpus, 0.1, "train").ends, expected)
     for damaged in (whole[:-9], whole[:40] + b"\x01" + whole[41:], b""):
         file.write_bytes(damaged)
-        assert np.array_equal(split_corpus(corpus, 0.1, "train").ends, expected) and file.read_bytes() == whole
+        assert (
+            np.array_equal(split_corpus(corpus, 0.1, "train").ends, expected)
+            and file.read_bytes() == whole
+        )
     offsets = np.fromfile(corpus.folder / "offsets.bin", "<i8")
     offsets[400] = offsets[399]
     offsets.tofile(corpus.folder / "offsets.bin")
@@ -127,7 +154,8 @@ def peak_of_a_large_corpus():
     tracemalloc.start()
     streams = PackedStreams(split_corpus(corpus, 0.01, "train"), seq_len=4096, seed=0)
     epoch = streams.num_tokens // 4096
-    indices = [0, 10**13, *range(epoch // 7, epoch, epoch // 7)]  # each in a pool that was not asked for yet
+    # each in a pool that was not asked for yet
+    indices = [0, 10**13, *range(epoch // 7, epoch, epoch // 7)]
     found = {streams[i].tokens.tobytes() for i in indices}
     return tracemalloc.get_traced_memory()[1], len(found) - len(indices)
 

@@ -14,7 +14,14 @@ from tqdm import TqdmWarning
 
 from tests.records import write_json, write_lines, write_table, write_texts
 from tests.refusals import refused
-from titan_linear.data import ByteTokenizer, Texts, load_corpus, open_corpus, tokenise_corpus, write_corpus
+from titan_linear.data import (
+    ByteTokenizer,
+    Texts,
+    load_corpus,
+    open_corpus,
+    tokenise_corpus,
+    write_corpus,
+)
 from titan_linear.data.corpus.sources import read_documents, source_files
 
 
@@ -57,7 +64,13 @@ def test_stdlib(texts):
 def test_text(texts, tmp_path):
     folder = tmp_path / "texts"
     (folder / "sub").mkdir(parents=True)
-    contents = {"b.txt": b"second", "a.txt": b"first\r\nline", "sub/c.md": b"\xff\x00", "d.txt": b"", ".hidden": b"no"}
+    contents = {
+        "b.txt": b"second",
+        "a.txt": b"first\r\nline",
+        "sub/c.md": b"\xff\x00",
+        "d.txt": b"",
+        ".hidden": b"no",
+    }
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     assert texts("text", folder) == [b"first\r\nline", b"second", b"\xff\x00"]
@@ -65,7 +78,11 @@ def test_text(texts, tmp_path):
     assert "3 documents (1 empty files skipped)" in corpus.summary
     assert texts("text", folder / "b.txt") == [b"second"]
     assert texts("text", folder / "*.txt") == [b"first\r\nline", b"second"]
-    assert texts("text", f"{folder}/sub/*, {folder}/a.txt,{folder}/*.txt") == [b"first\r\nline", b"second", b"\xff\x00"]
+    assert texts("text", f"{folder}/sub/*, {folder}/a.txt,{folder}/*.txt") == [
+        b"first\r\nline",
+        b"second",
+        b"\xff\x00",
+    ]
     assert texts("text", folder / "**" / "*.md") == [b"\xff\x00"]
     assert texts("text", f"{folder}/b.txt,{folder}/sub/../b.txt") == [b"second"]
     with refused(r"b\.txt,': nothing stands beside a comma; leave the comma out"):
@@ -117,7 +134,12 @@ def test_a_file_by_several_paths_is_read_once(texts, tmp_path):
 def test_text_bad_paths(texts, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "void.txt").touch()
-    for path in (tmp_path / "nowhere", tmp_path / "*.nothing", tmp_path / "empty", f"{tmp_path}/void.txt,x.nothing"):
+    for path in (
+        tmp_path / "nowhere",
+        tmp_path / "*.nothing",
+        tmp_path / "empty",
+        f"{tmp_path}/void.txt,x.nothing",
+    ):
         with refused(r"training\.dataset_path = "):
             texts("text", path)
     with refused(r"validation\.dataset_path = "):
@@ -136,7 +158,9 @@ def test_text_bad_paths(texts, tmp_path):
 def test_jsonl(texts, tmp_path):
     file = tmp_path / "a.jsonl"
     rows = [{"text": "one"}, {"text": "zwei ü", "other": 1}]
-    file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+    file.write_text(
+        "\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8"
+    )
     (tmp_path / "b.jsonl").write_text('{"text": "three"}\n')
     (tmp_path / "ignored.txt").write_text("no JSON")
     assert texts("jsonl", tmp_path) == [b"one", "zwei ü".encode(), b"three"]
@@ -148,7 +172,10 @@ def test_jsonl(texts, tmp_path):
 @pytest.mark.parametrize(
     "line, message",
     [
-        (b'{"body": "x"}', r"line 2: no field 'text' \(it has: 'body'\); set training\.dataset_text_field"),
+        (
+            b'{"body": "x"}',
+            r"line 2: no field 'text' \(it has: 'body'\); set training\.dataset_text_field",
+        ),
         (b'{"text": null}', r"line 2: 'text' is NoneType, not text"),
         (b'{"text": 3}', r"line 2: 'text' is int, not text"),
         (b'{"text": "cut', r"line 2: not JSON"),
@@ -156,7 +183,8 @@ def test_jsonl(texts, tmp_path):
         (b'["text"]', r"line 2: not a JSON object with a field 'text'"),
         (b"[" * 100_000, r"line 2: not JSON"),
         (b'{"text": "\\ud800"}', r"line 2: not JSON in UTF-8: .*'\\ud800'.*; repair it"),
-        (b'{"text": "a\\udc80b"}', r"line 2: not JSON in UTF-8: .*'\\udc80'"),  # else it would be byte 0x80
+        # else it would be byte 0x80
+        (b'{"text": "a\\udc80b"}', r"line 2: not JSON in UTF-8: .*'\\udc80'"),
     ],
 )
 def test_jsonl_bad_lines(texts, tmp_path, line, message):
@@ -164,7 +192,8 @@ def test_jsonl_bad_lines(texts, tmp_path, line, message):
     file.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "good"}\n')
     with refused(rf"bad\.jsonl, {message}"):
         texts("jsonl", file)
-    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]  # nothing half-written
+    # nothing half-written
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize("depth", [300, 900])
@@ -173,12 +202,21 @@ def test_a_record_that_is_nested_deeply_is_a_bad_one(tmp_path, depth):
     file = tmp_path / "deep.jsonl"
     file.write_text('{"prompt": "x", "completion": ' + '{"a": ' * depth + "1" + "}" * depth + "}\n")
     with refused(r"deep\.jsonl, line 1: not JSON in UTF-8: .*depth"):
-        tokenise_corpus(tmp_path / "o", Texts("jsonl", str(file), ByteTokenizer(), dataset_format="completion"))
+        tokenise_corpus(
+            tmp_path / "o", Texts("jsonl", str(file), ByteTokenizer(), dataset_format="completion")
+        )
 
 
 def test_jsonl_as_it_is_found(texts, tmp_path):
     """Blank lines, a byte order mark, empty texts, and compressed files, of one member or frame or of several."""
-    lines = [b'\xef\xbb\xbf{"text": "one"}\r\n', b"\n", b"  \t\n", b'{"text": ""}\n', b'{"text": "two"}\n', b"\n"]
+    lines = [
+        b'\xef\xbb\xbf{"text": "one"}\r\n',
+        b"\n",
+        b"  \t\n",
+        b'{"text": ""}\n',
+        b'{"text": "two"}\n',
+        b"\n",
+    ]
     plain, halves = b"".join(lines), (b"".join(lines[:3]), b"".join(lines[3:]))
     contents = {
         "a.jsonl": plain,
@@ -196,7 +234,9 @@ def test_jsonl_as_it_is_found(texts, tmp_path):
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     assert texts("jsonl", tmp_path) == [b"one", b"two"] * 10
-    summary = open_corpus(Texts("jsonl", str(tmp_path), ByteTokenizer()), cache_dir=tmp_path / "cache").summary
+    summary = open_corpus(
+        Texts("jsonl", str(tmp_path), ByteTokenizer()), cache_dir=tmp_path / "cache"
+    ).summary
     assert summary.startswith("corpus jsonl: 20 documents (10 empty texts skipped), 80 tokens, in ")
     for name in ("b.jsonl.gz", "d.jsonl.zst", "g.jsonl.xz", "h.jsonl.bz2"):
         (tmp_path / name).write_bytes(contents[name][:-3])
@@ -236,11 +276,20 @@ def test_a_file_of_another_kind_is_named(texts, tmp_path, content, kind):
 def test_lines_of_json_are_no_text(texts, tmp_path, name):
     """Two lines that are objects, or the begin of one where the name says so; other JSON and other texts are texts."""
     pack = gzip.compress if name.endswith("gz") else bytes
-    for lines in (b'\xef\xbb\xbf{"text": "a"}\n\n {"b": 1}\n', b'{"text": "a"}\n' * 3 + b"not JSON"):
+    for lines in (
+        b'\xef\xbb\xbf{"text": "a"}\n\n {"b": 1}\n',
+        b'{"text": "a"}\n' * 3 + b"not JSON",
+    ):
         (tmp_path / name).write_bytes(pack(lines))
         with refused(rf"{name}: lines of JSON; training\.dataset = 'jsonl' reads them; training"):
             texts("text", tmp_path / name)
-    for text in (b'{"a":\n{"b": 1}}\n', b"{}, {}\n{}", b"[1]\n[2]\n", b"plain\n{}\n{}\n", b'{"a": 1}'):
+    for text in (
+        b'{"a":\n{"b": 1}}\n',
+        b"{}, {}\n{}",
+        b"[1]\n[2]\n",
+        b"plain\n{}\n{}\n",
+        b'{"a": 1}',
+    ):
         (tmp_path / name).write_bytes(pack(text))
         if text.startswith(b"{") and ".jsonl" in name:
             with refused("lines of JSON"):
@@ -252,7 +301,9 @@ def test_lines_of_json_are_no_text(texts, tmp_path, name):
     assert texts("text", tmp_path / "*.*", on_bad_document="skip") == [b"good"]
 
 
-@pytest.mark.parametrize("record", [{"messages": []}, {"conversations": []}, {"prompt": "x", "completion": "y"}])
+@pytest.mark.parametrize(
+    "record", [{"messages": []}, {"conversations": []}, {"prompt": "x", "completion": "y"}]
+)
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_conversations_read_as_texts_name_the_key(texts, tmp_path, record, kind):
     file = tmp_path / f"a.{kind}"
@@ -269,10 +320,19 @@ def test_conversations_read_as_texts_name_the_key(texts, tmp_path, record, kind)
             texts(kind, file, text_field=next(iter(record)))
 
 
-@pytest.mark.parametrize("pattern", ["", "*", "**/*.parquet", "*/*.parquet", "*/*/*/*.parquet", "../t/**"])
+@pytest.mark.parametrize(
+    "pattern", ["", "*", "**/*.parquet", "*/*.parquet", "*/*/*/*.parquet", "../t/**"]
+)
 def test_folders_of_tables_that_hold_no_rows(texts, tmp_path, pattern):
     """Spark's, Delta's and Hive's, found in a folder, by a glob, or in a folder that a glob finds."""
-    for name in ("day=1", "_delta_log", "_change_data/day=1", "day=1/_temporary/0", ".hive-staging", "day=1/z/y"):
+    for name in (
+        "day=1",
+        "_delta_log",
+        "_change_data/day=1",
+        "day=1/_temporary/0",
+        ".hive-staging",
+        "day=1/z/y",
+    ):
         (tmp_path / "t" / name).mkdir(parents=True)
         write_table(tmp_path / "t" / name / "_0.parquet", {"text": [name]})
     one, two = {"*/*.parquet": (1, 0), "*/*/*/*.parquet": (0, 1)}.get(pattern, (1, 1))
@@ -284,7 +344,12 @@ def test_a_folder_that_is_named(texts, tmp_path):
     folder = tmp_path / "_corpora" / "_x"
     folder.mkdir(parents=True)
     (folder / "a.jsonl").write_text('{"text": "a"}')
-    for path in (folder, folder / "*.jsonl", folder.parent / "*", tmp_path / "*" / "_x" / "*.jsonl"):
+    for path in (
+        folder,
+        folder / "*.jsonl",
+        folder.parent / "*",
+        tmp_path / "*" / "_x" / "*.jsonl",
+    ):
         if path.name == "*":
             with refused(r"no \.jsonl file, compressed or not, is at "):
                 texts("jsonl", path)
@@ -304,19 +369,31 @@ def test_a_name_that_is_not_utf8(texts, tmp_path):
     with refused(r"caf\\xe9\.jsonl, line 2: not a JSON object"):
         texts("jsonl", folder)
     given = Texts("jsonl", str(folder), ByteTokenizer(), on_bad_document="skip")
-    for write in (lambda: tokenise_corpus(tmp_path / "o", given), lambda: open_corpus(given, cache_dir=tmp_path / "c")):
+    for write in (
+        lambda: tokenise_corpus(tmp_path / "o", given),
+        lambda: open_corpus(given, cache_dir=tmp_path / "c"),
+    ):
         corpus = write()
         assert documents(corpus) == [b"good"] and r"caf\xe9.jsonl, line 2" in corpus.summary
         corpus.summary.encode()
         assert load_corpus(corpus.folder).info == corpus.info
     tokens = Texts("tokens", str(tmp_path / "o"), ByteTokenizer())
-    for opened in (open_corpus(tokens, with_paths=True), open_corpus(given, cache_dir=tmp_path / "c", with_paths=True)):
+    for opened in (
+        open_corpus(tokens, with_paths=True),
+        open_corpus(given, cache_dir=tmp_path / "c", with_paths=True),
+    ):
         assert opened.paths == (str(folder / r"caf\xe9.jsonl"),)
 
 
 def test_texts_as_they_are_found(texts, tmp_path):
     """Compressed, whatever their names; with a byte order mark; in bytes that are not UTF-8."""
-    contents = [b"\xef\xbb\xbfone\n", gzip.compress(b"two"), lzma.compress(b"three"), bz2.compress(b"4"), zstd(b"five")]
+    contents = [
+        b"\xef\xbb\xbfone\n",
+        gzip.compress(b"two"),
+        lzma.compress(b"three"),
+        bz2.compress(b"4"),
+        zstd(b"five"),
+    ]
     contents += [b"BZh, six", b"\x80\x81 \xef\xbb\xbf", b"[7]"]
     for n, content in enumerate(contents):
         (tmp_path / f"{n}.txt").write_bytes(content)
@@ -362,13 +439,21 @@ def test_bad_documents_are_skipped_if_asked(texts, tmp_path):
         for _ in range(2):  # tokenised, and from the cache
             line, warning = open_corpus(skipping, cache_dir=tmp_path / "cache").summary.splitlines()
             assert "5 documents, 10 tokens" in line
-            assert warning.startswith(f"warning: 5 bad documents skipped: {file}, line 2: not JSON in UTF-8")
-            assert f"{file}, line 4: no field 'text'" in warning and "line 6" in warning and "line 8" not in warning
+            assert warning.startswith(
+                f"warning: 5 bad documents skipped: {file}, line 2: not JSON in UTF-8"
+            )
+            assert (
+                f"{file}, line 4: no field 'text'" in warning
+                and "line 6" in warning
+                and "line 8" not in warning
+            )
     for _ in range(2):  # neither does the cache hide them, nor is it lost
         with refused(r"a\.jsonl, line 2: not JSON .*training\.on_bad_document = \"skip\""):
             texts("jsonl", file)
     file.write_bytes(b"{\n{\n")
-    with refused(r"^--path has no text in \S+a\.jsonl: bad documents: 2, the first .*a\.jsonl, line 1"):
+    with refused(
+        r"^--path has no text in \S+a\.jsonl: bad documents: 2, the first .*a\.jsonl, line 1"
+    ):
         texts("jsonl", file, on_bad_document="skip", path_key="--path")
     write_table(tmp_path / "a.parquet", {"text": ["x", None, "", "y"]})
     assert texts("parquet", tmp_path / "a.parquet", on_bad_document="skip") == [b"x", b"y"]
@@ -383,7 +468,11 @@ def test_several_files_and_globs(texts, tmp_path):
         write_table(tmp_path / place / "x.arrow", {"text": [place]})
     for kind in ("jsonl", "parquet", "arrow"):
         assert texts(kind, tmp_path) == [b"a/1", b"a/2", b"b"]
-        assert texts(kind, f"{tmp_path}/b/x.{kind}, {tmp_path}/a/*/x.{kind}") == [b"a/1", b"a/2", b"b"]
+        assert texts(kind, f"{tmp_path}/b/x.{kind}, {tmp_path}/a/*/x.{kind}") == [
+            b"a/1",
+            b"a/2",
+            b"b",
+        ]
         assert texts(kind, f"{tmp_path}/a/*") == [b"a/1", b"a/2"]  # folders
         assert texts(kind, f"{tmp_path}/a/1,{tmp_path}/b/*.{kind}") == [b"a/1", b"b"]
 
@@ -398,7 +487,11 @@ def save_dataset(folder, shards, **state):
     for name, rows in zip(names, shards):
         write_table(folder / name, {"text": rows})
     write_table(folder / "cache-1.arrow", {"text": ["of a map"]})
-    state = {"_data_files": [{"filename": name} for name in names], "_format_type": None, "_split": None} | state
+    state = {
+        "_data_files": [{"filename": name} for name in names],
+        "_format_type": None,
+        "_split": None,
+    } | state
     write_json(folder / "state.json", state)
     (folder / "dataset_info.json").write_text("{}")
 
@@ -407,7 +500,9 @@ def test_arrow(texts, tmp_path):
     rows = [f"row {i}" for i in range(2500)]
     save_dataset(tmp_path / "saved", [rows[:2000], rows[2000:]])
     assert texts("arrow", tmp_path / "saved") == [row.encode() for row in rows]
-    assert texts("arrow", tmp_path / "saved" / "data-00001-of-00002.arrow") == [row.encode() for row in rows[2000:]]
+    assert texts("arrow", tmp_path / "saved" / "data-00001-of-00002.arrow") == [
+        row.encode() for row in rows[2000:]
+    ]
     table = pa.table({"text": ["a", "b"]})
     with pa.ipc.new_file(str(tmp_path / "file.arrow"), table.schema) as stream:
         stream.write_table(table)
@@ -425,7 +520,9 @@ def test_arrow_bad(texts, tmp_path):
     with refused(r"dict holds the splits test, train; give one, .*dict/test"):
         texts("arrow", tmp_path / "dict")
     assert texts("arrow", tmp_path / "dict" / "train") == [b"x"]
-    save_dataset(tmp_path / "selected", [["x"]], _indices_data_files=[{"filename": "indices.arrow"}])
+    save_dataset(
+        tmp_path / "selected", [["x"]], _indices_data_files=[{"filename": "indices.arrow"}]
+    )
     with refused(r"state\.json: the dataset is a selection of rows"):
         texts("arrow", tmp_path / "selected")
     save_dataset(tmp_path / "missing", [["x"], ["y"]])
@@ -441,10 +538,14 @@ def hostile_arrow(file, offsets, kind):
     """Two texts at these offsets in a buffer of 4 bytes: rows, or contents of one message each."""
     column = pa.array(["ab", "cd"])
     if kind == "messages":
-        messages = pa.StructArray.from_arrays([pa.array(["user"] * 2), column], names=["role", "content"])
+        messages = pa.StructArray.from_arrays(
+            [pa.array(["user"] * 2), column], names=["role", "content"]
+        )
         column = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), messages)
     write_table(file, {kind: column})
-    sound, hostile = (np.array(numbers, dtype=np.int32).tobytes() for numbers in ([0, 2, 4], offsets))
+    sound, hostile = (
+        np.array(numbers, dtype=np.int32).tobytes() for numbers in ([0, 2, 4], offsets)
+    )
     assert file.read_bytes().count(sound) == 1
     file.write_bytes(file.read_bytes().replace(sound, hostile))
 
@@ -487,8 +588,14 @@ def test_the_bar_of_rows_ends_at_their_files(texts, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_a_row_that_is_not_utf8(texts, tmp_path, kind):
-    buffers = [None, pa.py_buffer(np.array([0, 1, 3, 4], dtype=np.int32)), pa.py_buffer(b"x\xff\xfey")]
-    file = write_table(tmp_path / f"a.{kind}", {"text": pa.Array.from_buffers(pa.string(), 3, buffers)})
+    buffers = [
+        None,
+        pa.py_buffer(np.array([0, 1, 3, 4], dtype=np.int32)),
+        pa.py_buffer(b"x\xff\xfey"),
+    ]
+    file = write_table(
+        tmp_path / f"a.{kind}", {"text": pa.Array.from_buffers(pa.string(), 3, buffers)}
+    )
     with refused(rf"a\.{kind}, row 2: not UTF-8 \(.*0xff"):
         texts(kind, file)
     assert texts(kind, file, on_bad_document="skip") == [b"x", b"y"]
@@ -496,7 +603,9 @@ def test_a_row_that_is_not_utf8(texts, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_bad_tables(texts, tmp_path, kind):
-    file = write_table(tmp_path / f"bad.{kind}", {"id": range(301), "text": ["good"] * 300 + [None]})
+    file = write_table(
+        tmp_path / f"bad.{kind}", {"id": range(301), "text": ["good"] * 300 + [None]}
+    )
     with refused(rf"bad\.{kind}, row 301: 'text' is NoneType, not text; training\.on_bad_doc"):
         texts(kind, file)
     with refused(rf"bad\.{kind}: no column 'body' \(it has: 'id', 'text'\)"):
@@ -519,7 +628,9 @@ def test_columns_of_one_name(texts, tmp_path):
 
 
 def test_tokens(texts, tmp_path):
-    write_corpus(tmp_path / "tokens", [np.array([72, 105, 256]), np.array([33, 256])], ByteTokenizer())
+    write_corpus(
+        tmp_path / "tokens", [np.array([72, 105, 256]), np.array([33, 256])], ByteTokenizer()
+    )
     assert texts("tokens", tmp_path / "tokens") == [b"Hi", b"!"]
     with refused(r"written with tokenizer 'bytes-257', but model\.tokenizer_path gives 'ascii'"):
         texts("tokens", tmp_path / "tokens", AsciiTokenizer())

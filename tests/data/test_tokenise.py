@@ -67,7 +67,10 @@ def test_in_order(num_workers):
         if i == 5:
             assert tokens == "not UTF-8 at character 1; repair it"
         elif i == 77:
-            assert tokens == "not UTF-8 at character 0; repair it, or train on bytes (no model.tokenizer_path)"
+            assert (
+                tokens
+                == "not UTF-8 at character 0; repair it, or train on bytes (no model.tokenizer_path)"
+            )
         else:
             assert bytes(tokens.astype(np.uint8)).decode() == texts[i]
     assert list(tokenise(Uneven(), [], num_workers)) == []
@@ -118,12 +121,20 @@ def test_a_corpus_is_the_same_by_one_process_and_by_several(tmp_path, monkeypatc
     assert file.stat().st_size > 1 << 20
     found = []
     for num_workers in (0, 1, 3):
-        monkeypatch.setattr("titan_linear.data.corpus.cache.worker_count", lambda _, n=num_workers: n)
+        monkeypatch.setattr(
+            "titan_linear.data.corpus.cache.worker_count", lambda _, n=num_workers: n
+        )
         corpus = open_corpus(
-            Texts("jsonl", str(file), Uneven(), dataset_format=dataset_format), cache_dir=tmp_path / str(num_workers)
+            Texts("jsonl", str(file), Uneven(), dataset_format=dataset_format),
+            cache_dir=tmp_path / str(num_workers),
         )
         assert dataset_format == "tokens" or "14 empty texts skipped" in corpus.summary
-        found.append([corpus.info, *((corpus.folder / name).read_bytes() for name in ("tokens.bin", "offsets.bin"))])
+        found.append(
+            [
+                corpus.info,
+                *((corpus.folder / name).read_bytes() for name in ("tokens.bin", "offsets.bin")),
+            ]
+        )
     assert found[0] == found[1] == found[2]
 
 
@@ -162,10 +173,12 @@ def test_workers_end_at_once(number, tmp_path):
     if number == signal.SIGINT:
         assert all(map(gone, workers))
         text = (tmp_path / "errors").read_text()
-        assert text.count("Traceback") == text.count("KeyboardInterrupt") == 1  # the script's own, which has no answer
+        # the script's own, which has no answer
+        assert text.count("Traceback") == text.count("KeyboardInterrupt") == 1
         assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
         return
-    until(lambda: any(map(gone, workers)))  # the one that has no work; the other would notice when it has done its own
+    # the one that has no work; the other would notice when it has done its own
+    until(lambda: any(map(gone, workers)))
     for worker in workers:
         if not gone(worker):
             os.kill(worker, signal.SIGKILL)

@@ -33,7 +33,8 @@ def test_bytes_keep_invalid_utf8():
     assert ids.tolist() == list(data)
     assert tokenizer.decode_bytes(ids) == data
     tokenizer.decode(ids).encode("utf-8")  # printable: no surrogate is left
-    assert tokenizer.decode([72, 256, 105, 999]) == "Hi"  # ends of documents and a padded vocabulary's ids
+    # ends of documents and a padded vocabulary's ids
+    assert tokenizer.decode([72, 256, 105, 999]) == "Hi"
 
 
 def test_hugging_face(file):
@@ -42,7 +43,10 @@ def test_hugging_face(file):
     assert tokenizer.encode(plain).dtype == np.int64
     assert tokenizer.encode(plain).tolist() == reference.encode(plain, add_special_tokens=False).ids
     assert tokenizer.decode(tokenizer.encode(plain)) == plain
-    assert [ids.tolist() for ids in tokenizer.encode_batch(["a b", ""])] == [tokenizer.encode("a b").tolist(), []]
+    assert [ids.tolist() for ids in tokenizer.encode_batch(["a b", ""])] == [
+        tokenizer.encode("a b").tolist(),
+        [],
+    ]
     assert tokenizer.vocab_size == reference.get_vocab_size()
     assert tokenizer.eos_id == reference.token_to_id("<|endoftext|>")
     assert build_tokenizer(str(file.parent)).fingerprint == tokenizer.fingerprint
@@ -54,7 +58,8 @@ def test_hugging_face_adds_and_drops_nothing(file):
     reference = tokenizers.Tokenizer.from_file(str(file))
     whole = reference.encode(TEXT).ids
     reference.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", reference.token_to_id("<|endoftext|>"))]
+        single="<|endoftext|> $A",
+        special_tokens=[("<|endoftext|>", reference.token_to_id("<|endoftext|>"))],
     )
     reference.enable_truncation(3)
     reference.enable_padding(length=500)
@@ -77,9 +82,14 @@ def test_a_byte_order_mark(file):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         file.with_name(name).write_bytes(b"\xef\xbb\xbf" + file.with_name(name).read_bytes())
     tokenizer = build_tokenizer(str(file))
-    assert tokenizer.encode(TEXT).tolist() == plain.encode(TEXT).tolist() and tokenizer.eos_id == plain.encode("x")[0]
+    assert (
+        tokenizer.encode(TEXT).tolist() == plain.encode(TEXT).tolist()
+        and tokenizer.eos_id == plain.encode("x")[0]
+    )
     assert tokenizer.chat_templates == {"default": template}
-    assert not any(content.startswith(b"\xef\xbb\xbf") for content in tokenizer.hugging_face_files().values())
+    assert not any(
+        content.startswith(b"\xef\xbb\xbf") for content in tokenizer.hugging_face_files().values()
+    )
 
 
 LETTERS = {chr(97 + i): i for i in range(26)}
@@ -109,11 +119,18 @@ def test_a_tokenizer_that_drops_what_it_does_not_know(tmp_path):
     tokenizers.Tokenizer(models.BPE(LETTERS, [])).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": " "}\n{"text": "日本"}\n')
     tokenizer, cache = build_tokenizer(str(tmp_path)), tmp_path / "cache"
-    assert tokenizer.summary.endswith("\nwarning: it drops characters that it does not know: no token stands for them")
+    assert tokenizer.summary.endswith(
+        "\nwarning: it drops characters that it does not know: no token stands for them"
+    )
     with refused(r"a\.jsonl, line 3: the tokenizer has no token for any of it"):
         open_corpus(Texts("jsonl", str(tmp_path), tokenizer), cache_dir=cache)
-    corpus = open_corpus(Texts("jsonl", str(tmp_path), tokenizer, on_bad_document="skip"), cache_dir=cache)
-    assert "1 documents (1 empty texts skipped)" in corpus.summary and "1 bad documents" in corpus.summary
+    corpus = open_corpus(
+        Texts("jsonl", str(tmp_path), tokenizer, on_bad_document="skip"), cache_dir=cache
+    )
+    assert (
+        "1 documents (1 empty texts skipped)" in corpus.summary
+        and "1 bad documents" in corpus.summary
+    )
 
 
 def test_a_pattern_that_backtracks(tmp_path):

@@ -37,7 +37,9 @@ UNEQUAL = (
 
 
 def compiled_and_sharded(pattern, tp, adapter):
-    config = ModelConfig(vocab_size=64, dim=32, num_layers=3, hidden_dim=32, pattern=pattern, adapter=adapter)
+    config = ModelConfig(
+        vocab_size=64, dim=32, num_layers=3, hidden_dim=32, pattern=pattern, adapter=adapter
+    )
     model = Decoder(config)
     initialise(model.use("triton", torch.device("cpu"), torch.float32), seed=0)
     torch.compiler.reset()
@@ -61,11 +63,15 @@ def graphs_of(rank, world_size, batches, shortest, pattern=UNEQUAL, adapter=None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "SHORTEST", shortest)
         for lengths, grad in batches:
-            cp = build_cp_context(boundaries(lengths), rank=0, world_size=1, conv1d_kernel_size=4, programs=(1,))
+            cp = build_cp_context(
+                boundaries(lengths), rank=0, world_size=1, conv1d_kernel_size=4, programs=(1,)
+            )
             cp.mark_dynamic()
             tokens = torch.arange(sum(lengths))[None] % 64
             with torch.set_grad_enabled(grad):
-                loss = model(tokens, BatchPlan(cp.position_ids, cp_context=cp), loss=loss_of(tokens))
+                loss = model(
+                    tokens, BatchPlan(cp.position_ids, cp_context=cp), loss=loss_of(tokens)
+                )
             if grad:
                 loss.backward()
             graphs.append(counters["stats"]["unique_graphs"])
@@ -85,7 +91,9 @@ def test_layers_split_over_ranks(worlds):
 
 def test_layers_with_constants_of_their_own(worlds):
     batches = [([100, 28], True), ([64, 64], False)]
-    assert worlds(1).run(graphs_of, batches, 512, (Lightning(heads=2, head_dim=16),)) == [([1, 2], {})]
+    assert worlds(1).run(graphs_of, batches, 512, (Lightning(heads=2, head_dim=16),)) == [
+        ([1, 2], {})
+    ]
 
 
 def test_batches_of_any_number_of_documents(worlds):
@@ -98,7 +106,9 @@ def test_a_layer_that_cannot_be_compiled_is_named():
     def backend(graph, inputs):
         raise RuntimeError("no room\nand more")
 
-    model = initialised(ModelConfig(vocab_size=8, dim=32, num_layers=2, hidden_dim=32, pattern=UNEQUAL))
+    model = initialised(
+        ModelConfig(vocab_size=8, dim=32, num_layers=2, hidden_dim=32, pattern=UNEQUAL)
+    )
     apply_compile(model, backend)
     with refused(r"layers\.0 \(kda\) cannot .* no room and more\); set compile\.enable"):
         model(torch.zeros(1, 8, dtype=torch.int64), BatchPlan(torch.arange(8)))
@@ -106,14 +116,17 @@ def test_a_layer_that_cannot_be_compiled_is_named():
 
 def test_layers_whose_inputs_and_weights_have_no_gradients(worlds):
     """As in the first layer of a frozen model, whose adapters alone are trained."""
-    assert worlds(1).run(graphs_of, [([100, 28], True)], 512, UNEQUAL[:1], Adapter(4, 1.0)) == [([2], {})]
+    assert worlds(1).run(graphs_of, [([100, 28], True)], 512, UNEQUAL[:1], Adapter(4, 1.0)) == [
+        ([2], {})
+    ]
 
 
 def gradient_of_other_code(rank, world_size):
     """Twice through one graph of a function of somebody else's, after layers of ours were compiled."""
     graphs_of(rank, world_size, [([20, 12], True)], shortest=64)
     x = torch.ones(4, 4, requires_grad=True)
-    y = torch.compile(lambda x: (x @ x).sin() @ x, backend="aot_eager")(x).sum()  # products are kept for backward
+    # products are kept for backward
+    y = torch.compile(lambda x: (x @ x).sin() @ x, backend="aot_eager")(x).sum()
     return [torch.autograd.grad(y, x, retain_graph=True)[0].sum().item() for _ in range(2)]
 
 
@@ -146,7 +159,9 @@ def partitioned():
 def small(kind, num_layers, backend):
     """A model of these layers, compiled."""
     mixer = kind(heads=1, v_heads=2, head_dim=32, v_head_dim=32)
-    model = Decoder(ModelConfig(vocab_size=64, dim=32, num_layers=num_layers, hidden_dim=32, pattern=(mixer,)))
+    model = Decoder(
+        ModelConfig(vocab_size=64, dim=32, num_layers=num_layers, hidden_dim=32, pattern=(mixer,))
+    )
     initialise(model.use("triton", torch.device("cpu"), torch.float32), seed=0)
     torch.compiler.reset()
     counters.clear()
@@ -155,7 +170,9 @@ def small(kind, num_layers, backend):
 
 
 def planned(lengths, W=4):
-    cp = build_cp_context(boundaries(lengths), dist.group.WORLD, conv1d_kernel_size=W, programs=(2,))
+    cp = build_cp_context(
+        boundaries(lengths), dist.group.WORLD, conv1d_kernel_size=W, programs=(2,)
+    )
     cp.mark_dynamic()
     return BatchPlan(cp.position_ids, cp_context=cp)
 
@@ -183,7 +200,9 @@ def launches_and_gradients(rank, world_size, kind):
 def test_chunks_are_prepared_once_in_each_pass(kind, passes, worlds):
     """GDN's in forward alone, which keeps them."""
     seen, _ = worlds(1).run(launches_and_gradients, kind)[0]
-    assert seen["prepare_kernel"] == passes * 3 and seen["solve_kernel"] == 3 and seen["graphs"] == 1
+    assert (
+        seen["prepare_kernel"] == passes * 3 and seen["solve_kernel"] == 3 and seen["graphs"] == 1
+    )
 
 
 def kept_by_rwkv7(rank, world_size):
@@ -194,7 +213,9 @@ def kept_by_rwkv7(rank, world_size):
         compute_again(joint.graph)
         forward, backward = min_cut_rematerialization_partition(joint, *args, **kwargs)
         saved = forward.graph.output_node().args[0][kwargs["num_fwd_outputs"] :]
-        kept.extend(x.name for x in saved if x.op != "placeholder" and x.meta["val"].numel() >= 192 * 64)
+        kept.extend(
+            x.name for x in saved if x.op != "placeholder" and x.meta["val"].numel() >= 192 * 64
+        )
         return forward, backward
 
     mixer = RWKV7(heads=2, head_dim=32, w_rank=8, a_rank=8, v_rank=8, g_rank=8)
@@ -203,7 +224,9 @@ def kept_by_rwkv7(rank, world_size):
     initialise(model.use("triton", torch.device("cpu"), torch.float32), seed=0)
     torch.compiler.reset()
     decompositions = select_decomp_table()
-    apply_compile(model, aot_autograd(fw_compiler=nop, partition_fn=partition, decompositions=decompositions))
+    apply_compile(
+        model, aot_autograd(fw_compiler=nop, partition_fn=partition, decompositions=decompositions)
+    )
     tokens = torch.arange(192)[None] % 64
     model(tokens, planned([100, 92], W=2), loss=loss_of(tokens))
     return kept
@@ -233,8 +256,13 @@ def compiled_and_launched(rank, world_size, kind, segment):
 
     def note(self, grid, *args, **kwargs):
         on_meta = any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, kwargs)))
-        constants = {n: specialisation(x) if isinstance(x, Tensor | TensorDescriptor) else x for n, x in kwargs.items()}
-        seen[0 if on_meta else 1].add((self.__name__, *map(specialisation, args), *constants.items()))
+        constants = {
+            n: specialisation(x) if isinstance(x, Tensor | TensorDescriptor) else x
+            for n, x in kwargs.items()
+        }
+        seen[0 if on_meta else 1].add(
+            (self.__name__, *map(specialisation, args), *constants.items())
+        )
         run(self, grid, *args, **kwargs)
 
     model = small(kind, 1, ahead)
@@ -247,7 +275,9 @@ def compiled_and_launched(rank, world_size, kind, segment):
     return seen
 
 
-@pytest.mark.parametrize("kind, segment, ranks", [(KDA, 64, 1), (GDN, 512, 1), (KDA, 512, 2), (GDN, 64, 2)])
+@pytest.mark.parametrize(
+    "kind, segment, ranks", [(KDA, 64, 1), (GDN, 512, 1), (KDA, 512, 2), (GDN, 64, 2)]
+)
 def test_kernels_are_compiled_before_their_first_launch(kind, segment, ranks, worlds):
     """All that a layer launches, forward and backward, but the fold of what came from other ranks."""
     for compiled, launched in worlds(ranks).run(compiled_and_launched, kind, segment):

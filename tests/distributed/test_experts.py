@@ -24,7 +24,9 @@ MOE = MoEConfig(num_experts=4, top_k=2, hidden_dim=6, shared_hidden_dim=10, sele
 
 def layer(bias):
     model = Decoder(
-        ModelConfig(8, 16, (Attention(heads=1, kv_heads=1, head_dim=8, rope_theta=None),), 1, 24, moe=MOE)
+        ModelConfig(
+            8, 16, (Attention(heads=1, kv_heads=1, head_dim=8, rope_theta=None),), 1, 24, moe=MOE
+        )
     ).double()
     initialise(model, seed=0)
     model.layers[0].mlp.router.selection_bias.data.copy_(torch.tensor(bias))
@@ -35,13 +37,17 @@ def errors(rank, world_size, bias):
     """Of the output, of x's gradient and of this rank's experts', against a rank that has them all."""
     alone, spread = layer(bias), layer(bias)
     apply_ep(spread, Ranks(dist.group.WORLD.group_name, world_size, rank))
-    x = torch.randn(1, 7 + rank, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    x = torch.randn(
+        1, 7 + rank, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)
+    )
     results = []
     for model in (alone, spread):
         own = x.clone().requires_grad_()
         y = model.layers[0].mlp(own, BatchPlan(torch.arange(x.shape[1]))).y
         y.square().sum().backward()
-        results.append([y.detach(), own.grad, *(p.grad for p in model.layers[0].mlp.experts.parameters())])
+        results.append(
+            [y.detach(), own.grad, *(p.grad for p in model.layers[0].mlp.experts.parameters())]
+        )
     for grad in results[0][2:]:
         dist.all_reduce(grad)
     mine = slice(rank * 4 // world_size, (rank + 1) * 4 // world_size)
@@ -64,7 +70,9 @@ def reads(rank, world_size, mode, compiled):
     if compiled:
         apply_compile(model, "eager")
     apply_ac(model, ActivationCheckpoint(mode=mode), compiled=compiled)
-    x = torch.randn(1, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    x = torch.randn(
+        1, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)
+    ).requires_grad_()
     exchange = dist.all_to_all_single
 
     def counted(out, *args, **kwargs):
@@ -82,7 +90,13 @@ def reads(rank, world_size, mode, compiled):
 
 def test_the_host_reads_nothing_in_backward(worlds):
     """However much of a layer is computed again, and of a compiled one too. Rows come back once, three gradients go."""
-    ways = [("none", False), ("selective", False), ("attention", False), ("full", False), ("full", True)]
+    ways = [
+        ("none", False),
+        ("selective", False),
+        ("attention", False),
+        ("full", False),
+        ("full", True),
+    ]
     runs = [worlds(2).run(reads, *way) for way in ways]
     for of_rank in zip(*runs, strict=True):
         assert [counts for *counts, _ in of_rank] == [[1, 0, 4]] * len(ways)
@@ -98,7 +112,9 @@ def graphs_of_batches(rank, world_size):
     counters.clear()
     graphs = []
     for seed, grad in enumerate([True, True, False, True, False, True]):
-        x = torch.randn(1, 40, 16, generator=torch.Generator().manual_seed(2 * seed + rank)).bfloat16()
+        x = torch.randn(
+            1, 40, 16, generator=torch.Generator().manual_seed(2 * seed + rank)
+        ).bfloat16()
         with torch.set_grad_enabled(grad):
             y, *_ = model.layers[0](x.requires_grad_(), BatchPlan(torch.arange(40)))
         if grad:

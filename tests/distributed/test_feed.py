@@ -20,7 +20,15 @@ def batches(data_rank, log):
         labels = torch.full((1, T), IGNORE)
         labels[0, : (n + data_rank) % T] = 1
         columns = {"weights": (labels != IGNORE).float()}
-        yield Batch(labels, labels, torch.tensor([0, T], dtype=torch.int32), labels, 1, (10 * data_rank + n,), columns)
+        yield Batch(
+            labels,
+            labels,
+            torch.tensor([0, T], dtype=torch.int32),
+            labels,
+            1,
+            (10 * data_rank + n,),
+            columns,
+        )
 
 
 def two_steps(rank, world_size, cp):
@@ -29,9 +37,18 @@ def two_steps(rank, world_size, cp):
 
     def cut(batch):
         log.append(f"cut {batch.streams[0] % 10}")
-        return MicroBatch(batch.tokens, batch.labels, SimpleNamespace(pairs=1.0 + 10 * rank), batch.streams, {})
+        return MicroBatch(
+            batch.tokens, batch.labels, SimpleNamespace(pairs=1.0 + 10 * rank), batch.streams, {}
+        )
 
-    feed = Feed(batches(rank // cp, log), cut, micro_steps=MICRO_STEPS, copies=cp, host=dist.group.WORLD, device=CPU)
+    feed = Feed(
+        batches(rank // cp, log),
+        cut,
+        micro_steps=MICRO_STEPS,
+        copies=cp,
+        host=dist.group.WORLD,
+        device=CPU,
+    )
     steps, fed = [], FeedStats()
     for _ in range(2):
         (total, valid), micro_batches = feed.next_step()
@@ -52,7 +69,10 @@ def two_steps(rank, world_size, cp):
 
 
 def test_steps_are_fetched_ahead_and_counted_over_all_ranks(worlds):
-    first, later = "fetch 0, fetch 1, cut 0", "compute, cut {}, compute, fetch {}, fetch {}, cut {}, update"
+    first, later = (
+        "fetch 0, fetch 1, cut 0",
+        "compute, cut {}, compute, fetch {}, fetch {}, cut {}, update",
+    )
     order = ", ".join([first, later.format(1, 2, 3, 2), later.format(3, 4, 5, 4)])
     for cp, counts in ((1, [0 + 1 + 1 + 2, 2 + 3 + 3 + 4]), (2, [0 + 1, 2 + 3])):
         for rank, (log, steps, fed) in enumerate(worlds(2).run(two_steps, cp)):
@@ -62,6 +82,11 @@ def test_steps_are_fetched_ahead_and_counted_over_all_ranks(worlds):
             documents = 2 * MICRO_STEPS * 2 // cp  # each of T tokens
             assert fed.steps == 2 and fed.valid == sum(counts)
             assert fed.most_pairs == 2 * MICRO_STEPS * 11  # rank 1's
-            assert fed.documents == Documents(*(documents * n for n in (T, T * (T + 1) // 2, T * T)))
+            assert fed.documents == Documents(
+                *(documents * n for n in (T, T * (T + 1) // 2, T * T))
+            )
             assert 0 < fed.seconds < fed.waited  # on a CPU all of it, and the wait for the count
-            assert [streams for _, streams in steps] == [[(base,), (base + 1,)], [(base + 2,), (base + 3,)]]
+            assert [streams for _, streams in steps] == [
+                [(base,), (base + 1,)],
+                [(base + 2,), (base + 3,)],
+            ]

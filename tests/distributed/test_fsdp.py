@@ -16,7 +16,11 @@ from titan_linear.ops import build_cp_context
 def given_to_layers(rank, world_size):
     """Of each layer: whether its plan is the batch's own; the dtypes of its input, and of the angles it reads."""
     config = ModelConfig(
-        vocab_size=8, dim=32, pattern=(Attention(heads=2, kv_heads=2, head_dim=16),), num_layers=2, hidden_dim=32
+        vocab_size=8,
+        dim=32,
+        pattern=(Attention(heads=2, kv_heads=2, head_dim=16),),
+        num_layers=2,
+        hidden_dim=32,
     )
     model = sharded(config, world_size, dtype=torch.bfloat16)
     initialise(model, 0)
@@ -41,4 +45,8 @@ def given_to_layers(rank, world_size):
 def test_layers_are_given_the_plan_itself(worlds):
     """In bfloat16, where it would cast inputs: a copy would have RoPE's angles in bfloat16, and derive again."""
     for same, inputs, angles in worlds(2).run(given_to_layers):
-        assert same == [True, True] and inputs == [torch.bfloat16] * 2 and angles == [torch.float32] * 2
+        assert (
+            same == [True, True]
+            and inputs == [torch.bfloat16] * 2
+            and angles == [torch.float32] * 2
+        )

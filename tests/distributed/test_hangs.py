@@ -33,10 +33,14 @@ def hang(rank, world_size, folder):
     dist.all_to_all_single(came, x, group=group)
     dist.broadcast(x, 0, group=group)
     dist.barrier(group)
-    exchange = [dist.P2POp(dist.isend, x, 1 - rank, group), dist.P2POp(dist.irecv, came, 1 - rank, group)]
+    exchange = [
+        dist.P2POp(dist.isend, x, 1 - rank, group),
+        dist.P2POp(dist.irecv, came, 1 - rank, group),
+    ]
     for request in dist.batch_isend_irecv(exchange):
         request.wait()
-    until(lambda: late_collective(recorded(), time.time_ns() + LATER) is None)  # a thread of gloo's notes the end
+    # a thread of gloo's notes the end
+    until(lambda: late_collective(recorded(), time.time_ns() + LATER) is None)
     set_timeout([group], timedelta(seconds=4))
     said, failed = io.StringIO(), False
     store = dist.PrefixStore(folder, dist.distributed_c10d._get_default_store())
@@ -54,7 +58,10 @@ def hang(rank, world_size, folder):
 def test_a_hang_is_said_in_one_line(worlds, tmp_path):
     (said, failed), (said_1, _) = worlds(2).run(hang, str(tmp_path / "recorder"))
     assert failed
-    assert said.startswith("hang: step 7: rank 0 in all_reduce for ") and "of 4 s, rank 1 not there; " in said
+    assert (
+        said.startswith("hang: step 7: rank 0 in all_reduce for ")
+        and "of 4 s, rank 1 not there; " in said
+    )
     assert said.count("\n") == 1 and said_1 == ""
     assert sorted(path.name for path in (tmp_path / "recorder").iterdir()) == ["rank-0", "rank-1"]
 
@@ -63,7 +70,10 @@ def stall(rank, world_size, argv):
     """A run in which rank 1 reads no more after step 2: what is said, and what a rank that waits for it raises."""
     config = load_config(argv)
     trainer, said = Trainer(config), io.StringIO()
-    recorder, store = Path(config.job.dump_folder) / "recorder", dist.distributed_c10d._get_default_store()
+    recorder, store = (
+        Path(config.job.dump_folder) / "recorder",
+        dist.distributed_c10d._get_default_store(),
+    )
 
     def batches(whole):
         yield from islice(whole, 2)
@@ -73,13 +83,18 @@ def stall(rank, world_size, argv):
         yield from whole
 
     trainer.feed.batches = batches(trainer.feed.batches)
-    with watched(recorder, store, config.comm.train_timeout_seconds) as watch, contextlib.redirect_stderr(said):
+    with (
+        watched(recorder, store, config.comm.train_timeout_seconds) as watch,
+        contextlib.redirect_stderr(said),
+    ):
         watch.step = lambda: trainer.begun
         try:
             trainer.train()
         except (RuntimeError, EOFError) as error:
             hangs = [line for line in said.getvalue().splitlines() if line.startswith("hang: ")]
-            return hangs, "gone" if isinstance(error, RuntimeError) and peer_is_lost(error) else repr(error)
+            return hangs, "gone" if isinstance(error, RuntimeError) and peer_is_lost(
+                error
+            ) else repr(error)
     raise AssertionError("it did not hang")
 
 
@@ -93,12 +108,20 @@ def test_a_rank_that_reads_no_more_is_missed(corpus, tmp_path):
     world = World(2, "gloo")  # whose default group is not to be used after that
     ((said,), raised), nothing = world.run(stall, arguments(corpus, keys))
     world.close()
-    assert said.startswith("hang: step 2: rank 0 in all_reduce for ") and "of 4 s, rank 1 not there; " in said
+    assert (
+        said.startswith("hang: step 2: rank 0 in all_reduce for ")
+        and "of 4 s, rank 1 not there; " in said
+    )
     assert raised == "gone" and nothing == ([], "EOFError()")
 
 
 def entry(group, began, *, retired):
-    return {"pg_id": group, "time_created_ns": int(began * 1e9), "timeout_ms": 100_000, "retired": retired}
+    return {
+        "pg_id": group,
+        "time_created_ns": int(began * 1e9),
+        "timeout_ms": 100_000,
+        "retired": retired,
+    }
 
 
 def test_what_a_later_collective_of_its_group_has_passed_is_not_late():
@@ -109,7 +132,8 @@ def test_what_a_later_collective_of_its_group_has_passed_is_not_late():
     assert late_collective([[part, batch, behind, first]], int(80e9)) is None
     assert late_collective([[part, batch, behind, first]], int(96e9)) is first
     assert late_collective([[behind], [part, batch, first]], int(106e9)) is first
-    assert late_collective([[part], [batch]], int(96e9)) is part  # gloo's end says nothing of NCCL's
+    # gloo's end says nothing of NCCL's
+    assert late_collective([[part], [batch]], int(96e9)) is part
 
 
 def hang_on_gpus(rank, world_size, folder):
@@ -117,7 +141,10 @@ def hang_on_gpus(rank, world_size, folder):
     group, x = dist.new_group(timeout=timedelta(seconds=20)), torch.ones(2, device="cuda")
     dist.all_reduce(x, group=group)
     torch.cuda.synchronize()
-    said, store = io.StringIO(), dist.PrefixStore(folder, dist.distributed_c10d._get_default_store())
+    said, store = (
+        io.StringIO(),
+        dist.PrefixStore(folder, dist.distributed_c10d._get_default_store()),
+    )
     with watched(Path(folder), store, 20) as watch, contextlib.redirect_stderr(said):
         watch.step = lambda: 7
         if rank == 1:
@@ -125,13 +152,18 @@ def hang_on_gpus(rank, world_size, folder):
         dist.all_reduce(x, group=group)
         torch.cuda.synchronize()
         if rank == 0:
-            until(lambda: said.getvalue() != "")  # the ranks were late, and nobody waits for what is said of it
+            # the ranks were late, and nobody waits for what is said of it
+            until(lambda: said.getvalue() != "")
     return said.getvalue()
 
 
 @pytest.mark.cuda(2)
 def test_a_hang_of_nccl_is_said_too(worlds, tmp_path):
     said, said_1 = worlds(2, "nccl").run(hang_on_gpus, str(tmp_path / "recorder"))
-    assert said.startswith("hang: step 7: rank 0 in ") and "of 20 s, rank 1 not there; " in said and said_1 == ""
+    assert (
+        said.startswith("hang: step 7: rank 0 in ")
+        and "of 20 s, rank 1 not there; " in said
+        and said_1 == ""
+    )
     names = sorted(path.name for path in (tmp_path / "recorder").iterdir())
     assert names == ["gloo-0", "gloo-1", "rank-0", "rank-1"]

@@ -17,11 +17,15 @@ from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.layout.levels import fastest
 from titan_linear.proof.doctor import one_process
 
-LENGTHS = [5, 1200, 1, 2, 200, 1, 639]  # of 2048 tokens: through many ranks of 64, and several within one
+# of 2048 tokens: through many ranks of 64, and several within one
+LENGTHS = [5, 1200, 1, 2, 200, 1, 639]
 METHODS = ("ring", "allgather", "ulysses")
 OVER_HEADS = ("kda over heads", "gdn over heads")
 PARAMETERS = {"A_log", "dt_bias", "weight"}
-BOUNDS = {**dict.fromkeys(("kda", "gdn", "conv", *OVER_HEADS), 1e-9), **dict.fromkeys(METHODS, 1e-10)}
+BOUNDS = {
+    **dict.fromkeys(("kda", "gdn", "conv", *OVER_HEADS), 1e-9),
+    **dict.fromkeys(METHODS, 1e-10),
+}
 
 
 @cache
@@ -34,7 +38,10 @@ def inputs_of(op, heads):
     else:
         x = raw_gate_inputs(op[:3], T, H=heads, HV=heads, K=4, V=3)
         return x | {"dt_bias": x["dt_bias"] - 3}  # a decay that lasts for hundreds of tokens
-    return {name: torch.randn(shape, generator=rng, dtype=torch.float64) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=rng, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
 
 
 def results(op, x, mine, **where):
@@ -47,8 +54,12 @@ def results(op, x, mine, **where):
     else:
         y = call(op[:3], x, **where, cp_method="ulysses" if op in OVER_HEADS else "kcp")[0]
     whole = (1, sum(LENGTHS), *y.shape[2:])
-    dy = torch.randn(whole, generator=torch.Generator().manual_seed(1), dtype=torch.float64)[:, mine]
-    return dict(zip(("y", *x), (y.detach(), *torch.autograd.grad(y, list(x.values()), dy)), strict=True))
+    dy = torch.randn(whole, generator=torch.Generator().manual_seed(1), dtype=torch.float64)[
+        :, mine
+    ]
+    return dict(
+        zip(("y", *x), (y.detach(), *torch.autograd.grad(y, list(x.values()), dy)), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +78,9 @@ def test_any_degree_equals_one_rank(world_size, heads, ops, layout):
 def test_states_level_by_level(heads, layout, monkeypatch):
     """As if heads were of 128 x 128."""
     large = {"state": 1 << 16, "transition": 1 << 16}
-    monkeypatch.setattr(kcp, "route", lambda most, W, node, sizes: fastest(W, node, sizes._replace(**large)))
+    monkeypatch.setattr(
+        kcp, "route", lambda most, W, node, sizes: fastest(W, node, sizes._replace(**large))
+    )
     check(64, heads, ("kda", "gdn"), layout, node_size=8)
 
 
@@ -79,7 +92,10 @@ def test_over_heads_with_rows_of_dt_bias_apart():
     def on_rank(group):
         context = build_cp_context(cu, group)
         mine = tokens_of(context)
-        of_rank = ({name: t if name in PARAMETERS else t[:, mine] for name, t in given.items()} for given in (x, apart))
+        of_rank = (
+            {name: t if name in PARAMETERS else t[:, mine] for name, t in given.items()}
+            for given in (x, apart)
+        )
         return [call("kda", given, cp_context=context, cp_method="ulysses")[0] for given in of_rank]
 
     for want, got in run_ranks(on_rank, 2):
@@ -96,7 +112,9 @@ def check(world_size, heads, ops, layout, node_size=None):
 
     ranks = run_ranks(on_rank, world_size)
     for op in ops:
-        for name, want in results(op, inputs_of(op, heads), torch.arange(sum(LENGTHS)), cu_seqlens=cu).items():
+        for name, want in results(
+            op, inputs_of(op, heads), torch.arange(sum(LENGTHS)), cu_seqlens=cu
+        ).items():
             if name in PARAMETERS:
                 got = sum(found[op][name] for _, found in ranks)
             else:
@@ -136,7 +154,11 @@ def same_with_gloo(rank, world_size):
 
 def test_the_collectives_are_those_of_processes(worlds):
     ours, gloo = run_ranks(every_collective, 4), worlds(4).run(same_with_gloo)
-    assert all(torch.equal(a, b) for x, y in zip(ours, gloo, strict=True) for a, b in zip(x, y, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for x, y in zip(ours, gloo, strict=True)
+        for a, b in zip(x, y, strict=True)
+    )
 
 
 def different(group):
@@ -162,8 +184,14 @@ def wrong(group):
 @pytest.mark.parametrize(
     "on_rank, message",
     [
-        (different, "rank 1 of 3 in one process.* rank 1 calls all_reduce where rank.s. 0 called barrier"),
-        (absent, "no rank can go on: rank 0 waits in all_reduce for rank.s. 1, 2; rank 1 has ended; rank 2 waits"),
+        (
+            different,
+            "rank 1 of 3 in one process.* rank 1 calls all_reduce where rank.s. 0 called barrier",
+        ),
+        (
+            absent,
+            "no rank can go on: rank 0 waits in all_reduce for rank.s. 1, 2; rank 1 has ended; rank 2 waits",
+        ),
         (
             too_few,
             "rank 2 of 3 in one process: AssertionError: rank 0 expects rows .1: 1, 2: 1. by sender, and .0: 1, 1: 1, ",
@@ -173,7 +201,10 @@ def wrong(group):
 )
 @pytest.mark.parametrize("default_group", [False, True])
 def test_ranks_that_cannot_go_on_say_why(on_rank, message, default_group):
-    with one_process() if default_group else nullcontext(), pytest.raises(RankFailed, match=message):
+    with (
+        one_process() if default_group else nullcontext(),
+        pytest.raises(RankFailed, match=message),
+    ):
         run_ranks(on_rank, 3)
     assert run_ranks(lambda group: group.rank(), 3) == [0, 1, 2]
 
@@ -214,9 +245,14 @@ def check_rounding(op, T, K, sizes, layout, device, dtype, impl):
     g's gradients are themselves sums up to the end of a chunk, and have one such error for each chunk and channel.
     """
     kept = (*PARAMETERS, "g")  # which layers give in float32
-    x = {n: t.to(device, torch.float32 if n in kept else dtype) for n, t in slow_decay(op, T, K).items()}
+    x = {
+        n: t.to(device, torch.float32 if n in kept else dtype)
+        for n, t in slow_decay(op, T, K).items()
+    }
     dy = torch.randn(x["v"].shape, generator=torch.Generator().manual_seed(2)).to(device, dtype)
-    exact = of_one_document(op, {n: t.double() for n, t in x.items()}, dy.double(), 1, "contiguous", "torch")
+    exact = of_one_document(
+        op, {n: t.double() for n, t in x.items()}, dy.double(), 1, "contiguous", "torch"
+    )
 
     def errors(size):
         found = of_one_document(op, x, dy, size, layout, impl)
@@ -225,7 +261,9 @@ def check_rounding(op, T, K, sizes, layout, device, dtype, impl):
     one = errors(1)
     limits = {n: 1.1 * e for n, e in one.items()}
     limits["g"] = max(1.1, 1 + 3 / (x["g"].numel() / CHUNK) ** 0.5) * one["g"]
-    limits |= {n: (1 + 3 / x[n].numel() ** 0.5) * max(one[n], one["g"]) for n in PARAMETERS & x.keys()}
+    limits |= {
+        n: (1 + 3 / x[n].numel() ** 0.5) * max(one[n], one["g"]) for n in PARAMETERS & x.keys()
+    }
     for size in sizes:
         assert not [(n, e, limits[n]) for n, e in errors(size).items() if not e <= limits[n]], size
 

@@ -25,12 +25,28 @@ MIXERS = {
     "lightning": (Lightning(heads=4, head_dim=12), ("heads",)),
     "short_conv": (ShortConv(channels=12), ("channels",)),
     "mamba2, one group": (Mamba2(heads=4, head_dim=12, state_dim=8), ("heads",)),
-    "attention": (Attention(heads=4, kv_heads=2, head_dim=8, qk_norm="head", output_gate=True), ("heads", "kv_heads")),
-    "norms over the width": (Attention(heads=4, kv_heads=2, head_dim=8, qk_norm="width"), ("heads", "kv_heads")),
+    "attention": (
+        Attention(heads=4, kv_heads=2, head_dim=8, qk_norm="head", output_gate=True),
+        ("heads", "kv_heads"),
+    ),
+    "norms over the width": (
+        Attention(heads=4, kv_heads=2, head_dim=8, qk_norm="width"),
+        ("heads", "kv_heads"),
+    ),
     "mla": (MLA(heads=4, kv_rank=16, nope_dim=8, shared_k_dim=4, v_dim=10), ("heads",)),
-    "queries of a latent": (MLA(heads=4, kv_rank=16, nope_dim=8, shared_k_dim=4, v_dim=10, q_rank=6), ("heads",)),
+    "queries of a latent": (
+        MLA(heads=4, kv_rank=16, nope_dim=8, shared_k_dim=4, v_dim=10, q_rank=6),
+        ("heads",),
+    ),
 }
-MOE = MoEConfig(num_experts=4, top_k=2, hidden_dim=6, shared_hidden_dim=10, shared_gate=True, selection_bias=True)
+MOE = MoEConfig(
+    num_experts=4,
+    top_k=2,
+    hidden_dim=6,
+    shared_hidden_dim=10,
+    shared_gate=True,
+    selection_bias=True,
+)
 
 
 def shapes(model):
@@ -47,11 +63,16 @@ def test_a_part_is_a_model_of_fewer_heads(name, moe, tied):
     less = moe and replace(moe, hidden_dim=3, shared_hidden_dim=5)
     config = ModelConfig(32, 16, (mixer,), 1, 24, moe=moe, tie_embeddings=tied)
     with torch.device("meta"):
-        part, fewer = Decoder(config), Decoder(ModelConfig(16, 16, (half,), 1, 12, moe=less, tie_embeddings=tied))
+        part, fewer = (
+            Decoder(config),
+            Decoder(ModelConfig(16, 16, (half,), 1, 12, moe=less, tie_embeddings=tied)),
+        )
     whole = shapes(part)
     apply_tp(part, Ranks("", 2, 1))
     assert shapes(part) == shapes(fewer)
-    assert {name for name in whole if whole[name] != shapes(part)[name]} == tensor_splits(part).keys()
+    assert {name for name in whole if whole[name] != shapes(part)[name]} == tensor_splits(
+        part
+    ).keys()
     assert (part.head.weight is part.embedding.weight) == tied
 
 
@@ -59,7 +80,9 @@ def test_a_part_holds_whole_heads():
     """Of the fused gate and up projections of experts a part of each."""
     mixer, _ = MIXERS["kda"]
     model = Decoder(ModelConfig(32, 16, (mixer,), 1, 24, moe=MOE))
-    before = {name: torch.nn.init.normal_(p).detach().clone() for name, p in model.named_parameters()}
+    before = {
+        name: torch.nn.init.normal_(p).detach().clone() for name, p in model.named_parameters()
+    }
     apply_tp(model, Ranks("", 2, 1))
     after = dict(model.named_parameters())
     for name, part in (
@@ -79,7 +102,10 @@ def test_every_token_of_the_vocabulary_is_some_rank_s():
     for p in whole.parameters():
         torch.nn.init.normal_(p)
     tokens = torch.arange(32)[None]
-    plan, labels = BatchPlan(tokens[0], cu_seqlens=torch.tensor([0, 32], dtype=torch.int32)), tokens.flip(1)
+    plan, labels = (
+        BatchPlan(tokens[0], cu_seqlens=torch.tensor([0, 32], dtype=torch.int32)),
+        tokens.flip(1),
+    )
 
     def on_rank(group):
         part = copy.deepcopy(whole)
@@ -90,7 +116,9 @@ def test_every_token_of_the_vocabulary_is_some_rank_s():
     with torch.no_grad():
         logits, loss = whole(tokens, plan), whole(tokens, plan, loss=loss_of(labels))
     (first, one), (second, other) = run_ranks(on_rank, 2)
-    torch.testing.assert_close([first, second, one + other], [logits, logits, loss], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        [first, second, one + other], [logits, logits, loss], rtol=1e-12, atol=1e-12
+    )
 
 
 def test_gradients_of_a_vocabulary_in_parts():
@@ -108,4 +136,6 @@ def test_gradients_of_a_vocabulary_in_parts():
         return torch.autograd.grad(loss, [mine, own])
 
     (dx, first), (more, second) = run_ranks(on_rank, 2)
-    torch.testing.assert_close([dx + more, torch.cat([first, second])], [x.grad, weight.grad], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        [dx + more, torch.cat([first, second])], [x.grad, weight.grad], rtol=1e-12, atol=1e-14
+    )

@@ -40,7 +40,9 @@ class Variant:
 
 def preset(name: str, flavor: str, **options: object) -> Variant:
     """Options are fields of Variant, and with "__" for the dot, keys of [model]."""
-    own = {f"model.{key.replace('__', '.')}": x for key, x in options.items() if key not in _VARIANT}
+    own = {
+        f"model.{key.replace('__', '.')}": x for key, x in options.items() if key not in _VARIANT
+    }
     rest = {key: x for key, x in options.items() if key in _VARIANT}
     return Variant({"model.name": name, "model.flavor": flavor} | CUT | own, **rest)
 
@@ -81,7 +83,14 @@ MODELS: dict[str, tuple[Variant, ...]] = {
     ),
     "kimi-linear": (
         preset("kimi-linear", "48B-A3B", vocab_size=8192, moe__num_experts=16, experts=True),
-        preset("kimi-linear", "48B-A3B", vocab_size=8192, moe__num_experts=16, experts=True, scheduled=True),
+        preset(
+            "kimi-linear",
+            "48B-A3B",
+            vocab_size=8192,
+            moe__num_experts=16,
+            experts=True,
+            scheduled=True,
+        ),
         preset("ling-3", "flash", **SIX, moe__num_experts=16, experts=True),
     ),
     "mamba-2": (
@@ -95,7 +104,15 @@ MODELS: dict[str, tuple[Variant, ...]] = {
     "others": (
         preset("rwkv7", "0.4B", vocab_size=8192),
         preset("lfm2", "350M", vocab_size=8192, scheduled=True),
-        preset("minimax", "text-01", num_layers=8, vocab_size=8192, dim=2048, moe__num_experts=8, moe__hidden_dim=1024),
+        preset(
+            "minimax",
+            "text-01",
+            num_layers=8,
+            vocab_size=8192,
+            dim=2048,
+            moe__num_experts=8,
+            moe__hidden_dim=1024,
+        ),
     ),
 }
 # Recipes that begin from a folder or read pairs, on drawn weights and what rows have to read.
@@ -107,7 +124,11 @@ DRAWN = {
     "checkpoint.export_dtype": "float32",
     "training.dataset_format": "text",
 }
-PAIRS = {"training.dataset": "jsonl", "training.dataset_path": "{pairs}", "training.dataset_format": "preference"}
+PAIRS = {
+    "training.dataset": "jsonl",
+    "training.dataset_path": "{pairs}",
+    "training.dataset_format": "preference",
+}
 CHATS = {
     "training.dataset": "jsonl",
     "training.dataset_path": "{chats}",
@@ -124,14 +145,17 @@ RECIPES: dict[str, tuple[Variant, ...]] = {
         shipped("sft_chat", keys=DRAWN | CHATS),
         shipped("continue_hf", keys=DRAWN | {"model.name": "qwen3.5", "model.flavor": "2B"}),
     ),
-    "mamba-2": (shipped("full_nemotron_3_nano_4b", keys=DRAWN | {"model.num_layers": 13}),),  # to the first attention
+    # to the first attention
+    "mamba-2": (shipped("full_nemotron_3_nano_4b", keys=DRAWN | {"model.num_layers": 13}),),
     "hybrid": (
         shipped("dpo", keys=PAIRS | BASE_AS_REFERENCE),
         shipped("dpo", keys=PAIRS | {"dpo.reference_free": "true"}),
         shipped("recall_4m", keys={"training.mixture": "[]"}),
     ),
 }
-EXPERTS = [name for name, variants in MODELS.items() if any(variant.experts for variant in variants)]
+EXPERTS = [
+    name for name, variants in MODELS.items() if any(variant.experts for variant in variants)
+]
 
 # --- Factors ---------------------------------------------------------------------------------------------------------
 
@@ -193,10 +217,16 @@ EXTRAS = {
     "": Extra(),
     "blocking launches": Extra(environment={"CUDA_LAUNCH_BLOCKING": "1"}),
     "profiler": Extra(
-        {"profiling.enable_profiling": "true", "profiling.profile_freq": 4, "profiling.profiler_active": 2}
+        {
+            "profiling.enable_profiling": "true",
+            "profiling.profile_freq": 4,
+            "profiling.profiler_active": 2,
+        }
     ),
     "gathered once": Extra({"parallelism.fsdp_reshard_after_forward": "never"}),
-    "one document, then many": Extra({"training.dataset": "jsonl", "training.dataset_path": "{documents}"}),
+    "one document, then many": Extra(
+        {"training.dataset": "jsonl", "training.dataset_path": "{documents}"}
+    ),
 } | {f"recipe {n}": Extra() for n in range(sum(map(len, RECIPES.values())))}
 
 
@@ -261,7 +291,9 @@ def pairwise() -> list[dict[str, str]]:
             if factor not in row:
                 row[factor] = max(
                     (value for value in values if fits(row | {factor: value})),
-                    key=lambda value, factor=factor: sum(pair in left for pair in pairs(row | {factor: value})),
+                    key=lambda value, factor=factor: sum(
+                        pair in left for pair in pairs(row | {factor: value})
+                    ),
                 )
         for pair in pairs(row):
             left.pop(pair, None)
@@ -275,16 +307,25 @@ def all_rows() -> list[Row]:
     rows = []
     for values in pairwise():
         scheduled, experts = values["length"] == "schedule", values["split"] == "ep 2"
-        fitting = [v for v in MODELS[values["model"]] if v.scheduled == scheduled and (v.experts or not experts)]
+        fitting = [
+            v
+            for v in MODELS[values["model"]]
+            if v.scheduled == scheduled and (v.experts or not experts)
+        ]
         variant = min(fitting, key=lambda v: used[values["model"], id(v)])
         used[values["model"], id(variant)] += 1
         rows.append(Row(**values, variant=variant))
-    plain = Row(**{factor: values[0] for factor, values in FACTORS.items()}, variant=MODELS["hybrid"][0])
+    plain = Row(
+        **{factor: values[0] for factor, values in FACTORS.items()}, variant=MODELS["hybrid"][0]
+    )
     cp = replace(plain, split="cp 2")
     recipes = [(model, variant) for model, variants in RECIPES.items() for variant in variants]
     return [
         *rows,
-        *(replace(cp, model=model, variant=v, extra=f"recipe {n}") for n, (model, v) in enumerate(recipes)),
+        *(
+            replace(cp, model=model, variant=v, extra=f"recipe {n}")
+            for n, (model, v) in enumerate(recipes)
+        ),
         replace(cp, checkpointing="full", extra="blocking launches"),
         replace(cp, extra="profiler"),
         replace(plain, split="dp 2", batch="accumulated", extra="gathered once"),
@@ -297,7 +338,8 @@ def part_of(rows: list[Row], part: str) -> list[Row]:
     """The rows of part "1/2". Those that are compared with the same run are in one part, and parts have about as many
     runs each."""
     number, _, parts = part.partition("/")
-    runs = Counter(compared_with(row) for row in rows)  # of each comparison: its own, and those of its rows
+    # of each comparison: its own, and those of its rows
+    runs = Counter(compared_with(row) for row in rows)
     runs.update(compared_with(row) for row in rows if row.end)
     runs.update(set(runs))
     total, place = [0] * int(parts), {}
@@ -345,10 +387,21 @@ BASE = ONE_GPU | {
 def baseline_keys(row: Row) -> dict[str, object]:
     """The keys of the run that this row is compared with: those that decide what is computed."""
     v = row.variant
-    keys = BASE | v.keys | {"training.seq_len": v.seq_len, "optimizer.lr": v.lr} | EXTRAS[row.extra].keys
-    keys = {key: value for key, value in keys.items() if not key.startswith(("profiling.", "parallelism.fsdp"))}
+    keys = (
+        BASE
+        | v.keys
+        | {"training.seq_len": v.seq_len, "optimizer.lr": v.lr}
+        | EXTRAS[row.extra].keys
+    )
+    keys = {
+        key: value
+        for key, value in keys.items()
+        if not key.startswith(("profiling.", "parallelism.fsdp"))
+    }
     if v.scheduled:
-        keys["training.seq_len_schedule"] = f"[{{until_step = {STEPS // 2}, seq_len = {v.seq_len // 2}}}]"
+        keys["training.seq_len_schedule"] = (
+            f"[{{until_step = {STEPS // 2}, seq_len = {v.seq_len // 2}}}]"
+        )
     return keys
 
 
@@ -367,7 +420,8 @@ def row_keys(row: Row, split: str) -> dict[str, object]:
         "compile.enable": str(row.code == "compiled").lower(),
         "checkpoint.enable": str(bool(row.end)).lower(),
         "validation.freq": 2 if row.between else STEPS,
-        "validation.local_batch_size": 2 if row.batch == "accumulated" else 1,  # not that of training
+        # not that of training
+        "validation.local_batch_size": 2 if row.batch == "accumulated" else 1,
         "validation.sample_tokens": 16 if row.between else 0,
         "metrics.telemetry_freq": 2 if row.watched else 0,
         "training.enable_cpu_offload": str(bool(row.memory)).lower(),

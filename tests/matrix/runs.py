@@ -60,7 +60,8 @@ class Outcome:
     passed: bool = False
     why: str = ""
     seconds: float = 0.0
-    first_step_seconds: list[float] = field(default_factory=list)  # of each start, from the command on
+    # of each start, from the command on
+    first_step_seconds: list[float] = field(default_factory=list)
     losses: dict[str, float] = field(default_factory=dict)
     baseline: dict[str, float] = field(default_factory=dict)
     worst: float | None = None
@@ -129,7 +130,14 @@ class Matrix:
         keys: of every run, beside those of its row.
     """
 
-    def __init__(self, folder: Path, gpus: int, jobs: int, out: Path | None = None, keys: Mapping[str, object] = {}):
+    def __init__(
+        self,
+        folder: Path,
+        gpus: int,
+        jobs: int,
+        out: Path | None = None,
+        keys: Mapping[str, object] = {},
+    ):
         self.folder, self.out, self.keys = folder, out, dict(keys)
         self.gpus, self.pool = Gpus(gpus), ThreadPoolExecutor(jobs)
         self.baselines: dict[str, Future[dict[str, float]]] = {}
@@ -144,7 +152,9 @@ class Matrix:
     def submit(self, row: Row) -> Future[Outcome]:
         run = compared_with(row)
         if run not in self.baselines:
-            self.baselines[run] = self.pool.submit(self._baseline, row, f"baseline-{len(self.baselines)}")
+            self.baselines[run] = self.pool.submit(
+                self._baseline, row, f"baseline-{len(self.baselines)}"
+            )
         return self.pool.submit(self._run, row, self.baselines[run])
 
     def close(self) -> None:
@@ -156,13 +166,20 @@ class Matrix:
 
     def _baseline(self, row: Row, name: str) -> dict[str, float]:
         """Losses of the row's model, uncompiled, in one process."""
-        with self._started(name, row, baseline_keys(row) | {"validation.freq": 2}, SPLITS["one"]) as start:
+        with self._started(
+            name, row, baseline_keys(row) | {"validation.freq": 2}, SPLITS["one"]
+        ) as start:
             start.finish(0)
         return losses(start.folder)
 
     @contextmanager
     def _started(
-        self, name: str, row: Row, keys: Mapping[str, object], split: Split, outcome: Outcome | None = None
+        self,
+        name: str,
+        row: Row,
+        keys: Mapping[str, object],
+        split: Split,
+        outcome: Outcome | None = None,
     ) -> Iterator[Start]:
         """A start of a run, as soon as there is room for it, which it has until the end."""
         argv = self.arguments(name, row, keys)
@@ -216,7 +233,9 @@ class Matrix:
                     start.finish(0)
             if row.end:
                 outcome.resumed_after, split = newest(folder), SPLITS[split].resumes_as
-                with self._started(name, row, row_keys(row, split), SPLITS[split], outcome) as start:
+                with self._started(
+                    name, row, row_keys(row, split), SPLITS[split], outcome
+                ) as start:
                     start.finish(0)
             outcome.losses, outcome.graphs = losses(folder), graphs(folder)
             said = start.output.read_text(errors="replace")
@@ -273,13 +292,20 @@ class Start:
             **os.environ,
             **own,
             "MASTER_PORT": str(free_port()),
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
         }
         environment.pop("TRITON_INTERPRET", None)  # of the tests themselves
         self.begun = time.monotonic()
         with self.output.open("w") as file:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         matrix.running.add(self.process.pid)
         self.first_step: float | None = None
@@ -313,7 +339,11 @@ class Start:
             self.process.kill()
             self.finish(-signal.SIGKILL)
         elif how == RANK:
-            ranks = [pid for pid in workers if re.search(rb"titan_linear.train|shared_gpus", cmdline(pid))]
+            ranks = [
+                pid
+                for pid in workers
+                if re.search(rb"titan_linear.train|shared_gpus", cmdline(pid))
+            ]
             os.kill(ranks[-1], signal.SIGKILL)
             self._ends_in(20)
         else:
@@ -393,13 +423,18 @@ def graphs(folder: Path) -> dict[str, list[float]]:
 
 def newest(folder: Path) -> int:
     """The step of the newest whole checkpoint."""
-    whole = [int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoint/step-*/manifest.json")]
+    whole = [
+        int(path.parent.name.removeprefix("step-"))
+        for path in folder.glob("checkpoint/step-*/manifest.json")
+    ]
     return max(whole)
 
 
 def write_documents(path: Path) -> None:
     """A corpus of which some streams are of one document, and others of twenty and more."""
-    text = (ROOT / "titan_linear" / "config" / "schema.py").read_text(encoding="ascii", errors="replace")
+    text = (ROOT / "titan_linear" / "config" / "schema.py").read_text(
+        encoding="ascii", errors="replace"
+    )
     whole = text * 30
     with path.open("w") as file:
         for n in range(20):
@@ -407,13 +442,18 @@ def write_documents(path: Path) -> None:
             file.write(json.dumps({"text": whole[start : start + ONE_DOCUMENT]}) + "\n")
             for part in range(100):
                 here = start + part * SHORT
-                text = f"{n} {part} " + whole[here : here + SHORT]  # no two alike: some are held out
+                # no two alike: some are held out
+                text = f"{n} {part} " + whole[here : here + SHORT]
                 file.write(json.dumps({"text": text[:SHORT]}) + "\n")
 
 
 def write_pairs(path: Path) -> None:
     """Pairs of a line and the next, and of it and another."""
-    lines = (ROOT / "titan_linear" / "config" / "schema.py").read_text(encoding="ascii", errors="replace").splitlines()
+    lines = (
+        (ROOT / "titan_linear" / "config" / "schema.py")
+        .read_text(encoding="ascii", errors="replace")
+        .splitlines()
+    )
     with path.open("w") as file:
         for n in range(8_000):
             line, following, other = (lines[k % len(lines)] + " " for k in (n, n + 1, 7 * n + 3))
@@ -422,12 +462,21 @@ def write_pairs(path: Path) -> None:
 
 def write_chats(path: Path, tokenizer: Path) -> None:
     """Conversations of two answers, of which one counts half, and a tokenizer with a template."""
-    text = (ROOT / "titan_linear" / "config" / "schema.py").read_text(encoding="ascii", errors="replace")
+    text = (ROOT / "titan_linear" / "config" / "schema.py").read_text(
+        encoding="ascii", errors="replace"
+    )
     parts = [text[start : start + SHORT] for start in range(0, len(text), SHORT)]
-    roles = [{"role": "user"}, {"role": "assistant"}, {"role": "user"}, {"role": "assistant", "weight": 0.5}]
+    roles = [
+        {"role": "user"},
+        {"role": "assistant"},
+        {"role": "user"},
+        {"role": "assistant", "weight": 0.5},
+    ]
     with path.open("w") as file:
         for n in range(800):
-            messages = [role | {"content": parts[(n + i) % len(parts)]} for i, role in enumerate(roles)]
+            messages = [
+                role | {"content": parts[(n + i) % len(parts)]} for i, role in enumerate(roles)
+            ]
             file.write(json.dumps({"messages": messages}) + "\n")
     tokenizer.mkdir(exist_ok=True)
     byte_bpe(parts, 320, ["<|end|>"]).save(str(tokenizer / "tokenizer.json"))

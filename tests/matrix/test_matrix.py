@@ -40,13 +40,18 @@ from titan_linear.run.data import build_streams
 from titan_linear.run.preflight import check_model
 
 ROWS = all_rows()
-TINY = Variant({"model.name": "hybrid", "model.flavor": "debug", "model.dim": 64, "model.impl": "torch"}, seq_len=256)
+TINY = Variant(
+    {"model.name": "hybrid", "model.flavor": "debug", "model.dim": 64, "model.impl": "torch"},
+    seq_len=256,
+)
 
 
 def pytest_generate_tests(metafunc):
     if "row" in metafunc.fixturenames:
         rows = part_of(ROWS, metafunc.config.getoption("--matrix-part"))
-        marked = [pytest.param(row, id=row.name, marks=pytest.mark.cuda(row.processes)) for row in rows]
+        marked = [
+            pytest.param(row, id=row.name, marks=pytest.mark.cuda(row.processes)) for row in rows
+        ]
         metafunc.parametrize("row", marked)
 
 
@@ -55,8 +60,14 @@ def outcomes(request, tmp_path_factory):
     """By the rows' names. All that are to be tested begin at once."""
     option = request.config.getoption
     out = option("--matrix-out") and Path(option("--matrix-out")).absolute()
-    matrix = Matrix(tmp_path_factory.mktemp("matrix"), torch.cuda.device_count(), option("--matrix-jobs"), out)
-    chosen = [item.callspec.params["row"] for item in request.session.items if item.name.startswith("test_a_row[")]
+    matrix = Matrix(
+        tmp_path_factory.mktemp("matrix"), torch.cuda.device_count(), option("--matrix-jobs"), out
+    )
+    chosen = [
+        item.callspec.params["row"]
+        for item in request.session.items
+        if item.name.startswith("test_a_row[")
+    ]
     try:
         yield {row.name: matrix.submit(row) for row in in_turn(chosen)}
     finally:
@@ -66,7 +77,9 @@ def outcomes(request, tmp_path_factory):
 def test_a_row(row, outcomes):
     outcome = outcomes[row.name].result()
     print("\n".join(outcome.commands))
-    print(f"{outcome.seconds} s, first steps after {outcome.first_step_seconds} s, losses {outcome.worst} off")
+    print(
+        f"{outcome.seconds} s, first steps after {outcome.first_step_seconds} s, losses {outcome.worst} off"
+    )
     assert outcome.passed, "\n".join([outcome.why, *outcome.tail])
 
 
@@ -79,7 +92,10 @@ def values(row):
 
 def test_rows_have_every_pair_of_values():
     assert set(all_pairs()) <= set(chain.from_iterable(pairs(values(row)) for row in ROWS))
-    assert all(row.variant in MODELS[row.model] + RECIPES.get(row.model, ()) for row in ROWS) and len(ROWS) <= 53
+    assert (
+        all(row.variant in MODELS[row.model] + RECIPES.get(row.model, ()) for row in ROWS)
+        and len(ROWS) <= 53
+    )
     assert len({row.name for row in ROWS}) == len(ROWS)
 
 
@@ -90,7 +106,9 @@ def test_every_preset_and_every_shipped_configuration_has_a_row():
     assert {Path(row.variant.toml).name for row in ROWS if row.variant.toml} == shipped
 
 
-@pytest.mark.parametrize("recipe", [row for row in ROWS if row.extra.startswith("recipe")], ids=lambda row: row.extra)
+@pytest.mark.parametrize(
+    "recipe", [row for row in ROWS if row.extra.startswith("recipe")], ids=lambda row: row.extra
+)
 def test_recipes_are_accepted(recipe, tmp_path):
     """Their keys, cut, of both that are compared; nothing but the rows' own texts is read."""
     matrix = Matrix(tmp_path, 0, 1)
@@ -121,7 +139,11 @@ def test_the_largest_run_fits_and_sharing_ranks_take_twice(tmp_path):
 def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     matrix = Matrix(
-        folder, 0, 2, folder / "rows.jsonl", {"training.dataset": "jsonl", "training.dataset_path": "{documents}"}
+        folder,
+        0,
+        2,
+        folder / "rows.jsonl",
+        {"training.dataset": "jsonl", "training.dataset_path": "{documents}"},
     )
     yield matrix
     matrix.close()
@@ -145,10 +167,18 @@ SMALL = Row(
 def test_a_killed_row_resumes_and_is_compared(tiny):
     outcome = tiny.submit(SMALL).result()
     assert outcome.passed, [outcome.why, *outcome.tail]
-    assert outcome.resumed_after in (2, 4) and len(outcome.commands) == len(outcome.first_step_seconds) == 2
-    assert len(outcome.baseline) == STEPS + STEPS // 2 and outcome.losses.keys() <= outcome.baseline.keys()
+    assert (
+        outcome.resumed_after in (2, 4)
+        and len(outcome.commands) == len(outcome.first_step_seconds) == 2
+    )
+    assert (
+        len(outcome.baseline) == STEPS + STEPS // 2
+        and outcome.losses.keys() <= outcome.baseline.keys()
+    )
     # A kill between a step's save and its validation loses that validation alone: a resume does not make up for it.
-    assert outcome.baseline.keys() - outcome.losses.keys() <= {f"validation {outcome.resumed_after}"}
+    assert outcome.baseline.keys() - outcome.losses.keys() <= {
+        f"validation {outcome.resumed_after}"
+    }
     assert '"passed": true' in tiny.out.read_text() and "NGPU=2" in outcome.commands[0]
 
 
@@ -168,10 +198,14 @@ def test_a_row_that_is_refused_fails(tiny):
 
 
 @pytest.mark.parametrize(
-    "loss, why", [(2.003, "3: 2.003 and 2.0$"), (math.nan, "3: nan and 2.0$"), (None, "no loss of steps 3")]
+    "loss, why",
+    [(2.003, "3: 2.003 and 2.0$"), (math.nan, "3: nan and 2.0$"), (None, "no loss of steps 3")],
 )
 def test_losses_that_differ_fail(loss, why):
-    baseline = {str(step): 2.0 for step in range(1, STEPS + 1)} | {"validation 2": 2.0, "validation 6": 2.0}
+    baseline = {str(step): 2.0 for step in range(1, STEPS + 1)} | {
+        "validation 2": 2.0,
+        "validation 6": 2.0,
+    }
     outcome = Outcome("row", "debug", losses={**baseline, "3": loss})
     if loss is None:
         del outcome.losses["3"]

@@ -46,19 +46,38 @@ transformers.logging.disable_progress_bar()
 
 VOCAB = 97
 # The epsilon is large enough that a norm with another one shows.
-SIZES = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, initializer_range=0.05, rms_norm_eps=1e-3)
+SIZES = dict(
+    vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, initializer_range=0.05, rms_norm_eps=1e-3
+)
 HEADS = dict(num_attention_heads=4, num_key_value_heads=2)
-LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12)
-QWEN = SIZES | HEADS | LINEAR | dict(head_dim=16, layer_types=["linear_attention", "full_attention"])
+LINEAR = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+)
+QWEN = (
+    SIZES | HEADS | LINEAR | dict(head_dim=16, layer_types=["linear_attention", "full_attention"])
+)
 # A context of 32, of which the texts of the tests are four times. (Configs write into what they are given.)
 YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=32)
 LLAMA3 = YARN | dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=3.0)
-QWEN_MOE = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, shared_expert_intermediate_size=24)
+QWEN_MOE = dict(
+    num_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=24,
+)
 OLMO = (
     SIZES
     | HEADS
     | LINEAR
-    | dict(layer_types=["linear_attention", "full_attention"], intermediate_size=48, pad_token_id=0, eos_token_id=1)
+    | dict(
+        layer_types=["linear_attention", "full_attention"],
+        intermediate_size=48,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
 )
 LATENT = SIZES | dict(
     intermediate_size=48,
@@ -157,7 +176,9 @@ FALCON = (
 def nemotron(pattern: str, **options: object) -> PreTrainedModel:
     """Its Mamba-2 layers take `time_step_limit` for the limits of time steps, as the trainer of the published models
     does, and not `time_step_min` for the lower one."""
-    model = NemotronHForCausalLM(NemotronHConfig(**NEMOTRON, hybrid_override_pattern=pattern, **options))
+    model = NemotronHForCausalLM(
+        NemotronHConfig(**NEMOTRON, hybrid_override_pattern=pattern, **options)
+    )
     for layer in model.model.layers:
         if layer.block_type == "linear_attention":
             layer.mixer.time_step_limit = tuple(model.config.time_step_limit)
@@ -191,20 +212,29 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "Ling 3": lambda: BailingHybridForCausalLM(BailingHybridConfig(**LING, layer_group_size=2)),
     "Ling 3, unbounded": lambda: BailingHybridForCausalLM(
         BailingHybridConfig(
-            **LING, layer_types=["full_attention", "linear_attention"], kda_safe_gate=False, q_lora_rank=24
+            **LING,
+            layer_types=["full_attention", "linear_attention"],
+            kda_safe_gate=False,
+            q_lora_rank=24,
         )
     ),
     "Nemotron-H": lambda: nemotron("M*-M"),
-    "Nemotron 3": lambda: nemotron("ME*EM", moe_latent_size=12, norm_topk_prob=False, time_step_limit=(2e-2, 5e-2)),
+    "Nemotron 3": lambda: nemotron(
+        "ME*EM", moe_latent_size=12, norm_topk_prob=False, time_step_limit=(2e-2, 5e-2)
+    ),
     "Granite-H": lambda: GraniteMoeHybridForCausalLM(
-        GraniteMoeHybridConfig(**GRANITE, num_local_experts=8, num_experts_per_tok=3, tie_word_embeddings=True)
+        GraniteMoeHybridConfig(
+            **GRANITE, num_local_experts=8, num_experts_per_tok=3, tie_word_embeddings=True
+        )
     ),
     "Bamba": lambda: BambaForCausalLM(BambaConfig(**BAMBA, time_step_limit=(0.9, 1.4))),
     "Falcon-H1": lambda: FalconH1ForCausalLM(
         FalconH1Config(**FALCON, mamba_rms_norm=True, mamba_n_groups=2, time_step_limit=(0.9, 1.4))
     ),
     "Falcon-H1, no norm": lambda: FalconH1ForCausalLM(
-        FalconH1Config(**FALCON, mamba_conv_bias=False, tie_word_embeddings=True, rope_parameters=dict(LLAMA3))
+        FalconH1Config(
+            **FALCON, mamba_conv_bias=False, tie_word_embeddings=True, rope_parameters=dict(LLAMA3)
+        )
     ),
     "LFM2": lambda: Lfm2ForCausalLM(
         Lfm2Config(
@@ -215,7 +245,8 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
             block_multiple_of=16,
             block_ffn_dim_multiplier=1.3,
             layer_types=["conv", "full_attention"],
-            rope_parameters=YARN | dict(truncate=False, attention_factor=1.5, beta_fast=16.0, beta_slow=0.5),
+            rope_parameters=YARN
+            | dict(truncate=False, attention_factor=1.5, beta_fast=16.0, beta_slow=0.5),
         )
     ),
     "LFM2-MoE": lambda: Lfm2MoeForCausalLM(
@@ -291,7 +322,9 @@ def save(model: PreTrainedModel, folder: Path) -> tuple[dict, dict[str, Tensor]]
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
 
-def reference(model: PreTrainedModel, tokens: Tensor, bounds: list[int]) -> tuple[Tensor, float, dict[str, Tensor]]:
+def reference(
+    model: PreTrainedModel, tokens: Tensor, bounds: list[int]
+) -> tuple[Tensor, float, dict[str, Tensor]]:
     """Logits [T, vocab], the summed loss and every gradient, by the live names; each document on its own."""
     model.zero_grad()
     logits, total = [], 0.0
@@ -302,8 +335,13 @@ def reference(model: PreTrainedModel, tokens: Tensor, bounds: list[int]) -> tupl
         loss.backward()
         logits.append(out.detach())
         total += loss.item()
-    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    grads = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+    }
     grads |= {
-        n: torch.zeros_like(b) for n, b in model.named_buffers() if n.endswith(("correction_bias", "expert_bias"))
+        n: torch.zeros_like(b)
+        for n, b in model.named_buffers()
+        if n.endswith(("correction_bias", "expert_bias"))
     }
     return torch.cat(logits), total, grads

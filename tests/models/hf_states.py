@@ -12,15 +12,21 @@ from titan_linear.models.adapters import Shapes, placements
 from titan_linear.models.config import ModelConfig
 
 
-def state_from_hf(tensors: Mapping[str, Tensor], config: ModelConfig, family: str) -> dict[str, Tensor]:
+def state_from_hf(
+    tensors: Mapping[str, Tensor], config: ModelConfig, family: str
+) -> dict[str, Tensor]:
     """Tensors of a folder -> our parameters by name, whole and each in its sources' dtype (the wider of several)."""
     table = placements(config, family, {name: tuple(t.shape) for name, t in tensors.items()})
     state = {}
     for placement in table:
         dtypes = (tensors[source.name].dtype for source, *_ in placement.pieces())
-        out = torch.empty(placement.num_rows, placement.width, dtype=reduce(torch.promote_types, dtypes))
+        out = torch.empty(
+            placement.num_rows, placement.width, dtype=reduce(torch.promote_types, dtypes)
+        )
         for source, start, stop, row in placement.pieces():
-            out[row : row + stop - start] = tensors[source.name].reshape(-1, placement.width)[start:stop]
+            out[row : row + stop - start] = tensors[source.name].reshape(-1, placement.width)[
+                start:stop
+            ]
         state[placement.name] = out.view(placement.shape)
     return state
 
@@ -35,5 +41,7 @@ def state_to_hf(
         for source, start, stop, row in placement.pieces():
             if source.name not in tensors:
                 tensors[source.name] = torch.empty(source.shape, dtype=ours.dtype)
-            tensors[source.name].view(-1, placement.width)[start:stop] = ours[row : row + stop - start]
+            tensors[source.name].view(-1, placement.width)[start:stop] = ours[
+                row : row + stop - start
+            ]
     return tensors

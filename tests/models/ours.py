@@ -35,7 +35,10 @@ def labels_of(tokens: Tensor, bounds: list[int]) -> Tensor:
 
 
 def use_methods(
-    mixers: Iterable[nn.Module], softmax_method: str = "auto", linear_method: str = "kcp", **_: object
+    mixers: Iterable[nn.Module],
+    softmax_method: str = "auto",
+    linear_method: str = "kcp",
+    **_: object,
 ) -> None:
     """Have mixers exchange by these methods under context parallelism, as `apply_cp` does."""
     for mixer in mixers:

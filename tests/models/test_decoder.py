@@ -43,7 +43,9 @@ def test_parameter_counts(name, flavor, millions):
 def test_gradients_are_added_up_in_one_order(name):
     """In float32 or wider, and the same on every run: nothing that compiled code would turn into atomic additions."""
     model = initialised(preset(name, "debug"))
-    tokens = torch.randint(model.config.vocab_size, (1, 70), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        model.config.vocab_size, (1, 70), generator=torch.Generator().manual_seed(0)
+    )
     context = build_cp_context(torch.tensor([0, 30, 70]), rank=0, world_size=1)
     plan = BatchPlan(context.position_ids, cp_context=context)
     with AddsInAnyOrder() as sums:
@@ -61,12 +63,16 @@ def test_unknown_presets_are_refused():
 def test_initial_weights():
     """As published: normal matrices, unit norms, decays within their ranges; a function of seed and name alone."""
     model, again, other = build(), build(), build(seed=1)
-    for (name, p), q, r in zip(model.named_parameters(), again.parameters(), other.parameters(), strict=True):
+    for (name, p), q, r in zip(
+        model.named_parameters(), again.parameters(), other.parameters(), strict=True
+    ):
         assert torch.equal(p, q)
         constant = "norm" in name or name.endswith(".bias") or name == "layers.0.mixer.A_log"
         assert torch.equal(p, r) == constant, name
         if p.dim() == 2:
-            assert p.std().item() == pytest.approx(0.02, rel=0.25) and abs(p.mean().item()) < 0.004, name
+            assert (
+                p.std().item() == pytest.approx(0.02, rel=0.25) and abs(p.mean().item()) < 0.004
+            ), name
     kda, gdn = model.layers[0].mixer, model.layers[1].mixer
     assert not kda.A_log.any()  # the bounded gate
     assert (gdn.A_log.exp() > 0).all() and (gdn.A_log.exp() <= 16).all()
@@ -90,7 +96,13 @@ def test_the_ops_that_a_model_calls():
     for config, own in models:
         model = initialised(config.first_layers(2))
         ops = set(model.config.ops())
-        assert ops == {"chunk_kda", "chunk_gated_delta_rule", "causal_conv1d", "cross_entropy", *own}
+        assert ops == {
+            "chunk_kda",
+            "chunk_gated_delta_rule",
+            "causal_conv1d",
+            "cross_entropy",
+            *own,
+        }
         chosen = model.use("auto", torch.device("cpu"), torch.float32).implementations
         called = set()
         with pytest.MonkeyPatch.context() as patch:

@@ -48,7 +48,8 @@ class Case:
     disk: State  # as saved by transformers
     live: State  # as in its module
     tokens: Tensor  # [T]
-    references: dict[str, tuple[Tensor, float, State]]  # documents -> logits, loss, gradients by our names
+    # documents -> logits, loss, gradients by our names
+    references: dict[str, tuple[Tensor, float, State]]
 
     @property
     def state(self):
@@ -77,7 +78,9 @@ def _case(model, folder):
         logits, loss, grads = hf_models.reference(model, tokens, bounds)
         references[documents] = logits, loss, state_from_hf(grads, config, family)
     live = {n: t.detach() for n, t in model.state_dict().items()}
-    disk, live = ({n: t for n, t in x.items() if n not in not_ours(config, family, x)} for x in (disk, live))
+    disk, live = (
+        {n: t for n, t in x.items() if n not in not_ours(config, family, x)} for x in (disk, live)
+    )
     return Case(family, config, disk, live, tokens, references)
 
 
@@ -98,7 +101,9 @@ def check(ours, theirs):
 def test_model_is_theirs(name, documents, case):
     c, bounds = case(name), DOCUMENTS[documents]
     plan = packed(bounds)
-    check(run(c.config, c.state, c.tokens, labels_of(c.tokens, bounds), plan), c.references[documents])
+    check(
+        run(c.config, c.state, c.tokens, labels_of(c.tokens, bounds), plan), c.references[documents]
+    )
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS)
@@ -114,7 +119,9 @@ def test_latent_attention_by_every_method(method, layout, case, worlds):
 
 def check_at_cp_2(c, documents, layout, method, worlds):
     tokens = torch.cat([c.tokens, torch.zeros(1, dtype=torch.int64)])  # to a multiple of 4
-    ranks = worlds(2).run(run_on_rank, c.config, c.state, tokens, DOCUMENTS[documents], layout, method)
+    ranks = worlds(2).run(
+        run_on_rank, c.config, c.state, tokens, DOCUMENTS[documents], layout, method
+    )
     logits = torch.empty(T + 1, hf_models.VOCAB)
     for mine, part, _, _ in ranks:
         logits[mine] = part
@@ -146,7 +153,9 @@ def test_folders_go_in_and_out_unchanged(name, case):
     for tensors in (c.disk, c.live):
         mixed = {n: t if "A_log" in n or "norm" in n else t.bfloat16() for n, t in tensors.items()}
         state = state_from_hf(mixed, c.config, c.family)
-        back = state_to_hf(state, c.config, c.family, {n: tuple(t.shape) for n, t in tensors.items()})
+        back = state_to_hf(
+            state, c.config, c.family, {n: tuple(t.shape) for n, t in tensors.items()}
+        )
         assert back.keys() == mixed.keys()
         assert all(back[n].dtype == t.dtype and torch.equal(back[n], t) for n, t in mixed.items())
     one, other = c.state, state_from_hf(c.live, c.config, c.family)
@@ -210,11 +219,26 @@ def test_errors_list_every_tensor(case):
             {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}},
             "must be 'linear' | 'llama3'",
         ),
-        ({"rope_scaling": {"type": "linear"}}, "rope_scaling factor = None, which must be a valid number"),
-        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling factor = 0, which must be at least 1"),
-        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "rope_scaling factor = '4', which must be a valid number"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_scaling 'yarn' without original_max_position_embedd"),
-        ({"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}}, "no 'full_attention'; set that"),
+        (
+            {"rope_scaling": {"type": "linear"}},
+            "rope_scaling factor = None, which must be a valid number",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 0}},
+            "rope_scaling factor = 0, which must be at least 1",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": "4"}},
+            "rope_scaling factor = '4', which must be a valid number",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4}},
+            "rope_scaling 'yarn' without original_max_position_embedd",
+        ),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}},
+            "no 'full_attention'; set that",
+        ),
         ({"architectures": 3}, "architectures = 3: unknown"),
         ({"layer_types": 3}, "of another kind"),
         ({"rope_scaling": "yarn"}, "of another kind"),
@@ -223,16 +247,24 @@ def test_errors_list_every_tensor(case):
         ({"num_hidden_layers": 10**11}, "num_hidden_layers = 100000000000 is above 10,000; fetch"),
         ({"hidden_size": -1}, "dim = -1, which must be greater than or equal to 1"),
         ({"hidden_size": 10**30}, f"dim = {10**30}, which must be less than 1048576"),
-        ({"linear_key_head_dim": 10**30}, f"gdn head_dim = {10**30}, which must be less than 1048576"),
+        (
+            {"linear_key_head_dim": 10**30},
+            f"gdn head_dim = {10**30}, which must be less than 1048576",
+        ),
         ({"rms_norm_eps": -1e-6}, "norm_eps = -1e-06, which must be greater than 0"),
         ({"rope_parameters": {"rope_theta": 0}}, "rope_theta = 0, which must be greater than 0"),
         ({"head_dim": 36}, "attention 9 channels to rotate, which must be even"),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2.0}}, "and at most a head's"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2.0}},
+            "and at most a head's",
+        ),
     ],
 )
 def test_what_we_do_not_have_is_refused(change, words, case):
     c = case("Qwen3.5, tied")
-    written = {k: v for k, v in (config_to_hf(c.family, c.config) | change).items() if v is not None}
+    written = {
+        k: v for k, v in (config_to_hf(c.family, c.config) | change).items() if v is not None
+    }
     with refused(words.replace("[", r"\[")):
         config_from_hf(written)
 
@@ -240,7 +272,10 @@ def test_what_we_do_not_have_is_refused(change, words, case):
 def with_options(name, kind, **options):
     """A family's debug model, whose mixers of this kind have other options."""
     model = MODELS[name]["debug"]
-    return replace(model, pattern=tuple(replace(x, **options) if isinstance(x, kind) else x for x in model.pattern))
+    return replace(
+        model,
+        pattern=tuple(replace(x, **options) if isinstance(x, kind) else x for x in model.pattern),
+    )
 
 
 @pytest.mark.parametrize(
@@ -263,21 +298,38 @@ def test_transformers_computes_what_we_write(family, model, tmp_path):
     check_folder(tmp_path / "two", model)
     with torch.no_grad():
         expected = ours(tokens, BatchPlan(torch.arange(24)))
-        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "two")(tokens, use_cache=False).logits
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "two")(
+            tokens, use_cache=False
+        ).logits
     assert relative(theirs, expected) < 1e-5
 
 
 @pytest.mark.parametrize(
     "family, model, words",
     [
-        ("GraniteMoeHybridForCausalLM", with_options("granite-h", Mamba2, heads=9), "mamba2.head_dim = 32; use"),
+        (
+            "GraniteMoeHybridForCausalLM",
+            with_options("granite-h", Mamba2, heads=9),
+            "mamba2.head_dim = 32; use",
+        ),
         (
             "NemotronHForCausalLM",
-            replace(MODELS["nemotron-h"]["debug"], moe=replace(MODELS["nemotron-h"]["debug"].moe, shared_hidden_dim=0)),
+            replace(
+                MODELS["nemotron-h"]["debug"],
+                moe=replace(MODELS["nemotron-h"]["debug"].moe, shared_hidden_dim=0),
+            ),
             "cannot hold this model: moe = MoEConfig",
         ),
-        ("Lfm2ForCausalLM", with_options("lfm2", Attention, rope_theta=None), "of this architecture has positions"),
-        ("OlmoHybridForCausalLM", replace(preset("olmo-hybrid", "7B"), num_layers=3), "every layer is gdn, and this"),
+        (
+            "Lfm2ForCausalLM",
+            with_options("lfm2", Attention, rope_theta=None),
+            "of this architecture has positions",
+        ),
+        (
+            "OlmoHybridForCausalLM",
+            replace(preset("olmo-hybrid", "7B"), num_layers=3),
+            "every layer is gdn, and this",
+        ),
     ],
 )
 def test_what_transformers_would_not_compute_is_not_written(family, model, words):
@@ -287,7 +339,10 @@ def test_what_transformers_would_not_compute_is_not_written(family, model, words
 
 def test_a_family_of_experts_is_not_asked_for_a_model_without():
     attention = MODELS["hybrid"]["debug"].pattern[2]
-    assert find_family(replace(MODELS["hybrid"]["debug"], pattern=(attention,))) == "TitanLinearForCausalLM"
+    assert (
+        find_family(replace(MODELS["hybrid"]["debug"], pattern=(attention,)))
+        == "TitanLinearForCausalLM"
+    )
 
 
 def test_rope_by_type_of_layer(case):
@@ -305,19 +360,59 @@ QWEN, KIMI = ("Qwen3_5MoeForCausalLM", "qwen3.5"), ("KimiLinearForCausalLM", "ki
 @pytest.mark.parametrize(
     "model, change, words",
     [
-        (QWEN, {"num_key_value_heads": 3}, "attention heads = 4, which must be a multiple of kv_heads = 3"),
-        (QWEN, {"num_key_value_heads": 8}, "attention heads = 4, which must be a multiple of kv_heads = 8"),
-        (QWEN, {"linear_num_value_heads": 3}, "gdn v_heads = 3, which must be a multiple of heads = 2"),
-        (("KDAForCausalLM", "kda"), {"num_v_heads": 3}, "kda v_heads = 3, which must be a multiple of heads = 2"),
-        (("KDAForCausalLM", "kda"), {"lower_bound": -8.0}, r"kda lower_bound = -8.0, which must be null or lie in"),
-        (("KDAForCausalLM", "kda"), {"lower_bound": 0}, r"kda lower_bound = 0, which must be null or lie in"),
+        (
+            QWEN,
+            {"num_key_value_heads": 3},
+            "attention heads = 4, which must be a multiple of kv_heads = 3",
+        ),
+        (
+            QWEN,
+            {"num_key_value_heads": 8},
+            "attention heads = 4, which must be a multiple of kv_heads = 8",
+        ),
+        (
+            QWEN,
+            {"linear_num_value_heads": 3},
+            "gdn v_heads = 3, which must be a multiple of heads = 2",
+        ),
+        (
+            ("KDAForCausalLM", "kda"),
+            {"num_v_heads": 3},
+            "kda v_heads = 3, which must be a multiple of heads = 2",
+        ),
+        (
+            ("KDAForCausalLM", "kda"),
+            {"lower_bound": -8.0},
+            r"kda lower_bound = -8.0, which must be null or lie in",
+        ),
+        (
+            ("KDAForCausalLM", "kda"),
+            {"lower_bound": 0},
+            r"kda lower_bound = 0, which must be null or lie in",
+        ),
         (("KDAForCausalLM", "kda"), {"head_dim": 10**400}, "of another kind .*too large"),
-        (KIMI, {"num_experts_per_token": 99}, "config.json gives top_k = 99, more than num_experts = 8"),
+        (
+            KIMI,
+            {"num_experts_per_token": 99},
+            "config.json gives top_k = 99, more than num_experts = 8",
+        ),
         (KIMI, {"num_expert_group": 3}, "num_experts = 8 in groups = 3, which must be of one size"),
-        (KIMI, {"num_expert_group": 8}, "num_experts = 8 in groups = 8, which must be of one size, two or more"),
-        (KIMI, {"moe_intermediate_size": 0}, "hidden_dim = 0, which must be greater than or equal to 1"),
+        (
+            KIMI,
+            {"num_expert_group": 8},
+            "num_experts = 8 in groups = 8, which must be of one size, two or more",
+        ),
+        (
+            KIMI,
+            {"moe_intermediate_size": 0},
+            "hidden_dim = 0, which must be greater than or equal to 1",
+        ),
         (KIMI, {"topk_group": 5}, "top_groups = 5, more than groups = 4"),
-        (KIMI, {"topk_group": 1, "num_experts_per_token": 3}, "top_k = 3, more than the experts of top_groups = 1"),
+        (
+            KIMI,
+            {"topk_group": 1, "num_experts_per_token": 3},
+            "top_k = 3, more than the experts of top_groups = 1",
+        ),
     ],
 )
 def test_numbers_at_odds_are_refused(model, change, words):
@@ -337,35 +432,91 @@ def test_numbers_at_odds_are_refused(model, change, words):
             {"layers_block_type": None, "hybrid_override_pattern": "MXE-"},
             "hybrid_override_pattern has ['X']",
         ),
-        ("nemotron-h", {"layers_block_type": ["mamba", "foo"]}, "layers_block_type has ['foo']; known are"),
-        ("nemotron-h", {"num_hidden_layers": 7}, "layers_block_type has 4 layers; num_hidden_layers = 7 must be"),
-        ("nemotron-h", {"time_step_limit": [0.1, 0.001]}, "time_step_limit = [0.1, 0.001]; give the lower limit"),
+        (
+            "nemotron-h",
+            {"layers_block_type": ["mamba", "foo"]},
+            "layers_block_type has ['foo']; known are",
+        ),
+        (
+            "nemotron-h",
+            {"num_hidden_layers": 7},
+            "layers_block_type has 4 layers; num_hidden_layers = 7 must be",
+        ),
+        (
+            "nemotron-h",
+            {"time_step_limit": [0.1, 0.001]},
+            "time_step_limit = [0.1, 0.001]; give the lower limit",
+        ),
         ("nemotron-h", {"time_step_limit": [0.1]}, "time_step_limit = [0.1]; give the lower limit"),
         ("nemotron-h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act = 'gelu'; only 'silu'"),
         ("nemotron-h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act = 'silu'; only 'relu2'"),
-        ("granite-h", {"mamba_n_groups": 3}, "mamba2 heads = 8, which must be a multiple of groups = 3"),
+        (
+            "granite-h",
+            {"mamba_n_groups": 3},
+            "mamba2 heads = 8, which must be a multiple of groups = 3",
+        ),
         ("granite-h", {"hidden_act": "gelu"}, "hidden_act = 'gelu'; only 'silu'"),
         ("granite-h", {"time_step_limit": ["a", 3]}, "a value is of another kind"),
-        ("falcon-h1", {"mamba_norm_before_gate": True}, "mamba_norm_before_gate = True; only False is known"),
-        ("qwen3.5", {"output_gate_type": "sigmoid"}, "output_gate_type = 'sigmoid'; only 'swish' or 'silu' is known"),
+        (
+            "falcon-h1",
+            {"mamba_norm_before_gate": True},
+            "mamba_norm_before_gate = True; only False is known",
+        ),
+        (
+            "qwen3.5",
+            {"output_gate_type": "sigmoid"},
+            "output_gate_type = 'sigmoid'; only 'swish' or 'silu' is known",
+        ),
         ("qwen3.5", {"attn_output_gate": False}, "attn_output_gate = False; only True is known"),
         ("ling-3", {"no_kda_lora": False}, "no_kda_lora = False; only True is known"),
         ("ling-3", {"rope_interleave": False}, "rope_interleave = False; only True is known"),
-        ("ling-3", {"score_function": "softmax"}, "score_function = 'softmax'; only 'sigmoid' is known"),
+        (
+            "ling-3",
+            {"score_function": "softmax"},
+            "score_function = 'softmax'; only 'sigmoid' is known",
+        ),
         ("falcon-h1", {"projectors_bias": True}, "projectors_bias = True; only False is known"),
         ("falcon-h1", {"mlp_multipliers": [0.5]}, "mlp_multipliers = [0.5]; give 2 numbers"),
-        ("falcon-h1", {"ssm_multipliers": [1, 2, 3, 4]}, "ssm_multipliers = [1, 2, 3, 4]; give 5 numbers"),
+        (
+            "falcon-h1",
+            {"ssm_multipliers": [1, 2, 3, 4]},
+            "ssm_multipliers = [1, 2, 3, 4]; give 5 numbers",
+        ),
         ("falcon-h1", {"key_multiplier": "a"}, "a value is of another kind"),
-        ("falcon-h1", {"lm_head_multiplier": -1.0}, "logits_divisor = -1.0, which must be greater than 0"),
+        (
+            "falcon-h1",
+            {"lm_head_multiplier": -1.0},
+            "logits_divisor = -1.0, which must be greater than 0",
+        ),
         ("kimi-linear", {"q_lora_rank": 16}, "q_lora_rank = 16; only None is known"),
         ("ling-3", {"num_key_value_heads": 2}, "num_key_value_heads = 2; only 4 is known"),
-        ("ling-3", {"kda_lower_bound": -6.0}, "kda lower_bound = -6.0, which must be null or lie in [-5, 0)"),
-        ("ling-3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "only rope_type 'default' is known"),
+        (
+            "ling-3",
+            {"kda_lower_bound": -6.0},
+            "kda lower_bound = -6.0, which must be null or lie in [-5, 0)",
+        ),
+        (
+            "ling-3",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "only rope_type 'default' is known",
+        ),
         ("ling-3", {"partial_rotary_factor": 0.25}, "scale or leave out channels"),
-        ("ling-3", {"expert_swiglu_limit_list": [0, 4]}, "expert_swiglu_limit_list = [0, 4]; only None is known"),
+        (
+            "ling-3",
+            {"expert_swiglu_limit_list": [0, 4]},
+            "expert_swiglu_limit_list = [0, 4]; only None is known",
+        ),
         ("ling-3", {"qk_rope_head_dim": 15}, "mla 15 channels to rotate, which must be even"),
-        ("minimax", {"mlp_alpha_factor": 1.0}, "'mlp_alpha_factor': 1.0} must be one number; fetch it again"),
-        ("granite-h", {"architectures": None, "ssm_cfg": {"layer": "Mamba2"}}, "mamba_ssm's own format is not read"),
+        (
+            "minimax",
+            {"mlp_alpha_factor": 1.0},
+            "'mlp_alpha_factor': 1.0} must be one number; fetch it again",
+        ),
+        (
+            "granite-h",
+            {"architectures": None, "ssm_cfg": {"layer": "Mamba2"}},
+            "mamba_ssm's own format is not read",
+        ),
     ],
 )
 def test_what_is_not_as_we_have_it_is_refused(name, change, words):
@@ -402,7 +553,10 @@ def as_we_read(config):
 def test_what_a_folder_leaves_out_is_as_transformers_has_it(name, how):
     """Of each key in turn: we read what the installed class makes of the rest, or refuse it."""
     model = hf_models.MODELS[name]()
-    kind, written = type(model.config), model.config.to_dict() | {"architectures": [type(model).__name__]}
+    kind, written = (
+        type(model.config),
+        model.config.to_dict() | {"architectures": [type(model).__name__]},
+    )
     assert as_we_read(written)
     wrong, read = [], 0
     for place in places(written):
@@ -410,7 +564,9 @@ def test_what_a_folder_leaves_out_is_as_transformers_has_it(name, how):
         if place == ("architectures",) or (ours := as_we_read(config)) is None:
             continue
         try:
-            completed = kind.from_dict(deepcopy(config)).to_dict() | {"architectures": written["architectures"]}
+            completed = kind.from_dict(deepcopy(config)).to_dict() | {
+                "architectures": written["architectures"]
+            }
         except (StrictDataclassError, KeyError):  # their class refuses it
             continue
         wrong += [place] * (ours != as_we_read(completed))
@@ -422,7 +578,10 @@ def test_limits_of_time_steps():
     """Infinity as an object, as JSON has no number for it, or as Python writes it; transformers' own lower limit."""
     model = MODELS["nemotron-h"]["debug"]
     for low, high in ((0.0, math.inf), (1e-3, math.inf), (1e-3, 0.1)):
-        pattern = tuple(replace(x, dt_min=low, dt_max=high) if isinstance(x, Mamba2) else x for x in model.pattern)
+        pattern = tuple(
+            replace(x, dt_min=low, dt_max=high) if isinstance(x, Mamba2) else x
+            for x in model.pattern
+        )
         written = config_to_hf("NemotronHForCausalLM", replace(model, pattern=pattern))
         json.dumps(written, allow_nan=False)
         assert 0 <= written["time_step_min"] - low < 1e-300
@@ -433,10 +592,14 @@ def test_limits_of_time_steps():
 
 def test_minimax_rotates_part_of_a_head():
     """As many channels as the published config.json says, which has no fraction of them; all without it."""
-    written = config_to_hf("MiniMaxForCausalLM", preset("minimax", "text-01")) | {"rope_parameters": None}
+    written = config_to_hf("MiniMaxForCausalLM", preset("minimax", "text-01")) | {
+        "rope_parameters": None
+    }
     assert (written["rotary_dim"], written["head_dim"]) == (64, 128)
     for change, share in (({}, 0.5), ({"rotary_dim": 32}, 0.25), ({"rotary_dim": 128}, 1.0)):
-        (attention,) = (x for x in config_from_hf(written | change)[1].mixers if isinstance(x, Attention))
+        (attention,) = (
+            x for x in config_from_hf(written | change)[1].mixers if isinstance(x, Attention)
+        )
         assert attention.rotary_fraction == share
     del written["rotary_dim"]
     (attention,) = (x for x in config_from_hf(written)[1].mixers if isinstance(x, Attention))
@@ -459,14 +622,18 @@ def test_a_key_of_another_family_says_nothing():
     """Qwen3.5 normalises the weights of experts and has them in every layer, whatever Qwen3-Next's keys say."""
     for family, other in (("Qwen3_5MoeForCausalLM", False), ("Qwen3NextForCausalLM", True)):
         written = config_to_hf(family, MODELS["qwen3.5"]["debug"])
-        read = config_from_hf(written | {"norm_topk_prob": False, "mlp_only_layers": [0], "intermediate_size": 64})[1]
+        read = config_from_hf(
+            written | {"norm_topk_prob": False, "mlp_only_layers": [0], "intermediate_size": 64}
+        )[1]
         assert read.moe.normalise != other and read.dense_layers == ((0,) if other else ())
 
 
 def test_numbers_without_a_point(case):
     """JSON's 0 and 1 for a coefficient or a scale."""
     c = case("Kimi-Linear")
-    check_values(replace(c.config, moe=replace(c.config.moe, balance_coefficient=0, scale=1), init_std=0))
+    check_values(
+        replace(c.config, moe=replace(c.config.moe, balance_coefficient=0, scale=1), init_std=0)
+    )
 
 
 def test_a_head_is_tied_as_the_whole_model_says(case):
@@ -474,7 +641,10 @@ def test_a_head_is_tied_as_the_whole_model_says(case):
     c = case("Qwen3.5, tied")
     text = config_to_hf(c.family, c.config)
     for outside, inside in ((False, True), (True, False)):
-        wrapped = text | {"tie_word_embeddings": outside, "text_config": text | {"tie_word_embeddings": inside}}
+        wrapped = text | {
+            "tie_word_embeddings": outside,
+            "text_config": text | {"tie_word_embeddings": inside},
+        }
         assert config_from_hf(wrapped)[1].tie_embeddings == outside
 
 
@@ -484,15 +654,30 @@ def test_positions_are_said_or_refused():
     for rope in (None, {}, {"rope_type": "default"}):
         with refused("rope_parameters has no 'rope_theta'; set it: null"):
             config_from_hf(written | {"rope_parameters": rope})
-    assert config_from_hf(written | {"rope_parameters": {"rope_theta": None}})[1].layers[3].mixers[0].rope_theta is None
+    assert (
+        config_from_hf(written | {"rope_parameters": {"rope_theta": None}})[1]
+        .layers[3]
+        .mixers[0]
+        .rope_theta
+        is None
+    )
 
 
 def without_shared_experts():
     """Their modules have tensors of no elements in the place of a shared expert, and Qwen's still has its gate."""
     types = dict(layer_types=["linear_attention", "full_attention"])
-    kimi = KimiLinearConfig(**hf_models.KIMI, **hf_models.KIMI_MOE | types | dict(n_shared_experts=0))
-    sizes = hf_models.QWEN | hf_models.QWEN_MOE | dict(shared_expert_intermediate_size=0, intermediate_size=48)
-    return {"Kimi-Linear": KimiLinearForCausalLM(kimi), "Qwen3-Next": Qwen3NextForCausalLM(Qwen3NextConfig(**sizes))}
+    kimi = KimiLinearConfig(
+        **hf_models.KIMI, **hf_models.KIMI_MOE | types | dict(n_shared_experts=0)
+    )
+    sizes = (
+        hf_models.QWEN
+        | hf_models.QWEN_MOE
+        | dict(shared_expert_intermediate_size=0, intermediate_size=48)
+    )
+    return {
+        "Kimi-Linear": KimiLinearForCausalLM(kimi),
+        "Qwen3-Next": Qwen3NextForCausalLM(Qwen3NextConfig(**sizes)),
+    }
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
@@ -504,7 +689,11 @@ def test_a_family_without_shared_experts(name, tmp_path):
     family, config = config_from_hf(written)
     assert config.moe.shared_hidden_dim == 0 and not config.moe.shared_gate
     assert config_from_hf(config_to_hf(family, config)) == (family, config)
-    keys = written.keys() & {"num_shared_experts", "n_shared_experts", "shared_expert_intermediate_size"}
+    keys = written.keys() & {
+        "num_shared_experts",
+        "n_shared_experts",
+        "shared_expert_intermediate_size",
+    }
     assert config_from_hf(written | dict.fromkeys(keys)) == (family, config)
     with refused(r"shared_expert.* is missing"):  # transformers has some then
         config_from_hf({k: v for k, v in written.items() if k not in keys})
@@ -519,7 +708,10 @@ def test_vision_language_folders(case):
     """The language model of a folder that holds a vision tower and multi-token prediction too."""
     c = case("Qwen3.5, tied")
     written = config_to_hf(c.family, c.config)
-    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {**written, "architectures": None}}
+    outer = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": {**written, "architectures": None},
+    }
     assert config_from_hf(outer) == (c.family, c.config)
     named = {n.replace("model.", "model.language_model.", 1): t for n, t in c.disk.items()}
     named |= {"model.visual.blocks.0.weight": torch.zeros(2), "mtp.fc.weight": torch.zeros(2)}
@@ -572,7 +764,10 @@ BLOCK = {
 def fla_kda(tmp_path):
     """A Kimi-Linear of KDA and SwiGLUs alone."""
     types = dict(layer_types=["linear_attention"] * 2, mlp_layer_types=["dense"] * 2)
-    c = _case(hf_models.randomise(KimiLinearForCausalLM(KimiLinearConfig(**hf_models.KIMI, **types))), tmp_path)
+    c = _case(
+        hf_models.randomise(KimiLinearForCausalLM(KimiLinearConfig(**hf_models.KIMI, **types))),
+        tmp_path,
+    )
     names = {
         "block_sparse_moe": "mlp",
         "f_a_proj": "f_proj.0",
@@ -584,14 +779,18 @@ def fla_kda(tmp_path):
     for i in range(2):
         tensors[f"model.layers.{i}.attn.A_log"] = tensors[f"model.layers.{i}.attn.A_log"].flatten()
         tensors[f"model.layers.{i}.attn.g_proj.1.bias"] = torch.zeros(32)
-    written = dict(architectures=["KDAForCausalLM"], num_heads=4, head_dim=8, expand_v=1.0, norm_eps=1e-3)
+    written = dict(
+        architectures=["KDAForCausalLM"], num_heads=4, head_dim=8, expand_v=1.0, norm_eps=1e-3
+    )
     return c, written, tensors
 
 
 def fla_gdn(tmp_path):
     """A Qwen3.5 of GDN alone, whose norms are zero-centred."""
     config = Qwen3_5TextConfig(
-        **{**hf_models.QWEN, "layer_types": ["linear_attention"] * 2}, intermediate_size=48, linear_conv_kernel_dim=4
+        **{**hf_models.QWEN, "layer_types": ["linear_attention"] * 2},
+        intermediate_size=48,
+        linear_conv_kernel_dim=4,
     )
     c = _case(hf_models.randomise(Qwen3_5ForCausalLM(config)), tmp_path)
     names = {
@@ -609,9 +808,16 @@ def fla_gdn(tmp_path):
         if "in_proj_qkv" in name or ".conv1d" in name:
             whole, new = tensors.pop(name), "{}_proj" if "in_proj" in name else "{}_conv1d"
             for x, part in zip("qkv", whole.split([16, 16, 48])):
-                tensors[name.replace("in_proj_qkv" if "in_proj" in name else "conv1d", new.format(x))] = part
+                tensors[
+                    name.replace("in_proj_qkv" if "in_proj" in name else "conv1d", new.format(x))
+                ] = part
     written = dict(
-        architectures=["GatedDeltaNetForCausalLM"], num_heads=2, num_v_heads=4, head_dim=8, expand_v=1.5, norm_eps=1e-3
+        architectures=["GatedDeltaNetForCausalLM"],
+        num_heads=2,
+        num_v_heads=4,
+        head_dim=8,
+        expand_v=1.5,
+        norm_eps=1e-3,
     )
     return c, written, tensors
 
@@ -621,9 +827,26 @@ def fla_attention(tmp_path):
     sizes = hf_models.SIZES | hf_models.HEADS | dict(intermediate_size=48)
     rope = {"rope_theta": 5000.0, "rope_type": "default"}
     model = hf_models.randomise(LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=rope)))
-    attn = dict(layers=[0, 1], num_heads=4, num_kv_heads=2, qkv_bias=False, window_size=None, rope_theta=5000.0)
-    written = dict(architectures=["KDAForCausalLM"], num_heads=4, head_dim=8, expand_v=1.0, norm_eps=1e-3, attn=attn)
-    tokens, references = torch.randint(hf_models.VOCAB, (T,), generator=torch.Generator().manual_seed(1)), {}
+    attn = dict(
+        layers=[0, 1],
+        num_heads=4,
+        num_kv_heads=2,
+        qkv_bias=False,
+        window_size=None,
+        rope_theta=5000.0,
+    )
+    written = dict(
+        architectures=["KDAForCausalLM"],
+        num_heads=4,
+        head_dim=8,
+        expand_v=1.0,
+        norm_eps=1e-3,
+        attn=attn,
+    )
+    tokens, references = (
+        torch.randint(hf_models.VOCAB, (T,), generator=torch.Generator().manual_seed(1)),
+        {},
+    )
     for documents, bounds in DOCUMENTS.items():
         logits, loss, grads = hf_models.reference(model, tokens, bounds)
         references[documents] = logits, loss, rename(grads, BLOCK)
@@ -657,7 +880,14 @@ def test_fla_models(make, tmp_path):
 
 def test_fla_hybrids():
     """Softmax layers among linear ones: config.json and names, there and back."""
-    attn = dict(layers=[1, 3], num_heads=4, num_kv_heads=2, qkv_bias=False, window_size=None, rope_theta=5000.0)
+    attn = dict(
+        layers=[1, 3],
+        num_heads=4,
+        num_kv_heads=2,
+        qkv_bias=False,
+        window_size=None,
+        rope_theta=5000.0,
+    )
     written = dict(
         architectures=["KDAForCausalLM"],
         vocab_size=97,
@@ -674,7 +904,11 @@ def test_fla_hybrids():
     assert [layer.name for layer in config.layers] == ["kda", "attention"] * 2
     assert config.hidden_dim == 256 and config.layers[1].mixers[0].rope_theta == 5000.0
     names = {s.name for e in placements(config, family) for s in e.sources}
-    assert {"model.layers.1.attn.q_proj.weight", "model.layers.1.attn_norm.weight", "model.embeddings.weight"} <= names
+    assert {
+        "model.layers.1.attn.q_proj.weight",
+        "model.layers.1.attn_norm.weight",
+        "model.embeddings.weight",
+    } <= names
     assert "model.layers.1.attn.A_log" not in names and "model.layers.0.attn.g_proj.1.bias" in names
     assert config_from_hf(config_to_hf(family, config)) == (family, config)
     with refused("window_size = 512"):
@@ -684,7 +918,9 @@ def test_fla_hybrids():
 @pytest.mark.parametrize("kind, expand", [("KDA", 1), ("GatedDeltaNet", 2)])
 def test_fla_values_are_as_wide_as_its_classes_have_them(kind, expand):
     """expand_v is 1 by default in KDAConfig, 2 in GatedDeltaNetConfig."""
-    written = dict(architectures=[f"{kind}ForCausalLM"], vocab_size=97, hidden_size=32, num_hidden_layers=1)
+    written = dict(
+        architectures=[f"{kind}ForCausalLM"], vocab_size=97, hidden_size=32, num_hidden_layers=1
+    )
     (mixer,) = config_from_hf(written | dict(num_heads=2, head_dim=8))[1].mixers
     assert mixer.v_head_dim == 8 * expand
 
@@ -694,4 +930,6 @@ def test_ling_3_without_types_of_layers():
     written = config_to_hf("BailingHybridForCausalLM", preset("ling-3", "flash"))
     del written["layer_types"]
     layers = config_from_hf(written)[1].layers
-    assert [i for i, layer in enumerate(layers) if not layer.mixers[0].linear] == list(range(5, len(layers), 6))
+    assert [i for i, layer in enumerate(layers) if not layer.mixers[0].linear] == list(
+        range(5, len(layers), 6)
+    )

@@ -22,14 +22,18 @@ def plan_of(mixer, device, dtype):
     edges = torch.tensor([0, 100, 101, T], dtype=torch.int32)
     context = build_cp_context(edges, rank=0, world_size=1, conv1d_kernel_size=4, device=device)
     plan = BatchPlan(context.position_ids, cp_context=context)
-    plan.prepare([] if mixer.rotary is None else [mixer.rotary], torch.promote_types(dtype, torch.float32))
+    plan.prepare(
+        [] if mixer.rotary is None else [mixer.rotary], torch.promote_types(dtype, torch.float32)
+    )
     context.mark_dynamic()
     return plan
 
 
 def block_of(mixer, device, dtype):
     """With weights that bfloat16 holds, whatever dtype they are in; gate parameters are in float32 or wider."""
-    model = initialised(ModelConfig(vocab_size=8, dim=DIM, pattern=(mixer,), num_layers=1, hidden_dim=512))
+    model = initialised(
+        ModelConfig(vocab_size=8, dim=DIM, pattern=(mixer,), num_layers=1, hidden_dim=512)
+    )
     for each in (torch.bfloat16, dtype):
         set_dtype(model, each)
     return model.layers[0].to(device)
@@ -42,7 +46,11 @@ def errors(mixer, device, backend):
     x, dy = (torch.randn(1, T, DIM, generator=draw).bfloat16() for _ in range(2))
     found, sizes = [], {}
     for where, dtype in ((device, torch.bfloat16), (torch.device("cpu"), torch.float64)):
-        block, plan, exactly = block_of(mixer, where, dtype), plan_of(mixer, where, dtype), dtype == torch.float64
+        block, plan, exactly = (
+            block_of(mixer, where, dtype),
+            plan_of(mixer, where, dtype),
+            dtype == torch.float64,
+        )
         gates = listen(block.mixer) if exactly and hasattr(block.mixer, "A_log") else []
         forward = torch.compile(block.forward, backend=backend, fullgraph=device.type == "cuda")
         own, given = x.to(where, dtype).requires_grad_(), dy.to(where, dtype)
@@ -54,7 +62,10 @@ def errors(mixer, device, backend):
         tensors = {"y": y, "dx": dx} | dict(zip(names, others, strict=True))
         found.append({name: t.detach().cpu().double() for name, t in tensors.items()})
     ours, exact = found
-    return {name: ((ours[name] - exact[name]).norm() / sizes.get(name, exact[name]).norm()).item() for name in exact}
+    return {
+        name: ((ours[name] - exact[name]).norm() / sizes.get(name, exact[name]).norm()).item()
+        for name in exact
+    }
 
 
 def listen(mixer):
@@ -85,4 +96,6 @@ def test_a_compiled_block(mixer):
     torch._dynamo.reset()
     found = errors(MIXERS[mixer], torch.device("cuda"), "inductor")
     bounds = dict.fromkeys(("y", "dx", "mixer.A_log", "mixer.dt_bias"), 2**-8)
-    assert not {name: error for name, error in found.items() if not error <= bounds.get(name, 2**-6)}
+    assert not {
+        name: error for name, error in found.items() if not error <= bounds.get(name, 2**-6)
+    }

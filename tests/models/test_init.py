@@ -46,7 +46,9 @@ def test_numbers_are_normal():
     assert abs(z.pow(4).mean() - 3) < 5 * math.sqrt(96 / N)
     for lag in (1, 2, 3, 4, 64, 1024):
         assert abs((z[lag:] * z[:-lag]).mean()) < 5 / math.sqrt(N - lag)
-        assert abs((z[lag:].square() - 1).mul(z[:-lag].square() - 1).mean()) < 5 * 2 / math.sqrt(N - lag)
+        assert abs((z[lag:].square() - 1).mul(z[:-lag].square() - 1).mean()) < 5 * 2 / math.sqrt(
+            N - lag
+        )
     inside = (z.abs() < 1).double().mean()
     p = math.erf(1 / math.sqrt(2))
     assert abs(inside - p) < 5 * math.sqrt(p * (1 - p) / N)
@@ -86,21 +88,27 @@ def part(shape, box):
     return local
 
 
-@pytest.mark.parametrize("shape", [(7,), (130_001,), (13, 5), (257, 1031), (3, 10, 6), (5, 129, 33), (2, 3, 4, 5)])
+@pytest.mark.parametrize(
+    "shape", [(7,), (130_001,), (13, 5), (257, 1031), (3, 10, 6), (5, 129, 33), (2, 3, 4, 5)]
+)
 def test_parts_equal_the_whole(shape, small_blocks):
     """To the last bit, for boxes at odd offsets and of odd sizes, empty ones too; across blocks."""
     whole, rng = part(shape, tuple(slice(0, n) for n in shape)), np.random.default_rng(0)
     assert torch.equal(whole.flatten(), drawn(n=whole.numel()).float())
     for _ in range(12):
         ends = [sorted(rng.integers(0, n + 1, 2).tolist()) for n in shape]
-        box = tuple(slice(a, b) if rng.random() < 0.7 else slice(0, n) for (a, b), n in zip(ends, shape))
+        box = tuple(
+            slice(a, b) if rng.random() < 0.7 else slice(0, n) for (a, b), n in zip(ends, shape)
+        )
         assert torch.equal(part(shape, box), whole[box]), box
 
 
 def test_a_part_across_blocks(small_blocks):
     n = 3 * init.BLOCKS["cpu"] + 77
     whole = part((n,), (slice(0, n),))
-    assert torch.equal(part((n,), (slice(init.BLOCKS["cpu"] - 5, n),)), whole[init.BLOCKS["cpu"] - 5 :])
+    assert torch.equal(
+        part((n,), (slice(init.BLOCKS["cpu"] - 5, n),)), whole[init.BLOCKS["cpu"] - 5 :]
+    )
     assert len(whole.unique()) > 0.8 * n  # no block is drawn twice
 
 
@@ -132,7 +140,10 @@ def shard_on_rank(rank, world_size):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     wrong, whole = [], whole_parameters()
-    line, square = init_device_mesh("cpu", (world_size,)), init_device_mesh("cpu", (world_size // 2, 2))
+    line, square = (
+        init_device_mesh("cpu", (world_size,)),
+        init_device_mesh("cpu", (world_size // 2, 2)),
+    )
     cases = [
         (line, [Shard(0)]),
         (line, [Shard(1)]),
@@ -144,7 +155,9 @@ def shard_on_rank(rank, world_size):
     for mesh, placements in cases:
 
         def split(tensor, mesh=mesh, placements=placements):
-            own = [p if p.is_replicate() or p.dim < tensor.dim() else Replicate() for p in placements]
+            own = [
+                p if p.is_replicate() or p.dim < tensor.dim() else Replicate() for p in placements
+            ]
             return distribute_tensor(tensor, mesh, own)
 
         model = Parameters(split)
@@ -159,14 +172,20 @@ def fsdp_on_rank(rank, world_size, tensor_parallel):
     """Parameters of sharded models that are not those of one process."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     def mlp():
         model = nn.Sequential(nn.Linear(10, 24, bias=False), nn.Linear(24, 13, bias=False))
         model.config = SimpleNamespace(init_std=0.02)
         return model
 
-    mesh = init_device_mesh("cpu", (world_size // tensor_parallel, tensor_parallel), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(
+        "cpu", (world_size // tensor_parallel, tensor_parallel), mesh_dim_names=("dp", "tp")
+    )
     wrong = []
     for build in (mlp, lambda: Decoder(preset("hybrid", "debug"))):
         whole, model = build(), build()

@@ -10,7 +10,9 @@ from titan_linear.models.layers import QUERIES, angles, attention_entropy, rotat
 def test_rotation_one_channel_at_a_time(dim, rows, dtype):
     """By the formula, with angles in float64, to the last bit; channels after the first `dim` stay."""
     B, T, H, D = 2, 9, 3, 16
-    x = torch.randn(B, T, H, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    x = torch.randn(B, T, H, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
+        dtype
+    )
     positions = torch.arange(20_000_000, 20_000_000 + T) + torch.arange(B).unsqueeze(1) * 1000
     positions = positions if rows else positions[0]  # [B, T] or [T]
     wide = torch.float64 if dtype == torch.float64 else torch.float32

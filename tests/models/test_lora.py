@@ -46,7 +46,9 @@ def build(config: ModelConfig) -> Decoder:
 def loss_of(model: Decoder, weights: dict[str, Tensor] | None = None) -> Tensor:
     context = build_cp_context(torch.tensor([0, 30, 70]), rank=0, world_size=1)
     plan = BatchPlan(context.position_ids, cp_context=context)
-    return functional_call(model, weights or {}, (TOKENS, plan), {"loss": ours.loss_of(TOKENS), "balance_weight": 0.5})
+    return functional_call(
+        model, weights or {}, (TOKENS, plan), {"loss": ours.loss_of(TOKENS), "balance_weight": 0.5}
+    )
 
 
 def merged(model: Decoder) -> dict[str, Tensor]:
@@ -82,9 +84,14 @@ def test_gradients_are_those_of_merged_weights(name):
     loss = loss_of(model)
     loss.backward()
     assert abs(loss - want_loss) < 1e-12 * want_loss.detach()
-    assert trained.keys() == {n for n, p in model.named_parameters() if "lora_" in n and p.grad is not None}
+    assert trained.keys() == {
+        n for n, p in model.named_parameters() if "lora_" in n and p.grad is not None
+    }
     assert all(p.grad is None for n, p in model.named_parameters() if n not in trained)
-    errors = {n: float((p.grad - g).norm() / g.norm()) for (n, p), g in zip(trained.items(), want, strict=True)}
+    errors = {
+        n: float((p.grad - g).norm() / g.norm())
+        for (n, p), g in zip(trained.items(), want, strict=True)
+    }
     assert max(errors.values()) < 1e-11, errors
 
 
@@ -108,11 +115,15 @@ class Products(TorchDispatchMode):
         super().__init__()
         self.flops = {True: 0, False: 0}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
         if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
             a, b = args[-2:]
             sizes = (*a.shape, b.shape[1])
-            self.flops[any(n % RANK == 0 for n in sizes)] += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+            self.flops[any(n % RANK == 0 for n in sizes)] += (
+                2 * a.shape[0] * a.shape[1] * b.shape[1]
+            )
         return function(*args, **(kwargs or {}))
 
 
@@ -138,9 +149,16 @@ def test_backward_computes_no_gradient_of_the_base():
 def test_model_flops_of_frozen_weights(name):
     """4 per token and parameter that it meets, where 6 are of adapters and trained ones, and of the reference."""
     config, documents = adapted(name), Documents.of(np.array([0, 30, 70]))
-    moe, sizes = config.moe, {n: (p.numel(), p.dim(), p.requires_grad) for n, p in Decoder(config).named_parameters()}
+    moe, sizes = (
+        config.moe,
+        {n: (p.numel(), p.dim(), p.requires_grad) for n, p in Decoder(config).named_parameters()},
+    )
     share = {n: moe.top_k / moe.num_experts if ".experts." in n else 1 for n in sizes}
-    frozen = sum(n * share[x] for x, (n, dim, own) in sizes.items() if dim > 1 and not own and x != "embedding.weight")
+    frozen = sum(
+        n * share[x]
+        for x, (n, dim, own) in sizes.items()
+        if dim > 1 and not own and x != "embedding.weight"
+    )
     added = sum(n * share[x] for x, (n, _, own) in sizes.items() if own)
     want = training_flops(config.base, documents) + 70 * (6 * added - 2 * frozen)
     assert training_flops(config, documents) == want
@@ -153,14 +171,24 @@ def test_what_no_adapter_reaches_is_said():
     _, of_mixers, norms, rest = described(Decoder(config)).splitlines()
     total = sum(p.numel() for p in Decoder(config.base).parameters())
     mlp = config.num_layers * config.dim * config.hidden_dim
-    assert of_mixers.startswith("adapted: ") and "mixer.a_proj" in of_mixers and "head.norm" in norms
+    assert (
+        of_mixers.startswith("adapted: ") and "mixer.a_proj" in of_mixers and "head.norm" in norms
+    )
     assert f"mlp.up_proj {mlp / total:.2%}" in rest and "mixer.A_log" in rest
 
 
 def test_the_plan_knows_what_is_frozen():
     """2 bytes per parameter of the base over the ranks, 4 of adapters and 8 of their moments."""
-    keys = {"model.name": "qwen3.5", "model.flavor": "27B", "training.mixed_precision_param": "bfloat16"}
-    keys |= {"adapter.enable": "true", "parallelism.context_parallel_degree": 4, "training.seq_len": 4096}
+    keys = {
+        "model.name": "qwen3.5",
+        "model.flavor": "27B",
+        "training.mixed_precision_param": "bfloat16",
+    }
+    keys |= {
+        "adapter.enable": "true",
+        "parallelism.context_parallel_degree": 4,
+        "training.seq_len": 4096,
+    }
     config = load_config(argv_of(keys))
     model = model_without_tokenizer(config)
     base = memory.parameters(model.base)
@@ -177,16 +205,32 @@ def test_the_plan_knows_what_is_frozen():
 @pytest.mark.parametrize(
     "keys, message",
     [
-        (("--adapter.targets", '["qkv_proj"]'), r"adapter.targets: 'qkv_proj' fits none of the model's .*mixer.q_proj"),
+        (
+            ("--adapter.targets", '["qkv_proj"]'),
+            r"adapter.targets: 'qkv_proj' fits none of the model's .*mixer.q_proj",
+        ),
         (("--adapter.targets", '["*norm"]'), r"adapter.targets: '\*norm' fits none"),
         (
             ("--adapter.train_extra", '["gamma"]'),
             r"adapter.train_extra: 'gamma' fits none of .*mixer.A_log",
         ),
-        (("--adapter.rank", "129"), r"adapter.rank = 129 is above the \d+ channels that layers\S+ reads; use at most"),
-        (("--training.expert_bias_update_rate", "0.1"), r"expert_bias_update_rate moves a bias of the base"),
         (
-            ("--loss.name", "dpo", "--loss.reference", "base", "--adapter.train_extra", '["*norm"]'),
+            ("--adapter.rank", "129"),
+            r"adapter.rank = 129 is above the \d+ channels that layers\S+ reads; use at most",
+        ),
+        (
+            ("--training.expert_bias_update_rate", "0.1"),
+            r"expert_bias_update_rate moves a bias of the base",
+        ),
+        (
+            (
+                "--loss.name",
+                "dpo",
+                "--loss.reference",
+                "base",
+                "--adapter.train_extra",
+                '["*norm"]',
+            ),
             r"loss.reference = 'base' is the model as it was, and adapter.train_extra changes",
         ),
     ],
@@ -202,7 +246,12 @@ def test_a_rank_that_experts_on_a_gpu_do_not_take_is_refused(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
 
     def check(rank: int, dtype: str = "bfloat16", targets: str = "[]") -> None:
-        keys = {"model.name": "qwen3.5", "adapter.enable": "true", "adapter.rank": rank, "adapter.targets": targets}
+        keys = {
+            "model.name": "qwen3.5",
+            "adapter.enable": "true",
+            "adapter.rank": rank,
+            "adapter.targets": targets,
+        }
         config = load_config(argv_of(keys | {"training.mixed_precision_param": dtype}))
         check_model(model_without_tokenizer(config), config, 1, 1)
 
@@ -219,8 +268,15 @@ def test_rank_0_is_refused():
 
 
 def test_patterns_select():
-    keys = "--adapter.targets", '["layers.0.mixer", "o_proj"]', "--adapter.train_extra", '["*norm", "A_log"]'
+    keys = (
+        "--adapter.targets",
+        '["layers.0.mixer", "o_proj"]',
+        "--adapter.train_extra",
+        '["*norm", "A_log"]',
+    )
     names = {n for n, p in Decoder(adapted("hybrid", *keys)).named_parameters() if p.requires_grad}
-    assert {n.rpartition(".lora")[0] for n in names if "layers.1" in n and "lora" in n} == {"layers.1.mixer.o_proj"}
+    assert {n.rpartition(".lora")[0] for n in names if "layers.1" in n and "lora" in n} == {
+        "layers.1.mixer.o_proj"
+    }
     assert not any(n.startswith("layers.0.mlp.") for n in names)
     assert {"head.norm.weight", "layers.1.mlp_norm.weight", "layers.0.mixer.A_log"} <= names

@@ -86,7 +86,9 @@ def test_what_grows_in_its_cache(name):
         model(torch.arange(length).unsqueeze(0), BatchPlan(torch.arange(length)), caches=[cache])
         caches.append(cache["mixer"])
     short, long = caches
-    assert {entry for entry in short if short[entry].shape != long[entry].shape} == set(OPTIONS[name].growing)
+    assert {entry for entry in short if short[entry].shape != long[entry].shape} == set(
+        OPTIONS[name].growing
+    )
     assert all((short[e].shape[1], long[e].shape[1]) == (5, 9) for e in OPTIONS[name].growing)
 
 
@@ -96,9 +98,15 @@ def test_gates_are_kept_whole_and_wide(name):
     set_dtype(model, torch.bfloat16)
     whole = set(replicated_parameters(model))
     names = {n.rpartition(".")[-1] for n, p in model.named_parameters() if p in whole}
-    gates = {"kda": {"A_log", "dt_bias"}, "gdn": {"A_log", "dt_bias"}, "mamba2": {"A_log", "D", "dt_bias"}}
+    gates = {
+        "kda": {"A_log", "dt_bias"},
+        "gdn": {"A_log", "dt_bias"},
+        "mamba2": {"A_log", "D", "dt_bias"},
+    }
     assert names == gates.get(name, set())
-    assert all(p.dtype == (torch.float32 if p in whole else torch.bfloat16) for p in model.parameters())
+    assert all(
+        p.dtype == (torch.float32 if p in whole else torch.bfloat16) for p in model.parameters()
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,8 +156,13 @@ def test_caches_of_mixers_side_by_side():
     model = build((OPTIONS["kda"], OPTIONS["mamba2"], OPTIONS["attention"])).double()
     tokens = torch.arange(9).unsqueeze(0)
     caches = [LayerCache()]
-    parts = [model(tokens[:, a:b], BatchPlan(torch.arange(a, b)), caches=caches) for a, b in ((0, 5), (5, 6), (6, 9))]
-    torch.testing.assert_close(torch.cat(parts, 1), model(tokens, BatchPlan(torch.arange(9))), rtol=1e-9, atol=1e-12)
+    parts = [
+        model(tokens[:, a:b], BatchPlan(torch.arange(a, b)), caches=caches)
+        for a, b in ((0, 5), (5, 6), (6, 9))
+    ]
+    torch.testing.assert_close(
+        torch.cat(parts, 1), model(tokens, BatchPlan(torch.arange(9))), rtol=1e-9, atol=1e-12
+    )
 
 
 def test_differences_of_models():
@@ -157,7 +170,9 @@ def test_differences_of_models():
     ours = preset("hybrid", "debug")
     assert not differences(ours, replace(ours, pattern=ours.pattern * 2, init_std=0.1))
     first, *rest = ours.pattern
-    assert differences(ours, replace(ours, pattern=(replace(first, heads=1), *rest), norm_eps=1e-6)) == {
+    assert differences(
+        ours, replace(ours, pattern=(replace(first, heads=1), *rest), norm_eps=1e-6)
+    ) == {
         "norm_eps": (1e-5, 1e-6),
         "kda.heads": (2, 1),
     }
@@ -167,6 +182,11 @@ def test_differences_of_models():
     beside = replace(ours, pattern=(tuple(rest),))
     gdn, attention = rest
     other = replace(beside, pattern=((gdn, replace(attention, kv_heads=1)),))
-    assert differences(beside, other) == {"attention.kv_heads": (2, 1)} and fingerprint(beside) != fingerprint(other)
-    grouped = [replace(ours, num_layers=2, pattern=pattern) for pattern in (((first, gdn), gdn), (first, (gdn, gdn)))]
+    assert differences(beside, other) == {"attention.kv_heads": (2, 1)} and fingerprint(
+        beside
+    ) != fingerprint(other)
+    grouped = [
+        replace(ours, num_layers=2, pattern=pattern)
+        for pattern in (((first, gdn), gdn), (first, (gdn, gdn)))
+    ]
     assert fingerprint(grouped[0]) != fingerprint(grouped[1])

@@ -29,7 +29,15 @@ from titan_linear.step.passes import Forward
 DIM = 16
 SOFTMAX = MoEConfig(8, 3, 12, shared_hidden_dim=20, shared_gate=True)
 SIGMOID = MoEConfig(
-    8, 2, 12, shared_hidden_dim=12, score="sigmoid", scale=2.5, selection_bias=True, groups=4, top_groups=2
+    8,
+    2,
+    12,
+    shared_hidden_dim=12,
+    score="sigmoid",
+    scale=2.5,
+    selection_bias=True,
+    groups=4,
+    top_groups=2,
 )
 CONFIGS = {
     "softmax": SOFTMAX,
@@ -51,19 +59,27 @@ def token_by_token(moe, x):
     c, out = moe.config, []
     for x_t in x:
         logits = moe.router.weight @ x_t
-        scores = logits.exp() / logits.exp().sum() if c.score == "softmax" else 1 / (1 + (-logits).exp())
-        choice = scores.detach() + (0 if moe.router.selection_bias is None else moe.router.selection_bias)
+        scores = (
+            logits.exp() / logits.exp().sum() if c.score == "softmax" else 1 / (1 + (-logits).exp())
+        )
+        choice = scores.detach() + (
+            0 if moe.router.selection_bias is None else moe.router.selection_bias
+        )
         if c.groups > 1:
             groups = choice.view(c.groups, -1).sort(descending=True).values[:, :2].sum(1)
             kept = groups.sort(descending=True).indices[: c.top_groups].tolist()
             size = c.num_experts // c.groups
-            choice = torch.tensor([v if i // size in kept else -9e9 for i, v in enumerate(choice.tolist())])
+            choice = torch.tensor(
+                [v if i // size in kept else -9e9 for i, v in enumerate(choice.tolist())]
+            )
         chosen = choice.sort(descending=True).indices[: c.top_k].tolist()
         total = sum(scores[e] for e in chosen) if c.normalise else 1.0
         y = torch.zeros(DIM, dtype=x.dtype)
         for e in chosen:
             gate, up = moe.experts.gate_up_proj[e] @ x_t
-            y = y + c.scale * scores[e] / total * (moe.experts.down_proj[e] @ (gate * gate.sigmoid() * up))
+            y = y + c.scale * scores[e] / total * (
+                moe.experts.down_proj[e] @ (gate * gate.sigmoid() * up)
+            )
         if moe.shared is not None:
             shared = moe.shared(x_t)
             y = y + (shared if moe.shared_gate is None else moe.shared_gate(x_t).sigmoid() * shared)
@@ -79,7 +95,10 @@ def inputs(T):
 def test_token_by_token(name):
     moe, x = build(CONFIGS[name]), inputs(37).requires_grad_()
     grads = []
-    for forward in (lambda: moe(x.unsqueeze(0), BatchPlan(torch.arange(37)))[0][0], lambda: token_by_token(moe, x)):
+    for forward in (
+        lambda: moe(x.unsqueeze(0), BatchPlan(torch.arange(37)))[0][0],
+        lambda: token_by_token(moe, x),
+    ):
         y = forward()
         weights = [p for p in moe.parameters() if p.requires_grad]
         grads.append((y, *torch.autograd.grad(y.square().sum(), [x, *weights])))
@@ -104,7 +123,8 @@ def test_an_expert_without_tokens():
 
 def test_load_balance_loss_is_that_of_transformers():
     """Of one layer and one stream; ours is a sum over tokens."""
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # slow to import: not in workers
+    # slow to import: not in workers
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     moe, x = build(replace(SOFTMAX, balance_coefficient=0.5)), inputs(37)
     ours = moe(x.unsqueeze(0), BatchPlan(torch.arange(37)))[1]
@@ -119,7 +139,9 @@ def balance_on_rank(rank, world_size, layout):
     import torch.distributed as dist
 
     moe, x = build(replace(SOFTMAX, balance_coefficient=0.5)), inputs(64)
-    context = build_cp_context(torch.tensor([0, 20, 32, 64]), dist.group.WORLD, layout=layout, num_streams=2)
+    context = build_cp_context(
+        torch.tensor([0, 20, 32, 64]), dist.group.WORLD, layout=layout, num_streams=2
+    )
     mine = tokens_of(context)
     plan = BatchPlan(context.position_ids, cp_context=context, num_streams=2)
     loss = moe(x[mine].unsqueeze(0), plan)[1]
@@ -151,7 +173,8 @@ def loads_on_rank(rank, world_size):
     with torch.no_grad():
         moe(x.unsqueeze(0), BatchPlan(torch.arange(64)))  # validation does not count
     counted = moe.loads.clone()
-    move_selection_biases(moe, StepNumbers(*torch.tensor([1.0, torch.inf, 0.0])))  # a step that is left out
+    # a step that is left out
+    move_selection_biases(moe, StepNumbers(*torch.tensor([1.0, torch.inf, 0.0])))
     assert not moe.loads.any() and torch.equal(moe.router.selection_bias, before)
     moe.loads = counted
     move_selection_biases(moe, StepNumbers(*torch.tensor([1.0, 1.0, 0.0])))
@@ -175,17 +198,24 @@ GPU = torch.device("cuda")
 def test_grouped_mm_is_chosen_for_sizes_that_it_takes(hidden, dim):
     """For two ranks' experts: at the start of a run, at both products, and as PyTorch says on the meta device."""
     config = replace(MODELS["qwen3.5"]["debug"], dim=dim, moe=MoEConfig(4, 2, 2 * hidden))
-    at_start = experts.GROUPED_LINEAR.choose("auto", GPU, torch.bfloat16, **config.ops(tp=2)["grouped_linear"])
+    at_start = experts.GROUPED_LINEAR.choose(
+        "auto", GPU, torch.bfloat16, **config.ops(tp=2)["grouped_linear"]
+    )
     products = []
     for I, O in ((dim, 2 * hidden), (hidden, dim)):
-        products.append(experts.GROUPED_LINEAR.choose("auto", GPU, torch.bfloat16, I=I, O=O).implementation)
+        products.append(
+            experts.GROUPED_LINEAR.choose("auto", GPU, torch.bfloat16, I=I, O=O).implementation
+        )
         assert (products[-1] == "grouped_mm") == grouped_mm_takes(I, O)
     assert at_start.implementation == ("loop" if "loop" in products else "grouped_mm")
     assert ("no multiple of 8" in at_start.why) == ("loop" in products)
 
 
 def grouped_mm_takes(I, O):
-    x, weight = (torch.empty(*s, I, dtype=torch.bfloat16, device="meta").requires_grad_() for s in ([16], [4, O]))
+    x, weight = (
+        torch.empty(*s, I, dtype=torch.bfloat16, device="meta").requires_grad_()
+        for s in ([16], [4, O])
+    )
     try:
         counts = torch.empty(4, dtype=torch.int64, device="meta")
         products = experts.GROUPED_LINEAR.load("grouped_mm")
@@ -201,7 +231,9 @@ def grouped_mm_takes(I, O):
 def test_the_sizes_of_experts_reach_the_choice(monkeypatch):
     asked, moe = [], build(SOFTMAX)
     taken = Op.implementation
-    monkeypatch.setattr(Op, "implementation", lambda *of, **dims: (asked.append(dims), taken(*of, **dims))[1])
+    monkeypatch.setattr(
+        Op, "implementation", lambda *of, **dims: (asked.append(dims), taken(*of, **dims))[1]
+    )
     moe(inputs(4).unsqueeze(0), BatchPlan(torch.arange(4)))
     assert [dims for dims in asked if "I" in dims] == [{"I": DIM, "O": 24}, {"I": 12, "O": DIM}]
 
@@ -239,7 +271,9 @@ def test_the_load_balance_loss_is_a_mean_over_all_tokens(labelled):
         model.zero_grad()
         for x, y in zip(tokens, labels, strict=True):
             batch = MicroBatch(x, y, plan, (0,), {"weights": torch.ones(y.shape)})
-            Forward(model, batch, StepTokens(80, labelled), nullcontext(), build_loss(Config())).backward()
+            Forward(
+                model, batch, StepTokens(80, labelled), nullcontext(), build_loss(Config())
+            ).backward()
         return [layer.mlp.router.weight.grad for layer in model.layers]
 
     model = initialised(config, dtype=torch.float64)

@@ -34,7 +34,10 @@ DEPTH, WEIGHT = 3, 0.3
 def config_of(name):
     config = replace(preset(name, "debug"), vocab_size=97, mtp_layers=DEPTH, mtp_weight=WEIGHT)
     # The load of experts counts tokens beyond a document's end, which a document by itself lacks.
-    return replace(config, moe=config.moe and replace(config.moe, balance_coefficient=0.0, bias_update_rate=0.0))
+    return replace(
+        config,
+        moe=config.moe and replace(config.moe, balance_coefficient=0.0, bias_update_rate=0.0),
+    )
 
 
 def norm(x, weight, config):
@@ -51,7 +54,9 @@ def definition(model, tokens, labels, weights):
         return model.through(layers, x.unsqueeze(0), plan, None, between)[0]
 
     def loss(h, k):
-        terms = F.cross_entropy(h @ model.head.weight.T, labels[k:], reduction="none", ignore_index=-100)
+        terms = F.cross_entropy(
+            h @ model.head.weight.T, labels[k:], reduction="none", ignore_index=-100
+        )
         return (weights[k:] * terms).sum()
 
     embedded = model.embedding.weight[tokens]
@@ -60,7 +65,10 @@ def definition(model, tokens, labels, weights):
     for k in range(1, min(DEPTH, len(tokens) - 1) + 1):
         layers = model.predictor(k - 1)
         joins, ends = model.layers[layers[0]], model.layers[layers[-1]]
-        e, h = norm(embedded[k:], joins.enorm.weight, config), norm(h[:-1], joins.hnorm.weight, config)
+        e, h = (
+            norm(embedded[k:], joins.enorm.weight, config),
+            norm(h[:-1], joins.hnorm.weight, config),
+        )
         with swapped(joins, ends):
             x = through(torch.cat([e, h], -1) @ joins.eh_proj.weight.T, layers)
         h = norm(x, ends.final_norm.weight, config)
@@ -85,7 +93,11 @@ def test_loss_and_gradients_are_those_of_the_definition(name):
     initialise(model, seed=0)
     with torch.no_grad():
         for n, p in model.named_parameters():
-            p += torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) / 8 if "norm" in n else 0
+            p += (
+                torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) / 8
+                if "norm" in n
+                else 0
+            )
     tokens = torch.randint(97, (BOUNDS[-1],), generator=torch.Generator().manual_seed(0))
     labels = labels_of(tokens, BOUNDS)
     labels[10:20] = -100  # a message that is not learnt
@@ -99,7 +111,10 @@ def test_loss_and_gradients_are_those_of_the_definition(name):
     got.backward()
     found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     model.zero_grad()
-    documents = (definition(model, tokens[a:b], labels[a:b], weights[a:b].double()) for a, b in pairwise(BOUNDS))
+    documents = (
+        definition(model, tokens[a:b], labels[a:b], weights[a:b].double())
+        for a, b in pairwise(BOUNDS)
+    )
     losses, further = zip(*documents)
     (sum(losses) + WEIGHT / DEPTH * sum(further)).backward()
     assert relative(got, sum(losses)) < 1e-10  # the loss that is printed
@@ -120,12 +135,19 @@ PUBLISHED = {
     "Nemotron 3": (
         "num_nextn_predict_layers",
         {"mtp.layers.0.": "layers.2.", "mtp.layers.1.": "layers.3."},
-        ("mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.0.eh_proj", "mtp.layers.1.final_layernorm"),
+        (
+            "mtp.layers.0.enorm",
+            "mtp.layers.0.hnorm",
+            "mtp.layers.0.eh_proj",
+            "mtp.layers.1.final_layernorm",
+        ),
     ),
     "Ling 3": (
         "num_nextn_predict_layers",
         {"model.layers.2.": "layers.1."},
-        tuple(f"model.layers.2.{name}" for name in ("enorm", "hnorm", "eh_proj", "final_layernorm")),
+        tuple(
+            f"model.layers.2.{name}" for name in ("enorm", "hnorm", "eh_proj", "final_layernorm")
+        ),
     ),
 }
 
@@ -145,7 +167,10 @@ def folder(request, tmp_path):
         for name, tensor in tensors.items()
         if layer in name
     ]
-    more = [(f"{name}.weight", (32, 64) if name.endswith(("fc", "eh_proj")) else (32,)) for name in others]
+    more = [
+        (f"{name}.weight", (32, 64) if name.endswith(("fc", "eh_proj")) else (32,))
+        for name in others
+    ]
     tensors |= {name: draw(shape).bfloat16() for name, shape in of_layers + more}
     save_file(tensors, tmp_path / "folder/model.safetensors", {"format": "pt"})
     return tmp_path / "folder"
@@ -165,11 +190,15 @@ def test_in_and_out_gives_the_same_bytes(folder, tmp_path):
             for p in layer.parameters():
                 p += 1
     for like in (folder, None):
-        write_folder(tmp_path / "out", config, family, gather(model), dtype=torch.float32, like=like)
+        write_folder(
+            tmp_path / "out", config, family, gather(model), dtype=torch.float32, like=like
+        )
         assert read_model(tmp_path / "out", 1) == (family, config)
         again = Decoder(config)
         load_weights(tmp_path / "out", again)
-        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+        assert all(
+            torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True)
+        )
         assert load_file(tmp_path / "out/model.safetensors").keys() == before.keys()
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 

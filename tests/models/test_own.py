@@ -27,7 +27,13 @@ transformers.logging.disable_progress_bar()
 T = 77  # not a multiple of the chunk
 HYBRID = preset("hybrid", "debug")
 _KDA, _GDN, _ATTENTION = HYBRID.pattern
-YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=24, mscale=1.0, mscale_all_dim=0.5)
+YARN = RopeScaling(
+    rope_type="yarn",
+    factor=4.0,
+    original_max_position_embeddings=24,
+    mscale=1.0,
+    mscale_all_dim=0.5,
+)
 # Every option that the presets leave out, in models that no published architecture holds.
 MODELS = {
     **{f"{name} debug": flavors["debug"] for name, flavors in OWN.items()},
@@ -52,7 +58,12 @@ MODELS = {
         pattern=(
             replace(_KDA, low_rank_gates=False),
             replace(
-                _ATTENTION, rotary_fraction=0.25, rope_theta=500.0, rope_scaling=YARN, key_factor=0.7, out_factor=0.6
+                _ATTENTION,
+                rotary_fraction=0.25,
+                rope_theta=500.0,
+                rope_scaling=YARN,
+                key_factor=0.7,
+                out_factor=0.6,
             ),
         ),
     ),
@@ -67,7 +78,11 @@ MODELS = {
         norm_eps=1e-3,
     ),
 }
-FAMILIES = {"kda debug": "KDAForCausalLM", "gdn debug": "GatedDeltaNetForCausalLM", "FLA's hybrid": "KDAForCausalLM"}
+FAMILIES = {
+    "kda debug": "KDAForCausalLM",
+    "gdn debug": "GatedDeltaNetForCausalLM",
+    "FLA's hybrid": "KDAForCausalLM",
+}
 
 
 @torch.no_grad()
@@ -131,7 +146,8 @@ def test_the_file_is_our_model(name, folders):
     out = model.train()(tokens, labels=tokens)
     out.loss.backward()
     assert out.loss.item() == pytest.approx(loss.item() / (2 * (T - 1)), rel=1e-5)
-    counted = model(tokens, labels=tokens, num_items_in_batch=10).loss  # as transformers' Trainer asks for
+    # as transformers' Trainer asks for
+    counted = model(tokens, labels=tokens, num_items_in_batch=10).loss
     assert counted.item() == pytest.approx(loss.item() / 10, rel=1e-5)
     grad = ours.embedding.weight.grad / (2 * (T - 1))
     assert (model.model.embeddings.weight.grad - grad).norm() < 1e-4 * grad.norm()
@@ -144,7 +160,9 @@ def test_generation(name, folders):
     model, rows = theirs(folder), [row.tolist() for row in tokens_of(2, 40)]
     rows[1] = rows[1][:9]
     cpu = torch.device("cpu")
-    expected = generate_tokens(ours.float(), rows, max_new_tokens=12, sampling=Sampling(), device=cpu)
+    expected = generate_tokens(
+        ours.float(), rows, max_new_tokens=12, sampling=Sampling(), device=cpu
+    )
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     padded = torch.tensor([rows[0], [0] * 31 + rows[1]])
     mask = torch.ones_like(padded)
@@ -155,7 +173,10 @@ def test_generation(name, folders):
         for row, new in zip(rows, expected):
             alone = model.generate(torch.tensor([row]), use_cache=use_cache, **options)
             assert alone[0, len(row) :].tolist() == new
-    beams = [model.generate(padded[:1], num_beams=3, use_cache=use, **options).tolist() for use in (True, False)]
+    beams = [
+        model.generate(padded[:1], num_beams=3, use_cache=use, **options).tolist()
+        for use in (True, False)
+    ]
     assert beams[0] == beams[1]
 
 
@@ -163,8 +184,12 @@ def test_generation_reads_each_token_once_and_warns_of_nothing(folders, monkeypa
     """By the cache that this version of transformers hands on, under its own name."""
     model = AutoModelForCausalLM.from_pretrained(folders("hybrid debug")[0], trust_remote_code=True)
     read, warnings, embed = [], [], model.model.embeddings.forward
-    monkeypatch.setattr(model.model.embeddings, "forward", lambda ids: read.append(ids.shape[1]) or embed(ids))
-    monkeypatch.setattr("logging.Logger.warning", lambda _, message, *__, **___: warnings.append(message))
+    monkeypatch.setattr(
+        model.model.embeddings, "forward", lambda ids: read.append(ids.shape[1]) or embed(ids)
+    )
+    monkeypatch.setattr(
+        "logging.Logger.warning", lambda _, message, *__, **___: warnings.append(message)
+    )
     transformers.utils.logging.warning_once.cache_clear()
     model.generate(torch.arange(5)[None], max_new_tokens=3, do_sample=False, pad_token_id=0)
     model(torch.arange(5)[None])
@@ -177,14 +202,21 @@ def test_in_and_out(name, folders, tmp_path):
     folder, _ = folders(name)
     theirs(folder).save_pretrained(tmp_path / "saved")
     assert (tmp_path / "saved" / MODELING.name).read_bytes() == MODELING.read_bytes()
-    bytes_of = {n: t.file.read_bytes()[t.begin : t.end] for n, t in open_folder(folder).tensors.items()}
+    bytes_of = {
+        n: t.file.read_bytes()[t.begin : t.end] for n, t in open_folder(folder).tensors.items()
+    }
     for source in (folder, tmp_path / "saved"):
         family, config = read_model(source)
-        assert family == FAMILIES.get(name, "TitanLinearForCausalLM") and config.layers == MODELS[name].layers
+        assert (
+            family == FAMILIES.get(name, "TitanLinearForCausalLM")
+            and config.layers == MODELS[name].layers
+        )
         model, target = Decoder(config), tmp_path / f"again-{source.name}"
         load_weights(source, model)
         write_folder(target, config, family, gather(model), dtype=None, like=source)
-        found = {n: t.file.read_bytes()[t.begin : t.end] for n, t in open_folder(target).tensors.items()}
+        found = {
+            n: t.file.read_bytes()[t.begin : t.end] for n, t in open_folder(target).tensors.items()
+        }
         assert found == bytes_of
         assert read_json(target / "config.json") == read_json(source / "config.json")
         assert (target / MODELING.name).is_file()
@@ -195,7 +227,11 @@ def test_flas_names_stay(name, folders):
     """Whoever has flash-linear-attention opens the folder with it: its keys are there, and its class's name."""
     folder, _ = folders(name)
     written = read_json(folder / "config.json")
-    assert written["architectures"] == [FAMILIES[name]] and written["head_dim"] == 32 and written["use_short_conv"]
+    assert (
+        written["architectures"] == [FAMILIES[name]]
+        and written["head_dim"] == 32
+        and written["use_short_conv"]
+    )
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     assert config.model_type == written["model_type"] in ("kda", "gated_deltanet")
 
@@ -224,7 +260,9 @@ def test_a_pattern_of_another_time(folders, tmp_path):
         write_json(tmp_path / "config.json", {**written, "pattern": pattern})
         with refused(r"config.json: pattern has .*(mamba|window)"):
             read_model(tmp_path)
-    pattern = [{n: x for n, x in mixer.items() if n != "rope_scaling"} for mixer in written["pattern"]]
+    pattern = [
+        {n: x for n, x in mixer.items() if n != "rope_scaling"} for mixer in written["pattern"]
+    ]
     write_json(tmp_path / "config.json", {**written, "pattern": pattern})
     assert read_model(tmp_path)[1] == HYBRID  # of a version before that option
     for pattern in ([], "kda", ["kda"]):

@@ -57,7 +57,9 @@ aten = torch.ops.aten
 
 def blocks_of(mixer, device, layers, tp=1, impl="auto"):
     pattern = ((MIXERS | OTHERS)[mixer],)
-    model = Decoder(ModelConfig(vocab_size=8, dim=32, pattern=pattern, num_layers=layers, hidden_dim=32)).to(device)
+    model = Decoder(
+        ModelConfig(vocab_size=8, dim=32, pattern=pattern, num_layers=layers, hidden_dim=32)
+    ).to(device)
     initialise(model.use(impl, device, torch.float32), seed=0)
     if tp > 1:
         apply_tp(model, build_mesh(device.type, 1, 1, 1, tp).tp_ranks)
@@ -101,7 +103,8 @@ class HostWork(Inside):
         self.device, self.seen = device, Counter()
 
     def ran(self, op, args, kwargs, out):
-        inputs = [x for x in args if isinstance(x, Tensor) and x.dim()]  # one without dimensions is a number
+        # one without dimensions is a number
+        inputs = [x for x in args if isinstance(x, Tensor) and x.dim()]
         devices = {x.device.type for x in (*inputs, out) if isinstance(x, Tensor)}
         if op in (aten.lift_fresh.default, aten.lift_fresh_copy.default):
             self.seen["built"] += 1
@@ -124,7 +127,9 @@ def work_on_host(device):
 
     def derive(boundaries, make, *args):
         before, made = work.seen.copy(), derived(boundaries, make, *args)
-        if device.type == "cpu" and (make is lay_out or make.__module__.startswith("titan_linear.ops.torch.")):
+        if device.type == "cpu" and (
+            make is lay_out or make.__module__.startswith("titan_linear.ops.torch.")
+        ):
             work.seen.clear()
             work.seen.update(before)
         return made
@@ -152,7 +157,10 @@ def host_work(mixer, device, group, **methods):
     """Of the first layer of each kind that reads a plan, forward and backward, in a process in which another plan was
     read."""
     options = (MIXERS | OTHERS)[mixer]
-    blocks, W = blocks_of(mixer, device, 1 if options.first == options else 2), options.ops.get("causal_conv1d", {})
+    blocks, W = (
+        blocks_of(mixer, device, 1 if options.first == options else 2),
+        options.ops.get("causal_conv1d", {}),
+    )
     use_methods([block.mixer for block in blocks], **methods)
     for mode in (nullcontext(), work_on_host(device)):
         plan = plan_of([5, 20, 20, 19], device, group, **methods, **W)
@@ -161,12 +169,18 @@ def host_work(mixer, device, group, **methods):
             y, values = x, None
             for block in blocks:
                 y, _, values = block(y, plan, None, values)
-            torch.autograd.grad(y.square().sum(), [x, *(p for block in blocks for p in block.parameters())])
+            torch.autograd.grad(
+                y.square().sum(), [x, *(p for block in blocks for p in block.parameters())]
+            )
     return seen
 
 
 def on_rank(rank, world_size, device, cases):
-    where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    where = (
+        torch.device(device, torch.cuda.current_device())
+        if device == "cuda"
+        else torch.device(device)
+    )
     return [host_work(mixer, where, dist.group.WORLD, **methods) for mixer, methods in cases]
 
 
@@ -237,23 +251,34 @@ def compiled(rank, world_size, mixer, methods, impl="auto", tp=1):
     parameters = [p for block in blocks for p in block.parameters()]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    fast, errors = [torch.compile(block.forward, backend="aot_eager", fullgraph=True) for block in blocks], []
+    fast, errors = (
+        [torch.compile(block.forward, backend="aot_eager", fullgraph=True) for block in blocks],
+        [],
+    )
     graphs = []
     lists = DOCUMENTS[: 2 if impl == "triton" else 3]  # kernels take long here
     for documents, grad in ((lists, True), (VALIDATION, False)):
         for lengths in documents:
             W = (MIXERS | OTHERS)[mixer].ops.get("causal_conv1d", {})
-            plan = plan_of(lengths, device, dist.group.WORLD if world_size > tp else None, **methods, **W)
+            plan = plan_of(
+                lengths, device, dist.group.WORLD if world_size > tp else None, **methods, **W
+            )
             tokens = plan.cp_context.cut.tokens // (tp if grad else 1)
-            x = torch.randn(1, tokens, 32, generator=torch.Generator().manual_seed(rank)).requires_grad_(grad)
+            x = torch.randn(
+                1, tokens, 32, generator=torch.Generator().manual_seed(rank)
+            ).requires_grad_(grad)
             results = []
             for forwards in (blocks, fast):
                 with torch.set_grad_enabled(grad):
                     y, values = x, None
                     for forward in forwards:
                         y, _, values = forward(y, plan, None, values)
-                results.append([y, *(torch.autograd.grad(y.square().sum(), [x, *parameters]) if grad else ())])
-            errors.append(max((a - b).detach().abs().max().item() for a, b in zip(*results, strict=True)))
+                results.append(
+                    [y, *(torch.autograd.grad(y.square().sum(), [x, *parameters]) if grad else ())]
+                )
+            errors.append(
+                max((a - b).detach().abs().max().item() for a, b in zip(*results, strict=True))
+            )
         kinds = {block.options for block in blocks}
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] / len(kinds))
     return graphs, errors
@@ -316,9 +341,15 @@ def test_scans_of_gpus_are_planned_for():
 def test_a_run_says_where_ranks_wait(methods, tokens, said):
     """Four ranks do not divide 30 heads: "auto" gathers keys while one head's fit, then takes the ring."""
     model, dims = preset("olmo-hybrid", "7B"), SimpleNamespace(tp=1, cp=4, cp_group=None)
-    sharding = BatchSharding.of(model, dims, torch.device("cpu"), torch.bfloat16, linear_method="kcp", **methods)
+    sharding = BatchSharding.of(
+        model, dims, torch.device("cpu"), torch.bfloat16, linear_method="kcp", **methods
+    )
     line = sharding.uneven(tokens) or ""
-    assert ("1.75 times" in line and 'context_parallel_layout = "zigzag"' in line) == said == bool(line)
+    assert (
+        ("1.75 times" in line and 'context_parallel_layout = "zigzag"' in line)
+        == said
+        == bool(line)
+    )
 
 
 @pytest.mark.parametrize(
@@ -340,7 +371,9 @@ def test_a_batch_is_planned_for_what_its_layers_read(kinds, cp, method, planned)
     """And forward and backward read nothing else, nor do the pairs that metrics count differ."""
     three = {"three heads": Attention(heads=3, kv_heads=3, head_dim=16)}
     pattern = tuple((MIXERS | three)[kind] for kind in kinds)
-    model = ModelConfig(vocab_size=64, dim=32, pattern=pattern, num_layers=len(pattern), hidden_dim=32)
+    model = ModelConfig(
+        vocab_size=64, dim=32, pattern=pattern, num_layers=len(pattern), hidden_dim=32
+    )
     tokens, cu = torch.arange(64)[None], boundaries([40, 24])
     batch = Batch(tokens, tokens, cu, torch.zeros_like(tokens), 1, (0,), {})
 
@@ -353,8 +386,13 @@ def test_a_batch_is_planned_for_what_its_layers_read(kinds, cp, method, planned)
         of = plan.cp_context.softmax
         tables = {"ring": of.ring, "allgather": of.allgather, "ulysses+ring": of.nodes}
         assert {name for name, x in tables.items() if x is not None} == planned
-        whole, used = build_cp_context(cu, group, layout="zigzag" if cp > 1 else "contiguous"), sharding.methods(64)
-        assert plan.pairs == (pairs_computed(whole, used[0] if used else "ring") if sharding.softmax else 0)
+        whole, used = (
+            build_cp_context(cu, group, layout="zigzag" if cp > 1 else "contiguous"),
+            sharding.methods(64),
+        )
+        assert plan.pairs == (
+            pairs_computed(whole, used[0] if used else "ring") if sharding.softmax else 0
+        )
         decoder = Decoder(model)
         initialise(decoder, seed=0)
         decoder(mine, plan, loss=loss_of(labels)).backward()
@@ -366,12 +404,25 @@ def test_the_whole_stream_is_planned_for():
     """In one copy with the rest: what an all-to-all over heads reads, with chunks and segments for linear layers."""
     copies = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build_context, "to_device", lambda *tree: copies.append(tree) or to_device(*tree))
+        patch.setattr(
+            build_context, "to_device", lambda *tree: copies.append(tree) or to_device(*tree)
+        )
         for layout in ("contiguous", "zigzag"):
             split = {"rank": 1, "world_size": 2, "layout": layout, "attention": ()}
-            plans = [build_cp_context(boundaries([4000, 96]), stream_programs=n, **split) for n in (None, (), (8,))]
-            for stream, chunks, segments in zip((p.stream for p in plans), ([], [CHUNK], [CHUNK]), ([], [], [8])):
-                assert stream.cu_seqlens.tolist() == stream.cu_seqlens_cpu.tolist() == [0, 4000, 4096]
-                assert stream.longest == 4000 and [*stream.chunks] == chunks and [*stream.segments] == segments
+            plans = [
+                build_cp_context(boundaries([4000, 96]), stream_programs=n, **split)
+                for n in (None, (), (8,))
+            ]
+            for stream, chunks, segments in zip(
+                (p.stream for p in plans), ([], [CHUNK], [CHUNK]), ([], [], [8])
+            ):
+                assert (
+                    stream.cu_seqlens.tolist() == stream.cu_seqlens_cpu.tolist() == [0, 4000, 4096]
+                )
+                assert (
+                    stream.longest == 4000
+                    and [*stream.chunks] == chunks
+                    and [*stream.segments] == segments
+                )
             assert plans[2].stream.segments[8].cu_seqlens[-1] == 4096
     assert len(copies) == 6

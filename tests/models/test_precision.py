@@ -49,4 +49,6 @@ def test_logits_are_not_rounded():
     """Of bfloat16's 10 the next number is 10.0625: the loss would show it."""
     x, weight, labels = 2 * randn(256, 64), randn(320, 64, seed=1), torch.arange(256)
     want = F.cross_entropy(x.double() @ weight.double().T, labels, reduction="sum")
-    torch.testing.assert_close(chunked_cross_entropy(x, weight, labels, 100).double(), want, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        chunked_cross_entropy(x, weight, labels, 100).double(), want, rtol=1e-6, atol=0
+    )

@@ -30,7 +30,9 @@ BY_THEIR_AUTHORS = {  # of models that transformers lacks, and two others
     ("rwkv7", "1.5B"): 1_527_404_544,
     ("rwkv7", "2.9B"): 2_947_735_040,
 }
-PUBLISHED = [(n, f) for n in MODELS if n not in OWN for f in MODELS[n] if f != "debug" and n != "rwkv7"]
+PUBLISHED = [
+    (n, f) for n in MODELS if n not in OWN for f in MODELS[n] if f != "debug" and n != "rwkv7"
+]
 
 
 def family_of(name, config):
@@ -61,7 +63,10 @@ DIGESTS = {
 
 def digest(sizes):
     """Of every option of every flavor that is not its default."""
-    training = [(m.init_std, m.moe and (m.moe.balance_coefficient, m.moe.bias_update_rate)) for m in sizes.values()]
+    training = [
+        (m.init_std, m.moe and (m.moe.balance_coefficient, m.moe.bias_update_rate))
+        for m in sizes.values()
+    ]
     parts = [*sizes, *map(fingerprint, sizes.values()), training]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -81,11 +86,16 @@ def test_parameter_counts(name, flavor):
     assert count_parameters(config) == sum(p.numel() for p in theirs.parameters())
     if name != "kimi-linear":  # whose linear_attn_config transformers does not read
         read = AutoConfig.for_model(**published(name, flavor)).to_dict()
-        assert config_from_hf(read | {"architectures": [type(theirs).__name__]}) == (type(theirs).__name__, config)
+        assert config_from_hf(read | {"architectures": [type(theirs).__name__]}) == (
+            type(theirs).__name__,
+            config,
+        )
 
 
 def test_parameter_counts_of_their_authors():
-    assert {which: count_parameters(preset(*which)) for which in BY_THEIR_AUTHORS} == BY_THEIR_AUTHORS
+    assert {
+        which: count_parameters(preset(*which)) for which in BY_THEIR_AUTHORS
+    } == BY_THEIR_AUTHORS
 
 
 @pytest.mark.parametrize("name, flavor", [("qwen3-next", "80B-A3B"), ("kimi-linear", "48B-A3B")])
@@ -101,7 +111,10 @@ def test_adapters_of_the_large_ones(name, flavor):
         per = placement.num_rows // placement.shape[0]
         rows = -(-placement.shape[0] // 64) * per
         own += (
-            sum(stop - start for _, start, stop, _ in placement.pieces(0, min(rows, placement.num_rows)))
+            sum(
+                stop - start
+                for _, start, stop, _ in placement.pieces(0, min(rows, placement.num_rows))
+            )
             * placement.width
         )
     assert own < whole / 64 * 1.05
@@ -130,7 +143,10 @@ def test_a_dense_qwen3_next():
     family, back = config_from_hf(config_to_hf("Qwen3NextForCausalLM", config))
     assert back == config
     names = {s.name for e in placements(back, family) for s in e.sources}
-    assert "model.layers.0.linear_attn.in_proj_qkvz.weight" in names and "model.layers.0.mlp.up_proj.weight" in names
+    assert (
+        "model.layers.0.linear_attn.in_proj_qkvz.weight" in names
+        and "model.layers.0.mlp.up_proj.weight" in names
+    )
 
 
 def test_the_table_names_every_preset():
@@ -140,9 +156,22 @@ def test_the_table_names_every_preset():
 
 
 def test_keys_change_sizes_pattern_and_options():
-    keys = ["--model.flavor=340M", "--model.dim=256", "--model.num_layers=6", "--model.hidden_dim=512"]
-    keys += ['--model.pattern=["kda", "attention"]', "--model.kda.heads=2", "--model.kda.v_heads", "4"]
-    keys += ["--model.attention={heads = 4, kv_heads = 2, rope_theta = 1e4}", "--model.kda.lower_bound="]
+    keys = [
+        "--model.flavor=340M",
+        "--model.dim=256",
+        "--model.num_layers=6",
+        "--model.hidden_dim=512",
+    ]
+    keys += [
+        '--model.pattern=["kda", "attention"]',
+        "--model.kda.heads=2",
+        "--model.kda.v_heads",
+        "4",
+    ]
+    keys += [
+        "--model.attention={heads = 4, kv_heads = 2, rope_theta = 1e4}",
+        "--model.kda.lower_bound=",
+    ]
     old, new = preset("hybrid", "340M"), resized_by(keys)
     kda, attention = new.pattern
     assert kda == replace(old.pattern[0], heads=2, v_heads=4, lower_bound=None)
@@ -150,10 +179,17 @@ def test_keys_change_sizes_pattern_and_options():
     assert new == replace(old, dim=256, num_layers=6, hidden_dim=512, pattern=(kda, attention))
     assert resized_by([]) == preset("hybrid", "debug")
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    for keys in ([f"--model.attention.rope_scaling={toml_value(yarn)}"], ["--model.attention.rope_scaling="]):
+    for keys in (
+        [f"--model.attention.rope_scaling={toml_value(yarn)}"],
+        ["--model.attention.rope_scaling="],
+    ):
         expected = RopeScaling(**yarn) if "yarn" in keys[0] else None
-        assert resized_by(keys).pattern[2] == replace(preset("hybrid", "debug").pattern[2], rope_scaling=expected)
-    assert resized_by(["--model.moe={num_experts = 4, top_k = 2, hidden_dim = 8}"]).moe == MoEConfig(4, 2, 8)
+        assert resized_by(keys).pattern[2] == replace(
+            preset("hybrid", "debug").pattern[2], rope_scaling=expected
+        )
+    assert resized_by(
+        ["--model.moe={num_experts = 4, top_k = 2, hidden_dim = 8}"]
+    ).moe == MoEConfig(4, 2, 8)
 
 
 def test_ling_3_as_published():
@@ -161,8 +197,15 @@ def test_ling_3_as_published():
     defaults = BailingHybridConfig().to_dict() | {"architectures": ["BailingHybridForCausalLM"]}
     assert config_from_hf(defaults) == ("BailingHybridForCausalLM", preset("ling-3", "flash"))
     tiny = preset("ling-3", "tiny")  # 7.9B-A1.3B on its card
-    folder = {"architectures": ["BailingMoeV3ForCausalLM"], "partial_rotary_factor": 0.5, "rotary_dim": 64}
-    assert config_from_hf(published("ling-3", "tiny") | folder) == ("BailingHybridForCausalLM", tiny)
+    folder = {
+        "architectures": ["BailingMoeV3ForCausalLM"],
+        "partial_rotary_factor": 0.5,
+        "rotary_dim": 64,
+    }
+    assert config_from_hf(published("ling-3", "tiny") | folder) == (
+        "BailingHybridForCausalLM",
+        tiny,
+    )
     sparse = sum(tiny.has_experts(i) for i in range(tiny.num_layers))
     idle = sparse * (128 - 8) * 3 * tiny.dim * tiny.moe.hidden_dim
     assert (count_parameters(tiny), count_parameters(tiny) - idle) == (7_893_389_856, 1_381_732_896)
@@ -174,10 +217,17 @@ def test_head_dim_auto_is_what_the_width_leaves():
 
 
 def test_keys_put_mixers_side_by_side():
-    keys = ['--model.pattern=["kda+attention", "gdn"]', "--model.attention.kv_heads=1", "--model.gdn.conv_size=3"]
+    keys = [
+        '--model.pattern=["kda+attention", "gdn"]',
+        "--model.attention.kv_heads=1",
+        "--model.gdn.conv_size=3",
+    ]
     keys += ["--model.num_layers=4"]
     kda, gdn, attention = preset("hybrid", "debug").pattern
-    assert resized_by(keys).pattern == ((kda, replace(attention, kv_heads=1)), replace(gdn, conv_size=3))
+    assert resized_by(keys).pattern == (
+        (kda, replace(attention, kv_heads=1)),
+        replace(gdn, conv_size=3),
+    )
     beside = replace(preset("hybrid", "debug"), pattern=((kda, attention),))
     given = load_config(["--model.attention.kv_heads=1"]).model.model_dump()
     assert resized(beside, given).pattern == ((kda, replace(attention, kv_heads=1)),)
@@ -187,7 +237,10 @@ def test_options_apply_to_each_layer_of_their_kind():
     kda = preset("kda", "debug").pattern[0]
     model = replace(preset("kda", "debug"), pattern=(kda, replace(kda, lower_bound=None)))
     keys = load_config(["--model.kda.conv_size=3"]).model.model_dump()
-    assert resized(model, keys).pattern == (replace(kda, conv_size=3), replace(kda, conv_size=3, lower_bound=None))
+    assert resized(model, keys).pattern == (
+        replace(kda, conv_size=3),
+        replace(kda, conv_size=3, lower_bound=None),
+    )
 
 
 @pytest.mark.parametrize(
@@ -213,7 +266,13 @@ def test_logits_are_not_divided_by_0():
 
 def test_the_largest_sizes_can_be_counted():
     most = 2**20 - 1
-    model = replace(preset("kda", "debug"), vocab_size=most, dim=most, hidden_dim=most, moe=MoEConfig(most, 1, most))
+    model = replace(
+        preset("kda", "debug"),
+        vocab_size=most,
+        dim=most,
+        hidden_dim=most,
+        moe=MoEConfig(most, 1, most),
+    )
     kda = replace(model.pattern[0], heads=1, v_heads=most, head_dim=most, v_head_dim=most)
     model = replace(model, pattern=(kda,))
     assert mistake(model) is None and count_parameters(model) > 2**62
@@ -222,32 +281,61 @@ def test_the_largest_sizes_can_be_counted():
 @pytest.mark.parametrize(
     "keys, words",
     [
-        (["--model.kda.head=3"], r"model.kda.head is not a key; model.kda has heads, v_heads, .*gate_bias"),
-        (["--model.kda.heads=x"], r"\[model\] gives kda heads = 'x', which must be a valid integer"),
-        (["--model.kda.heads=0"], r"\[model\] gives kda heads = 0, which must be greater than or equal to 1"),
+        (
+            ["--model.kda.head=3"],
+            r"model.kda.head is not a key; model.kda has heads, v_heads, .*gate_bias",
+        ),
+        (
+            ["--model.kda.heads=x"],
+            r"\[model\] gives kda heads = 'x', which must be a valid integer",
+        ),
+        (
+            ["--model.kda.heads=0"],
+            r"\[model\] gives kda heads = 0, which must be greater than or equal to 1",
+        ),
         (
             ["--model.num_layers=100000000"],
             r"the model's num_layers = 100000000, which must be less than or equal to 10000",
         ),
-        (["--model.name=rwkv7", "--model.rwkv7.head_dim=1"], r"gives rwkv7 head_dim = 1, of which each head's norm"),
+        (
+            ["--model.name=rwkv7", "--model.rwkv7.head_dim=1"],
+            r"gives rwkv7 head_dim = 1, of which each head's norm",
+        ),
         (["--model.attention.scale=0"], r"gives attention scale = 0, which must be greater than 0"),
-        (["--model.kda.v_heads=3"], r"gives kda v_heads = 3, which must be a multiple of heads = 2"),
-        (["--model.attention.qk_norm=all"], r"attention qk_norm = 'all', which must be 'head' or 'width'"),
+        (
+            ["--model.kda.v_heads=3"],
+            r"gives kda v_heads = 3, which must be a multiple of heads = 2",
+        ),
+        (
+            ["--model.attention.qk_norm=all"],
+            r"attention qk_norm = 'all', which must be 'head' or 'width'",
+        ),
         (
             ['--model.pattern=["mamba"]'],
             r"\['mamba'\] has 'mamba'; use kda, gdn, .*, mla, mlp, moe",
         ),
-        (['--model.pattern=["kda+mlp"]'], r"has 'kda\+mlp'; use kda, .*, moe, or mixers with \+ between them"),
+        (
+            ['--model.pattern=["kda+mlp"]'],
+            r"has 'kda\+mlp'; use kda, .*, moe, or mixers with \+ between them",
+        ),
         *(
             ([f'--model.pattern=["kda", {rest} "attention"]', *layers], words)
             for rest, layers, words in (
-                ('"kda", "kda",', [], r"has 4 layers, which num_layers = 3 does not .*; set model.num_layers .* as 4,"),
+                (
+                    '"kda", "kda",',
+                    [],
+                    r"has 4 layers, which num_layers = 3 does not .*; set model.num_layers .* as 4,",
+                ),
                 (
                     "",
                     [],
                     r"\['kda', 'attention'\] has 2 layers, which num_layers = 3 does .*num_layers .*as 4, or write",
                 ),
-                ('"kda",', ["--model.num_layers=10"], r"3 layers, which num_layers = 10 .* a multiple, such as 9, or"),
+                (
+                    '"kda",',
+                    ["--model.num_layers=10"],
+                    r"3 layers, which num_layers = 10 .* a multiple, such as 9, or",
+                ),
             )
         ),
         (['--model.pattern=["kda+"]'], r"has 'kda\+'; use kda"),
@@ -255,23 +343,68 @@ def test_the_largest_sizes_can_be_counted():
             ["--model.attention.rope_scaling={factor = 2.0}"],
             r"model.attention.rope_scaling lacks rope_type, which this model.flavor does not have; give",
         ),
-        (["--model.attention.rope_scaling={beta = 2.0}"], r"rope_scaling.beta is not a key; .* has rope_type, factor,"),
-        (["--model.name=qwen3.5", "--model.moe.shared_hidden_dim=0"], "shared_gate = True, and shared_hidden_dim = 0"),
-        (["--model.name=qwen3.5", "--model.moe.bias_update_rate=1"], "selection_bias = False leaves nothing to move"),
-        (['--model.pattern=["mlp"]', "--model.mtp_layers=1"], "mtp_layers = 1, which take a mixer of the pattern"),
-        (["--model.name=qwen3.5", "--model.moe.scale=inf"], "scale = inf, which must be a finite number"),
+        (
+            ["--model.attention.rope_scaling={beta = 2.0}"],
+            r"rope_scaling.beta is not a key; .* has rope_type, factor,",
+        ),
+        (
+            ["--model.name=qwen3.5", "--model.moe.shared_hidden_dim=0"],
+            "shared_gate = True, and shared_hidden_dim = 0",
+        ),
+        (
+            ["--model.name=qwen3.5", "--model.moe.bias_update_rate=1"],
+            "selection_bias = False leaves nothing to move",
+        ),
+        (
+            ['--model.pattern=["mlp"]', "--model.mtp_layers=1"],
+            "mtp_layers = 1, which take a mixer of the pattern",
+        ),
+        (
+            ["--model.name=qwen3.5", "--model.moe.scale=inf"],
+            "scale = inf, which must be a finite number",
+        ),
         (
             ["--model.attention.rope_scaling=yarn"],
             r"attention rope_scaling = 'yarn', which must be an instance of RopeScaling",
         ),
         *(
-            ([f"--model.attention={{rope_theta = {theta}, rope_scaling = {{rope_type = '{kind}', {rest}}}}}"], words)
+            (
+                [
+                    f"--model.attention={{rope_theta = {theta}, rope_scaling = {{rope_type = '{kind}', {rest}}}}}"
+                ],
+                words,
+            )
             for theta, kind, rest, words in (
-                ("''", "linear", "factor = 2.0", r"attention rope_theta = None, which rope_scaling needs above 1"),
-                (1.0, "linear", "factor = 2.0", r"attention rope_theta = 1.0, which rope_scaling needs above 1"),
-                (1e4, "linear", "factor = 0.5", r"rope_scaling factor = 0.5, which must be at least 1"),
-                (1e4, "linear", "factor = 2.0, truncate = false", r"truncate, which 'linear' does not use"),
-                (1e4, "llama3", "factor = 2.0", r"'llama3' without original_max_position_embeddings"),
+                (
+                    "''",
+                    "linear",
+                    "factor = 2.0",
+                    r"attention rope_theta = None, which rope_scaling needs above 1",
+                ),
+                (
+                    1.0,
+                    "linear",
+                    "factor = 2.0",
+                    r"attention rope_theta = 1.0, which rope_scaling needs above 1",
+                ),
+                (
+                    1e4,
+                    "linear",
+                    "factor = 0.5",
+                    r"rope_scaling factor = 0.5, which must be at least 1",
+                ),
+                (
+                    1e4,
+                    "linear",
+                    "factor = 2.0, truncate = false",
+                    r"truncate, which 'linear' does not use",
+                ),
+                (
+                    1e4,
+                    "llama3",
+                    "factor = 2.0",
+                    r"'llama3' without original_max_position_embeddings",
+                ),
                 (
                     1e4,
                     "yarn",
@@ -284,13 +417,32 @@ def test_the_largest_sizes_can_be_counted():
                     f"{YARN}, beta_slow = 0.0",
                     r"rope_scaling beta_slow = 0.0, which must be at least 1e-06",
                 ),
-                (1e4, "yarn", f"{YARN}, beta_slow = 40.0", r"beta_slow = 40.0, which must be below beta_fast = 32.0"),
-                (1e4, "yarn", f"{YARN}, truncate = 1", r"rope_scaling truncate = 1, which must be a valid boolean"),
+                (
+                    1e4,
+                    "yarn",
+                    f"{YARN}, beta_slow = 40.0",
+                    r"beta_slow = 40.0, which must be below beta_fast = 32.0",
+                ),
+                (
+                    1e4,
+                    "yarn",
+                    f"{YARN}, truncate = 1",
+                    r"rope_scaling truncate = 1, which must be a valid boolean",
+                ),
             )
         ),
-        (['--model.pattern=["mla"]'], r"model.mla lacks heads, kv_rank, .*, which this model.flavor does not have"),
-        (["--model.mla.heads=3"], r"model.mla is not used: model.pattern = \['kda', 'gdn', 'attention'\] has no 'mla'"),
-        (["--model.mamba.heads=3"], r"model.mamba is neither a key nor a mixer; mixers are kda, .*, mla"),
+        (
+            ['--model.pattern=["mla"]'],
+            r"model.mla lacks heads, kv_rank, .*, which this model.flavor does not have",
+        ),
+        (
+            ["--model.mla.heads=3"],
+            r"model.mla is not used: model.pattern = \['kda', 'gdn', 'attention'\] has no 'mla'",
+        ),
+        (
+            ["--model.mamba.heads=3"],
+            r"model.mamba is neither a key nor a mixer; mixers are kda, .*, mla",
+        ),
         (["--model.moe.top_k=3"], r"model.moe lacks num_experts, hidden_dim, which this"),
         (
             ["--model.flavor=100M"],

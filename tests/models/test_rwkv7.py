@@ -38,7 +38,9 @@ def below(tensors, prefix):
 
 
 def layer_norm(x, tensors, name):
-    return F.layer_norm(x, x.shape, tensors[f"{name}.weight"], tensors[f"{name}.bias"], CONFIG.norm_eps)
+    return F.layer_norm(
+        x, x.shape, tensors[f"{name}.weight"], tensors[f"{name}.bias"], CONFIG.norm_eps
+    )
 
 
 def time_mixing(p, x, before, S, first):
@@ -64,10 +66,16 @@ def time_mixing(p, x, before, S, first):
     k = k * (1 + (a - 1) * p["k_a"])
     r, w, k, by_head, a = (y.view(HEADS, -1) for y in (r, w, k, v, a))
     read = (S * removed.unsqueeze(1)).sum(2, keepdim=True)  # [heads, V, 1]
-    S = S * w.unsqueeze(1) - read * (a * removed).unsqueeze(1) + by_head.unsqueeze(2) * k.unsqueeze(1)
+    S = (
+        S * w.unsqueeze(1)
+        - read * (a * removed).unsqueeze(1)
+        + by_head.unsqueeze(2) * k.unsqueeze(1)
+    )
     o = (S * r.unsqueeze(1)).sum(2)
     deviation = (o.var(1, keepdim=True, correction=0) + HEAD_DIM * CONFIG.norm_eps).sqrt()
-    o = ((o - o.mean(1, keepdim=True)) / deviation).flatten() * p["g_norm.weight"] + p["g_norm.bias"]
+    o = ((o - o.mean(1, keepdim=True)) / deviation).flatten() * p["g_norm.weight"] + p[
+        "g_norm.bias"
+    ]
     bonus = (r * k * p["r_k"]).sum(1, keepdim=True) * by_head
     return p["o_proj.weight"] @ ((o + bonus.flatten()) * g), v, S
 
@@ -85,7 +93,10 @@ def oracle(tensors, tokens, bounds):
         shifts = [[nothing, nothing] for _ in layers]
         states = [torch.zeros(HEADS, HEAD_DIM, HEAD_DIM, dtype=torch.float64) for _ in layers]
         for token in tokens[start:end]:
-            x, first = layer_norm(tensors["model.embeddings.weight"][token], layers[0], "pre_norm"), None
+            x, first = (
+                layer_norm(tensors["model.embeddings.weight"][token], layers[0], "pre_norm"),
+                None,
+            )
             for i, (p, attn, ffn) in enumerate(parts):
                 given = layer_norm(x, p, "attn_norm")
                 y, v, states[i] = time_mixing(attn, given, shifts[i][0], states[i], first)
@@ -123,7 +134,9 @@ def wanted(theirs, tokens):
     leaves = {name: x.clone().requires_grad_() for name, x in theirs.items()}
     logits = oracle(leaves, tokens, BOUNDS)
     F.cross_entropy(logits, labels_of(tokens, BOUNDS), reduction="sum").backward()
-    return logits.detach(), state_from_hf({name: x.grad for name, x in leaves.items()}, CONFIG, FAMILY)
+    return logits.detach(), state_from_hf(
+        {name: x.grad for name, x in leaves.items()}, CONFIG, FAMILY
+    )
 
 
 def computed(theirs, tokens, labels, plan):
@@ -132,7 +145,9 @@ def computed(theirs, tokens, labels, plan):
     model.head.chunk = 48
     model(tokens.unsqueeze(0), plan, loss=loss_of(labels)).backward()
     with torch.no_grad():
-        return model(tokens.unsqueeze(0), plan)[0], {name: p.grad for name, p in model.named_parameters()}
+        return model(tokens.unsqueeze(0), plan)[0], {
+            name: p.grad for name, p in model.named_parameters()
+        }
 
 
 def check(got, wanted):
@@ -154,7 +169,9 @@ def test_context_parallelism(ranks, layout, theirs, tokens, wanted):
     def on_rank(group):
         context = build_cp_context(bounds, group, layout=layout)
         mine = tokens_of(context)
-        return mine, *computed(theirs, tokens[mine], labels[mine], BatchPlan(context.position_ids, cp_context=context))
+        return mine, *computed(
+            theirs, tokens[mine], labels[mine], BatchPlan(context.position_ids, cp_context=context)
+        )
 
     parts = run_ranks(on_rank, ranks)
     logits = torch.empty_like(wanted[0])
@@ -177,7 +194,10 @@ def test_vectors_are_drawn_as_in_rwkv_lm(layer):
         (mixer.w_lora.bias, w + 0.5 + 2.5 * zigzag),
         (mixer.a_lora.bias, -0.19 + 0.3 * zigzag + 0.4 * linear),
         (mixer.k_k, 0.71 - 0.1 * linear),
-        *((getattr(mixer, f"x_{x}"), 1 - (n / CONFIG.dim) ** (p * left)) for x, p in zip("rwkvag", POWERS)),
+        *(
+            (getattr(mixer, f"x_{x}"), 1 - (n / CONFIG.dim) ** (p * left))
+            for x, p in zip("rwkvag", POWERS)
+        ),
         (mlp.x_k, 1 - (n / CONFIG.dim) ** left**4),
         (mixer.g_norm.weight, torch.full_like(n, (1 - left + 1 / CONFIG.num_layers) ** 0.7)),
         *([(mixer.v_lora.bias, 0.73 - 0.4 * linear)] if layer else []),
@@ -200,10 +220,13 @@ def test_folders_go_in_and_out_unchanged(theirs):
     again = state_from_hf(first, CONFIG, FAMILY)
     assert all(torch.equal(again[name], x) for name, x in state.items())
     back = state_to_hf(state, CONFIG, FAMILY, {name: tuple(x.shape) for name, x in first.items()})
-    assert back.keys() == first.keys() and all(torch.equal(back[name], x) for name, x in first.items())
+    assert back.keys() == first.keys() and all(
+        torch.equal(back[name], x) for name, x in first.items()
+    )
 
 
-RWKV_LM = {  # of names of flash-linear-attention; both factors of low-rank MLPs are transposed there
+# of names of flash-linear-attention; both factors of low-rank MLPs are transposed there
+RWKV_LM = {
     "model.embeddings": "emb",
     "model.norm": "ln_out",
     "lm_head": "head",
@@ -232,7 +255,13 @@ def of_rwkv_lm(theirs):
         for fla, own in RWKV_LM.items():
             renamed = renamed.replace(fla, own)
         vector = re.search(r"att\.(.0|k_.)$|x_k$", renamed)
-        tensors[renamed] = x.view(1, 1, -1) if vector else x.T.contiguous() if re.search(r"att\..[12]$", renamed) else x
+        tensors[renamed] = (
+            x.view(1, 1, -1)
+            if vector
+            else x.T.contiguous()
+            if re.search(r"att\..[12]$", renamed)
+            else x
+        )
     unused = {f"blocks.0.att.v{n}": tensors[f"blocks.1.att.v{n}"] for n in range(3)}
     return tensors | unused
 
@@ -251,23 +280,43 @@ def test_a_file_of_rwkv_lm_becomes_a_folder(theirs, of_rwkv_lm, tmp_path):
 @pytest.mark.parametrize(
     "change, said",
     [
-        (lambda t: t.pop("blocks.0.att.r_k"), "blocks.0.att.r_k is missing, so that this is no RWKV-7"),
+        (
+            lambda t: t.pop("blocks.0.att.r_k"),
+            "blocks.0.att.r_k is missing, so that this is no RWKV-7",
+        ),
         (lambda t: t.pop("blocks.0.ln0.bias"), "blocks.0.ln0.bias is missing"),
-        (lambda t: t.update({"blocks.0.ffn.s_emb.weight": torch.ones(1)}), "blocks.0.ffn.s_emb.weight is no tensor of"),
-        (lambda t: t.update({"ln_out.bias": torch.ones(3)}), "ln_out.bias is [3], other than [128]"),
-        (lambda t: t.update({"emb.weight": t["emb.weight"].to(torch.int8)}), "this dict is no RWKV-7; give a file of"),
+        (
+            lambda t: t.update({"blocks.0.ffn.s_emb.weight": torch.ones(1)}),
+            "blocks.0.ffn.s_emb.weight is no tensor of",
+        ),
+        (
+            lambda t: t.update({"ln_out.bias": torch.ones(3)}),
+            "ln_out.bias is [3], other than [128]",
+        ),
+        (
+            lambda t: t.update({"emb.weight": t["emb.weight"].to(torch.int8)}),
+            "this dict is no RWKV-7; give a file of",
+        ),
         (
             lambda t: t.update({"blocks.2.att.w1": torch.ones(3)}),
             "blocks.2.att.w1 is [3], of other than two dimensions",
         ),
-        (lambda t: t.update({0: torch.ones(1)}), "this dict is no RWKV-7; give a file of tensors of floats by name"),
-        (lambda t: t.update({"step": 3}), "this dict is no RWKV-7; give a file of tensors of floats by name"),
+        (
+            lambda t: t.update({0: torch.ones(1)}),
+            "this dict is no RWKV-7; give a file of tensors of floats by name",
+        ),
+        (
+            lambda t: t.update({"step": 3}),
+            "this dict is no RWKV-7; give a file of tensors of floats by name",
+        ),
     ],
 )
 def test_other_files_are_refused(change, said, of_rwkv_lm, tmp_path, capsys):
     change(of_rwkv_lm)
     torch.save(of_rwkv_lm, tmp_path / "model.pth")
-    assert main(["convert", "from-rwkv", str(tmp_path / "model.pth"), str(tmp_path / "folder")]) == 2
+    assert (
+        main(["convert", "from-rwkv", str(tmp_path / "model.pth"), str(tmp_path / "folder")]) == 2
+    )
     err = capsys.readouterr().err
     assert f"model.pth': {said}" in err and err.count("\n") == 1
     assert not (tmp_path / "folder").exists()
@@ -275,8 +324,12 @@ def test_other_files_are_refused(change, said, of_rwkv_lm, tmp_path, capsys):
 
 def test_a_file_with_code_is_refused(tmp_path, capsys):
     torch.save({"emb.weight": Path("x")}, tmp_path / "model.pth")
-    assert main(["convert", "from-rwkv", str(tmp_path / "model.pth"), str(tmp_path / "folder")]) == 2
-    assert capsys.readouterr().err.endswith("model.pth' is damaged or holds more than tensors; fetch it again\n")
+    assert (
+        main(["convert", "from-rwkv", str(tmp_path / "model.pth"), str(tmp_path / "folder")]) == 2
+    )
+    assert capsys.readouterr().err.endswith(
+        "model.pth' is damaged or holds more than tensors; fetch it again\n"
+    )
 
 
 @pytest.mark.parametrize(

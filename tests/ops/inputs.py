@@ -26,9 +26,14 @@ from titan_linear.ops import (
 from titan_linear.ops.cross_entropy import ChunkedLogits, cross_entropy
 from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
-from titan_linear.ops.reference.linear_attention import recurrent_dplr, recurrent_simple_gla, recurrent_ssd
+from titan_linear.ops.reference.linear_attention import (
+    recurrent_dplr,
+    recurrent_simple_gla,
+    recurrent_ssd,
+)
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of Triton's kernels, which run in its interpreter there
+# of Triton's kernels, which run in its interpreter there
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPS = {
     "kda": chunk_kda,
     "gdn": chunk_gated_delta_rule,
@@ -38,14 +43,21 @@ OPS = {
     "rwkv7": chunk_rwkv7,
 }
 STATES = {  # what an op calls its states
-    op: ("initial_states", "return_final_states") if op == "ssd" else ("initial_state", "output_final_state")
+    op: ("initial_states", "return_final_states")
+    if op == "ssd"
+    else ("initial_state", "output_final_state")
     for op in OPS
 }
 FORWARD, GRADIENTS = 1e-12, 1e-9  # relative errors in float64
 GATES = {"slow": 1e-3, "usual": 1.0, "safe": 5.0, "fast": 20.0}  # largest decay per token, −g
 
 # Log decays of single tokens among those of −1e-3.
-JUMPS = [{20: -168.0}, dict.fromkeys(range(3, 23), -5.0), {3: -100.0}, {3: -100.0, 70: -168.0, 90: -100.0}]
+JUMPS = [
+    {20: -168.0},
+    dict.fromkeys(range(3, 23), -5.0),
+    {3: -100.0},
+    {3: -100.0, 70: -168.0, 90: -100.0},
+]
 
 
 @contextmanager
@@ -165,7 +177,9 @@ def call(op: str, x: dict[str, Tensor], **options) -> tuple[Tensor, Tensor | Non
     return OPS[op](**x, **options)
 
 
-def oracle(op: str, x: dict[str, Tensor], lower_bound: float | None = None, **options) -> tuple[Tensor, Tensor]:
+def oracle(
+    op: str, x: dict[str, Tensor], lower_bound: float | None = None, **options
+) -> tuple[Tensor, Tensor]:
     """The token-by-token result for the same inputs."""
     for name in ("disable_recompute", "safe_gate"):
         options.pop(name, None)
@@ -185,7 +199,11 @@ def oracle(op: str, x: dict[str, Tensor], lower_bound: float | None = None, **op
     if "A_log" in x:
         A_log, dt_bias = x.pop("A_log"), x.pop("dt_bias")
         x["q"], x["k"] = l2norm(x["q"]), l2norm(x["k"])
-        x["g"] = kda_gate(x["g"], A_log, dt_bias, lower_bound) if op == "kda" else gdn_gate(x["g"], A_log, dt_bias)
+        x["g"] = (
+            kda_gate(x["g"], A_log, dt_bias, lower_bound)
+            if op == "kda"
+            else gdn_gate(x["g"], A_log, dt_bias)
+        )
     return recurrent_delta_rule(**x, initial_state=initial_state, **options)
 
 
@@ -210,10 +228,15 @@ def errors(
     x = x | {initial: torch.randn(entries, *state, generator=rng, dtype=wide)}
     ours = leaves({name: t.to(device_of(impl)) for name, t in x.items()})
     placed = None if cu is None else cu.to(device_of(impl))
-    got = gradients(list(call(op, ours, cu_seqlens=placed, impl=impl, **{need_final: True}, **options)), ours)
+    got = gradients(
+        list(call(op, ours, cu_seqlens=placed, impl=impl, **{need_final: True}, **options)), ours
+    )
     exact = leaves({name: t.double() for name, t in x.items()})
     want = gradients(list(oracle(op, exact, cu_seqlens=cu, **options)), exact)
-    return {name: relative_error(a.cpu(), b) for name, a, b in zip(["o", "final", *x], got, want, strict=True)}
+    return {
+        name: relative_error(a.cpu(), b)
+        for name, a, b in zip(["o", "final", *x], got, want, strict=True)
+    }
 
 
 def compare(op: str, x: dict[str, Tensor], cu: Tensor | None = None, **options) -> None:
@@ -222,7 +245,9 @@ def compare(op: str, x: dict[str, Tensor], cu: Tensor | None = None, **options) 
     assert max(found["o"], found["final"]) < FORWARD and max(found.values()) < GRADIENTS, found
 
 
-def compare_four_ranks(op: str, x: dict[str, Tensor], cu: Tensor, layout: str, tolerance: float) -> None:
+def compare_four_ranks(
+    op: str, x: dict[str, Tensor], cu: Tensor, layout: str, tolerance: float
+) -> None:
     """The kernels' float32 output and gradients of all inputs under context parallelism; those of parameters add up."""
     x = {name: t.float() for name, t in x.items()}
     exact = leaves({name: t.double() for name, t in x.items()})
@@ -243,7 +268,9 @@ def compare_four_ranks(op: str, x: dict[str, Tensor], cu: Tensor, layout: str, t
         assert relative_error(whole, right) < tolerance, name
 
 
-def check_neighbours(op: str, base: dict[str, Tensor], lengths: list[int], documents: Iterable[int], **options) -> None:
+def check_neighbours(
+    op: str, base: dict[str, Tensor], lengths: list[int], documents: Iterable[int], **options
+) -> None:
     """Whatever one of these documents holds, the others' outputs and gradients are what they are without it, to the
     last bit; and a second run gives the same bits."""
     device, cu = device_of(options.get("impl", "torch")), boundaries(lengths)
@@ -263,7 +290,9 @@ def check_neighbours(op: str, base: dict[str, Tensor], lengths: list[int], docum
                 changed[name][:, inside] = -abs(value) if name == "gk" else value
             for name, a, b in zip(["o", *base], results(changed), before, strict=True):
                 if name in ("o", *tokens):
-                    a, b = (torch.cat([t[:, : inside.start], t[:, inside.stop :]], 1) for t in (a, b))
+                    a, b = (
+                        torch.cat([t[:, : inside.start], t[:, inside.stop :]], 1) for t in (a, b)
+                    )
                     assert torch.equal(a, b), (name, i, value)
 
 
@@ -271,7 +300,9 @@ def leaves(x: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.detach().clone().requires_grad_() for name, t in x.items()}
 
 
-def same(got: Sequence[Tensor] | dict[str, Tensor], want: Sequence[Tensor] | dict[str, Tensor]) -> bool:
+def same(
+    got: Sequence[Tensor] | dict[str, Tensor], want: Sequence[Tensor] | dict[str, Tensor]
+) -> bool:
     """To the last bit; of tensors by name `got` may have more."""
     if isinstance(want, dict):
         got, want = [got[name] for name in want], list(want.values())
@@ -280,12 +311,19 @@ def same(got: Sequence[Tensor] | dict[str, Tensor], want: Sequence[Tensor] | dic
 
 def relative_error(a: Tensor, b: Tensor, scale: Tensor | None = None) -> float:
     """‖a − b‖ / ‖scale‖, b's by default; infinite where a is not finite."""
-    error = (a.double() - b.double()).norm() / (b if scale is None else scale).double().norm().clamp(min=1e-300)
+    error = (a.double() - b.double()).norm() / (
+        b if scale is None else scale
+    ).double().norm().clamp(min=1e-300)
     return error.item() if torch.isfinite(a).all() else float("inf")
 
 
 def chunked_cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, chunk: int, ranks: Ranks | None = None, impl: str = "auto"
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk: int,
+    ranks: Ranks | None = None,
+    impl: str = "auto",
 ) -> Tensor:
     """Σ_t cross_entropy(x_t Wᵀ, label_t) over labels that are not −100, [T] int64 (`ChunkedLogits`)."""
     return ChunkedLogits(x, weight, chunk, ranks, impl=impl).sum(labels, cross_entropy)

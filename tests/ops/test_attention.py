@@ -33,7 +33,9 @@ def make(B, Tq, Tk, Hq, Hkv, D, Dv, dtype=torch.float64, device="cpu", seed=0):
     """q, k, v (leaves) and do."""
     generator = torch.Generator().manual_seed(seed)
     shapes = (B, Tq, Hq, D), (B, Tk, Hkv, D), (B, Tk, Hkv, Dv), (B, Tq, Hq, Dv)
-    q, k, v, do = (torch.randn(s, generator=generator, dtype=torch.float64).to(device, dtype) for s in shapes)
+    q, k, v, do = (
+        torch.randn(s, generator=generator, dtype=torch.float64).to(device, dtype) for s in shapes
+    )
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), do
 
 
@@ -86,7 +88,9 @@ def spoilt(tensors, boundaries, value, **kwargs):
     for a, b in pairwise(boundaries):
         others = torch.ones(boundaries[-1], dtype=torch.bool, device=tensors[0].device)
         others[a:b] = False
-        *poisoned, do = (x.detach().masked_fill(~others[None, :, None, None], value) for x in tensors)
+        *poisoned, do = (
+            x.detach().masked_fill(~others[None, :, None, None], value) for x in tensors
+        )
         after = run(attention, *(x.requires_grad_() for x in poisoned), do, **kwargs)
         assert all(torch.equal(x[:, others], y[:, others]) for x, y in zip(before, after)), (a, b)
         yield [x[:, a:b] for x in before], [y[:, a:b] for y in after]
@@ -94,7 +98,9 @@ def spoilt(tensors, boundaries, value, **kwargs):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_documents_do_not_see_each_other(causal):
-    for _, own in spoilt(make(1, 64, 64, 4, 2, 8, 12), [0, 1, 2, 17, 40, 64], torch.nan, causal=causal):
+    for _, own in spoilt(
+        make(1, 64, 64, 4, 2, 8, 12), [0, 1, 2, 17, 40, 64], torch.nan, causal=causal
+    ):
         assert not any(x.isfinite().any() for x in own)
 
 
@@ -138,8 +144,13 @@ def test_the_choice_of_the_kernel(monkeypatch):
     bf16 = torch.bfloat16
     assert choose("cpu", bf16, 64, 64, 7, 7) == "cpu"
     assert choose("cuda", bf16, 128, 128, 4096, 8192) == "cudnn"
-    assert choose("cuda", bf16, 128, 128, 4096, 1000) == "flash"  # a document's length: no plan for each
-    assert choose("cuda", bf16, 192, 128, 4096, 4096) == choose("cuda", bf16, 256, 256, 128, 128) == "cudnn"
+    # a document's length: no plan for each
+    assert choose("cuda", bf16, 128, 128, 4096, 1000) == "flash"
+    assert (
+        choose("cuda", bf16, 192, 128, 4096, 4096)
+        == choose("cuda", bf16, 256, 256, 128, 128)
+        == "cudnn"
+    )
     assert choose("cuda", bf16, 192, 128, 4096, 8192) == "flash"  # measured for squares alone
     assert choose("cuda", bf16, 320, 128, 4096, 4096) == "tiled"
     assert choose("cuda", torch.float32, 128, 128, 4096, 1000) == "efficient"
@@ -168,14 +179,23 @@ def test_the_choice_of_the_kernel(monkeypatch):
         ("first_key", {"q": torch.zeros(1, 1, 4, 8), "first_key": torch.zeros(1)}),
         (
             "first_key",
-            {"q": torch.zeros(1, 1, 4, 8), "first_key": torch.tensor([0]), "cu_seqlens": torch.tensor([0, 8])},
+            {
+                "q": torch.zeros(1, 1, 4, 8),
+                "first_key": torch.tensor([0]),
+                "cu_seqlens": torch.tensor([0, 8]),
+            },
         ),
         ("impl", {"impl": "triton"}),
         ("method", {"method": "rings"}),
     ],
 )
 def test_errors_name_the_argument(argument, change):
-    arguments = {"q": torch.zeros(1, 8, 4, 8), "k": torch.zeros(1, 8, 2, 8), "v": torch.zeros(1, 8, 2, 8), **change}
+    arguments = {
+        "q": torch.zeros(1, 8, 4, 8),
+        "k": torch.zeros(1, 8, 2, 8),
+        "v": torch.zeros(1, 8, 2, 8),
+        **change,
+    }
     with refused(f"^{argument}"):
         attention(**arguments)
 
@@ -189,8 +209,14 @@ ON_CUDA = {
     "flash4, decoding": ("flash4", (2, 100, 333, 8, 2, 64, 64, True, None)),
     "flash4, cross": ("flash4", (1, 256, 1000, 4, 2, 128, 128, False, None)),
     "flash4, MLA": ("flash4", (1, 512, 512, 4, 4, 192, 128, True, [0, 100, 512])),
-    "flash4, packed": ("flash4", (1, 640, 640, 8, 2, 128, 64, True, [0, 1, 2, 129, 256, 256, 257, 500, 640])),
-    "flash4, packed, not causal": ("flash4", (1, 640, 640, 8, 2, 128, 128, False, [0, 1, 300, 640])),
+    "flash4, packed": (
+        "flash4",
+        (1, 640, 640, 8, 2, 128, 64, True, [0, 1, 2, 129, 256, 256, 257, 500, 640]),
+    ),
+    "flash4, packed, not causal": (
+        "flash4",
+        (1, 640, 640, 8, 2, 128, 128, False, [0, 1, 300, 640]),
+    ),
     "cudnn, one stream": ("cudnn", (1, 1024, 1024, 4, 4, 128, 128, True, None)),
     "cudnn, batch, grouped": ("cudnn", (2, 512, 512, 8, 2, 64, 64, True, None)),
     "cudnn, narrow values": ("cudnn", (1, 512, 512, 4, 2, 128, 64, False, None)),
@@ -202,7 +228,10 @@ ON_CUDA = {
     "flash, one query": ("flash", (2, 1, 333, 8, 2, 128, 128, True, None)),
     "flash, decoding": ("flash", (2, 100, 333, 8, 2, 64, 64, True, None)),
     "flash, MLA": ("flash", (1, 500, 500, 4, 4, 192, 128, True, None)),
-    "flash, packed": ("flash", (1, 640, 640, 8, 2, 128, 64, True, [0, 1, 2, 129, 256, 256, 257, 500, 640])),
+    "flash, packed": (
+        "flash",
+        (1, 640, 640, 8, 2, 128, 64, True, [0, 1, 2, 129, 256, 256, 257, 500, 640]),
+    ),
     "flash, packed, not causal": ("flash", (1, 640, 640, 8, 2, 128, 128, False, [0, 1, 300, 640])),
 }
 
@@ -231,7 +260,9 @@ def test_kernels_on_cuda(name, dtype, monkeypatch, only):
     kernel, case = ON_CUDA[name]
     only(kernel)
     chosen, choose = set(), blocks.block_kernel
-    monkeypatch.setattr(blocks, "block_kernel", lambda *shape: chosen.add(choose(*shape)) or choose(*shape))
+    monkeypatch.setattr(
+        blocks, "block_kernel", lambda *shape: chosen.add(choose(*shape)) or choose(*shape)
+    )
     o, *gradients = against_reference(case, dtype=dtype, device="cuda")
     unit = torch.finfo(dtype).eps / 2
     assert chosen == {kernel} and o <= 2 * unit and max(gradients) <= 4 * unit
@@ -276,7 +307,10 @@ def test_memory_on_cuda_is_linear(kernel, dtype, extra, only):
     peaks, D = [], 64
     for T in (1024 + extra, 8192 + extra, 16384 + extra):  # the first has what a kernel makes once
         assert blocks.block_kernel(torch.device("cuda"), dtype, D, D, T, T) == kernel
-        q, k, v = (torch.randn(1, T, 4, D, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+        q, k, v = (
+            torch.randn(1, T, 4, D, device="cuda", dtype=dtype, requires_grad=True)
+            for _ in range(3)
+        )
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         attention(q, k, v).sum().backward()
@@ -293,8 +327,15 @@ def test_flash_repeats_where_deterministic_algorithms_only_warn(mode, inside, mo
         seen.append(torch.get_deterministic_debug_mode())
         return q, k, v
 
-    monkeypatch.setattr(attention_kernels, "aten", SimpleNamespace(_flash_attention_backward=backward))
-    q, k, v, lse = torch.zeros(1, 8, 2, 8), torch.ones(1, 8, 2, 8), torch.ones(1, 8, 2, 8), torch.zeros(1, 2, 8)
+    monkeypatch.setattr(
+        attention_kernels, "aten", SimpleNamespace(_flash_attention_backward=backward)
+    )
+    q, k, v, lse = (
+        torch.zeros(1, 8, 2, 8),
+        torch.ones(1, 8, 2, 8),
+        torch.ones(1, 8, 2, 8),
+        torch.zeros(1, 2, 8),
+    )
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode(mode)
     try:

@@ -14,8 +14,12 @@ LENGTHS = [1, 2, 3, 40, 1, 17]
 
 def make(T, B=1, D=6, W=4, N=None):
     rng = torch.Generator().manual_seed(0)
-    shapes = {"x": (B, T, D), "weight": (D, W), "bias": (D,)} | ({"initial_state": (N, D, W - 1)} if N else {})
-    return leaves({n: torch.randn(s, generator=rng, dtype=torch.float64) for n, s in shapes.items()})
+    shapes = {"x": (B, T, D), "weight": (D, W), "bias": (D,)} | (
+        {"initial_state": (N, D, W - 1)} if N else {}
+    )
+    return leaves(
+        {n: torch.randn(s, generator=rng, dtype=torch.float64) for n, s in shapes.items()}
+    )
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])

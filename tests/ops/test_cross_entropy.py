@@ -5,7 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from tests.ops.inputs import chunked_cross_entropy
-from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits, cross_entropy, largest, tokens_at_once
+from titan_linear.ops.cross_entropy import (
+    IGNORE,
+    ChunkedLogits,
+    cross_entropy,
+    largest,
+    tokens_at_once,
+)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 20, 64])
@@ -20,7 +26,9 @@ def test_value_and_gradients(chunk):
     terms = torch.full((20,), torch.nan, dtype=torch.float64)
     got = ChunkedLogits(x, weight, chunk, token_losses=terms).sum(labels, cross_entropy)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
-    torch.testing.assert_close(terms, F.cross_entropy(x @ weight.T, labels, reduction="none"), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        terms, F.cross_entropy(x @ weight.T, labels, reduction="none"), rtol=1e-12, atol=1e-14
+    )
     gradients = [torch.autograd.grad(loss / 3, [x, weight]) for loss in (got, want)]
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
 
@@ -66,7 +74,11 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if not func.is_view:
-            sizes = [t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+            sizes = [
+                t.numel()
+                for t in torch.utils._pytree.tree_leaves(out)
+                if isinstance(t, torch.Tensor)
+            ]
             self.seen = max([self.seen, *sizes])
         return out
 

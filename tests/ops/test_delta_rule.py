@@ -51,8 +51,15 @@ def test_a_second_backward_through_what_was_kept(op, impl, short_segments):
 def test_a_token_has_the_dtype_of_its_inputs(op):
     """Decoding: a step of the recurrence."""
     x = {name: t.bfloat16() for name, t in make_inputs(op, 1).items()}
-    (o, final), (want, _) = call(op, x, output_final_state=True), oracle(op, {n: t.double() for n, t in x.items()})
-    assert o.dtype == torch.bfloat16 and final.dtype == torch.float32 and relative_error(o, want) < 2**-8
+    (o, final), (want, _) = (
+        call(op, x, output_final_state=True),
+        oracle(op, {n: t.double() for n, t in x.items()}),
+    )
+    assert (
+        o.dtype == torch.bfloat16
+        and final.dtype == torch.float32
+        and relative_error(o, want) < 2**-8
+    )
 
 
 @pytest.mark.parametrize("g", [-1e4, -1e6, -torch.inf])
@@ -103,7 +110,9 @@ def test_a_scale_on_the_device_is_a_number(op):
     for impl in ("torch", "triton"):
         on = {name: t.to(device_of(impl)) for name, t in x.items()}
         scale = torch.tensor(0.25, device=on["q"].device)
-        assert torch.equal(call(op, on, impl=impl, scale=scale)[0], call(op, on, impl=impl, scale=0.25)[0])
+        assert torch.equal(
+            call(op, on, impl=impl, scale=scale)[0], call(op, on, impl=impl, scale=0.25)[0]
+        )
 
 
 def test_what_does_not_fit_is_refused():

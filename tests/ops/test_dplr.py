@@ -35,7 +35,9 @@ def test_transitions_that_are_no_contractions():
     for T in range(1, 64):
         part = {name: t[:, :T] for name, t in silent.items()}
         norms.append(
-            torch.linalg.matrix_norm(call("dplr", part, initial_state=eye, output_final_state=True)[1], 2).max()
+            torch.linalg.matrix_norm(
+                call("dplr", part, initial_state=eye, output_final_state=True)[1], 2
+            ).max()
         )
     assert max(norms) > 1
     compare("dplr", x)
@@ -50,7 +52,9 @@ def test_rwkv7():
     bound = -0.6065306597126334
     promised = {"safe_gate": True, "lower_bound": bound, "chunk_size": 64}
     for promise in ({}, promised):
-        for found, right in zip(call("rwkv7", named, output_final_state=True, **promise), want, strict=True):
+        for found, right in zip(
+            call("rwkv7", named, output_final_state=True, **promise), want, strict=True
+        ):
             assert torch.equal(found, right)
     assert call("rwkv7", named)[1] is None
     saturated = {name: t.float() for name, t in named.items()}
@@ -78,7 +82,10 @@ def test_raw_gates_of_rwkv7(T):
         ({"v": torch.zeros(1, 8, 4, 3)}, "v (1, 8, 4, 3) must be [B, T, H, V] with the H = 2"),
         ({"b": torch.zeros(1, 8, 2, 3)}, "b (1, 8, 2, 3) must be [B, T, H, K] = [1, 8, 2, 16]"),
         ({"a": torch.zeros(1, 8, 2, 16).long()}, "a is torch.int64; give a float dtype"),
-        ({"gk": torch.full((1, 8, 2, 16), 0.5)}, "gk is in [0.5, 0.5]; give natural logs of decays, in [-inf, 0]"),
+        (
+            {"gk": torch.full((1, 8, 2, 16), 0.5)},
+            "gk is in [0.5, 0.5]; give natural logs of decays, in [-inf, 0]",
+        ),
         ({"lower_bound": 0.0}, "lower_bound = 0.0: must be below 0"),
         ({"lower_bound": -0.1}, "; give natural logs of decays, in [-0.1, 0]"),
         ({"chunk_size": 16}, "chunk_size = 16: chunks have 64 tokens"),

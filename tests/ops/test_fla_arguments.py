@@ -62,16 +62,23 @@ TOLERANCE = 1e-9
 @pytest.mark.parametrize("fn", POSITIONS, ids=lambda fn: fn.__name__)
 def test_the_order_of_the_arguments(fn):
     parameters = inspect.signature(fn).parameters.values()
-    assert " ".join(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD) == POSITIONS[fn]
-    assert all(p.kind is not p.VAR_KEYWORD for p in parameters)  # an argument that nobody knows is a TypeError
+    assert (
+        " ".join(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD) == POSITIONS[fn]
+    )
+    # an argument that nobody knows is a TypeError
+    assert all(p.kind is not p.VAR_KEYWORD for p in parameters)
 
 
 @pytest.mark.parametrize("allow_neg_eigval", [False, True])
 def test_beta_by_its_sigmoid(op, allow_neg_eigval):
-    x = leaves(raw_gate_inputs(op, 70) | {"initial_state": torch.randn(1, 4, 16, 24, dtype=torch.float64)})
+    x = leaves(
+        raw_gate_inputs(op, 70) | {"initial_state": torch.randn(1, 4, 16, 24, dtype=torch.float64)}
+    )
     options = {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": allow_neg_eigval}
     got = gradients(list(call(op, x, output_final_state=True, **options)), x)
-    want = gradients(list(oracle(op, x | {"beta": (2 if allow_neg_eigval else 1) * x["beta"].sigmoid()})), x)
+    want = gradients(
+        list(oracle(op, x | {"beta": (2 if allow_neg_eigval else 1) * x["beta"].sigmoid()})), x
+    )
     assert all(relative_error(a, b) < TOLERANCE for a, b in zip(got, want, strict=True))
 
 
@@ -84,7 +91,9 @@ def test_beta_by_its_sigmoid_of_one_token(op):
 
 def test_states_with_v_first(op):
     cu = boundaries([5, 65])
-    x = leaves(make_inputs(op, 70) | {"initial_state": torch.randn(2, 4, 16, 24, dtype=torch.float64)})
+    x = leaves(
+        make_inputs(op, 70) | {"initial_state": torch.randn(2, 4, 16, 24, dtype=torch.float64)}
+    )
     y = leaves(x | {"initial_state": x["initial_state"].mT})
     want = gradients(list(call(op, x, cu_seqlens=cu, output_final_state=True)), x)
     o, final = call(op, y, cu_seqlens=cu, output_final_state=True, state_v_first=True)
@@ -132,7 +141,10 @@ def on_70_tokens(op, **options):
 
 
 BAD_BOUNDARIES = {
-    "ends early": ([0, 40], r"= \[0, 40\]: must start at 0, never decrease, and end at 70, the number of tokens"),
+    "ends early": (
+        [0, 40],
+        r"= \[0, 40\]: must start at 0, never decrease, and end at 70, the number of tokens",
+    ),
     "ends late": ([0, 90], r"= \[0, 90\]: .* end at 70"),
     "starts late": ([5, 70], r"= \[5, 70\]: must start at 0"),
     "decreases": ([0, 40, 30, 70], r"= \[0, 40, 30, 70\]: .* never decrease"),
@@ -151,9 +163,15 @@ def test_boundaries_that_do_not_fit_are_refused(op, case):
         on_70_tokens(op, cu_seqlens=cu)
     if op != "attention":  # which knows no cu_seqlens_cpu
         with refused(f"^cu_seqlens(_cpu)? {message}"):
-            on_70_tokens(op, cu_seqlens=torch.zeros(cu.shape, dtype=torch.int64, device="meta"), cu_seqlens_cpu=cu)
+            on_70_tokens(
+                op,
+                cu_seqlens=torch.zeros(cu.shape, dtype=torch.int64, device="meta"),
+                cu_seqlens_cpu=cu,
+            )
         with refused(r"^cu_seqlens_cpu = \[0, 30, 70\] must have the values .* \[0, 40, 70\]"):
-            on_70_tokens(op, cu_seqlens=torch.tensor([0, 40, 70]), cu_seqlens_cpu=torch.tensor([0, 30, 70]))
+            on_70_tokens(
+                op, cu_seqlens=torch.tensor([0, 40, 70]), cu_seqlens_cpu=torch.tensor([0, 30, 70])
+            )
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn", "conv"])
@@ -167,12 +185,17 @@ def test_of_boundaries_on_a_device_the_shape_is_checked(op):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
 def test_boundaries_of_any_integer_dtype_and_empty_documents(op, dtype):
     empty = torch.tensor([0, 0, 40, 40, 70, 70], dtype=dtype)
-    assert torch.equal(on_70_tokens(op, cu_seqlens=empty), on_70_tokens(op, cu_seqlens=boundaries([40, 30])))
+    assert torch.equal(
+        on_70_tokens(op, cu_seqlens=empty), on_70_tokens(op, cu_seqlens=boundaries([40, 30]))
+    )
 
 
 BAD = {
     "cu_seqlens_cpu is a copy": {"cu_seqlens_cpu": torch.tensor([0, 8])},
-    r"cu_seqlens_cpu \(3,\)": {"cu_seqlens": torch.tensor([0, 8]), "cu_seqlens_cpu": torch.tensor([0, 4, 8])},
+    r"cu_seqlens_cpu \(3,\)": {
+        "cu_seqlens": torch.tensor([0, 8]),
+        "cu_seqlens_cpu": torch.tensor([0, 4, 8]),
+    },
     "chunk_size = 32": {"chunk_size": 32},
     "allow_neg_eigval = True comes with": {"allow_neg_eigval": True},
     "dt_bias comes with": {"dt_bias": torch.zeros(64)},
@@ -196,7 +219,11 @@ def test_what_fla_has_and_is_not_here_is_refused():
     with pytest.raises(TypeError, match="head_first"):
         call("gdn", gdn, head_first=True)
     x = {"x": torch.zeros(1, 8, 6), "weight": torch.zeros(6, 4)}
-    for name, value in {"residual": x["x"], "backend": "cuda", "chunk_indices": torch.zeros(1, 2)}.items():
+    for name, value in {
+        "residual": x["x"],
+        "backend": "cuda",
+        "chunk_indices": torch.zeros(1, 2),
+    }.items():
         with refused(f"^{name} = "):
             causal_conv1d(**x, **{name: value})
     with refused(r"pass initial_state\[..., 1:\]"):

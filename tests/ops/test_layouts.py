@@ -17,7 +17,13 @@ from tests.refusals import refused
 from titan_linear.distributed.experts import _Exchange
 from titan_linear.distributed.one_process import run_ranks
 from titan_linear.models.layers import project, projection
-from titan_linear.ops import attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops import (
+    attention,
+    build_cp_context,
+    causal_conv1d,
+    chunk_gated_delta_rule,
+    chunk_kda,
+)
 from titan_linear.ops.exchange.halo import with_halo
 from titan_linear.ops.exchange.ulysses import tokens_to_heads
 from titan_linear.ops.swiglu import swiglu
@@ -28,7 +34,9 @@ RULES = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule}
 
 def of_rule(op):
     options = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True}
-    return lambda impl, **x: RULES[op](**x, **options, impl=impl)[0], raw_gate_inputs(op, T, K=16, V=16)
+    return lambda impl, **x: RULES[op](**x, **options, impl=impl)[0], raw_gate_inputs(
+        op, T, K=16, V=16
+    )
 
 
 def of_convolution():
@@ -41,7 +49,10 @@ def of_attention():
 
 
 def of_swiglu():
-    return lambda impl, **x: swiglu(**x, impl=impl), {"gate_up": torch.randn(T, 16), "weight": torch.randn(4, 8)}
+    return lambda impl, **x: swiglu(**x, impl=impl), {
+        "gate_up": torch.randn(T, 16),
+        "weight": torch.randn(4, 8),
+    }
 
 
 def apart(x):
@@ -58,7 +69,15 @@ def apart(x):
         *[(of_convolution, impl) for impl in ("torch", "triton")],
         (of_attention, "torch"),
     ],
-    ids=["kda torch", "kda triton", "gdn torch", "gdn triton", "conv torch", "conv triton", "attention"],
+    ids=[
+        "kda torch",
+        "kda triton",
+        "gdn torch",
+        "gdn triton",
+        "conv torch",
+        "conv triton",
+        "attention",
+    ],
 )
 def test_numbers_apart(make, impl):
     torch.manual_seed(0)
@@ -79,7 +98,10 @@ def test_parameters_of_gates_in_any_shape(op):
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_dimensions_of_nothing_are_refused(dim):
-    x = {name: t.narrow(dim, 0, 0) if t.dim() > dim else t for name, t in make_inputs("kda", 8).items()}
+    x = {
+        name: t.narrow(dim, 0, 0) if t.dim() > dim else t
+        for name, t in make_inputs("kda", 8).items()
+    }
     with refused("none of them 0"):
         chunk_kda(**x)
     with refused("none of them 0"):
@@ -129,12 +151,17 @@ def test_a_context_that_inference_saw_first(op, made):
     x = {name: t.float() for name, t in make_inputs(op, 70, K=16, V=16).items()}
     for impl in ("torch", "triton"):
         with torch.inference_mode(made):
-            context = build_cp_context(torch.tensor([0, 9, 70]), rank=0, world_size=1, device=device_of(impl))
+            context = build_cp_context(
+                torch.tensor([0, 9, 70]), rank=0, world_size=1, device=device_of(impl)
+            )
         on = {name: t.to(device_of(impl)) for name, t in x.items()}
         with torch.inference_mode():
             RULES[op](**on, cp_context=context, impl=impl)
         on = leaves(on)
-        assert all(grad.isfinite().all() for grad in gradients([RULES[op](**on, cp_context=context, impl=impl)[0]], on))
+        assert all(
+            grad.isfinite().all()
+            for grad in gradients([RULES[op](**on, cp_context=context, impl=impl)[0]], on)
+        )
 
 
 @pytest.mark.parametrize("op", [*RULES, "conv", "attention"])
@@ -153,7 +180,9 @@ def test_a_context_that_lies_elsewhere_is_refused(op):
 def test_decoding_under_autocast(compiled):
     q, k, v = torch.randn(2, 1, 4, 8), torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8)
     first = torch.tensor([0, 2])
-    decode = torch.compile(attention, fullgraph=True, backend="aot_eager") if compiled else attention
+    decode = (
+        torch.compile(attention, fullgraph=True, backend="aot_eager") if compiled else attention
+    )
     with torch.autocast("cpu", torch.bfloat16):
         o = decode(q, k, v, first_key=first)
     assert torch.equal(o, attention(q, k, v, first_key=first))
@@ -172,18 +201,29 @@ def test_only_forward_under_autocast():
     """SwiGLU and projections give what autocast's products do, and gradients in the types of the inputs."""
     x, dy = leaves({"gate_up": torch.randn(T, 16), "weight": torch.randn(4, 8)}), torch.randn(T, 4)
     layers = [projection(16, 8) for _ in range(2)]
-    for run, given in ((swiglu, x), (lambda gate_up: project(gate_up, *layers)[:, :4], {"gate_up": x["gate_up"]})):
+    for run, given in (
+        (swiglu, x),
+        (lambda gate_up: project(gate_up, *layers)[:, :4], {"gate_up": x["gate_up"]}),
+    ):
         want = torch.autograd.grad(run(**given), list(given.values()), dy)
         with torch.autocast("cpu", torch.bfloat16):
             y = run(**given)
         got = torch.autograd.grad(y, list(given.values()), dy.bfloat16())
         assert y.dtype == torch.bfloat16
-        assert all(g.dtype == torch.float32 and relative_error(g, w) < 2**-8 for g, w in zip(got, want, strict=True))
+        assert all(
+            g.dtype == torch.float32 and relative_error(g, w) < 2**-8
+            for g, w in zip(got, want, strict=True)
+        )
 
 
 @pytest.mark.parametrize(
     "make, impl",
-    [(lambda: of_rule("kda"), "torch"), (of_convolution, "triton"), (of_attention, "torch"), (of_swiglu, "torch")],
+    [
+        (lambda: of_rule("kda"), "torch"),
+        (of_convolution, "triton"),
+        (of_attention, "torch"),
+        (of_swiglu, "torch"),
+    ],
     ids=["kda", "conv", "attention", "swiglu"],
 )
 def test_second_derivatives_are_refused(make, impl):
@@ -198,10 +238,15 @@ def exchanged(group):
     context = build_cp_context(torch.tensor([0, 8]), group, conv1d_kernel_size=3)
     pending = []
     calls = (
-        lambda x: sum(y.sum() for y in with_halo(x**2, context.halo_of(2), context.cut.slots, 2, group.group_name)),
+        lambda x: sum(
+            y.sum()
+            for y in with_halo(x**2, context.halo_of(2), context.cut.slots, 2, group.group_name)
+        ),
         lambda x: tokens_to_heads((x**2).view(1, 4, 2), context),
         lambda x: _Exchange.apply(x**2, [2, 2], [2, 2], group.group_name, pending),
-        lambda x: chunked_cross_entropy(x**2, torch.ones(3, 2), torch.ones(4, dtype=torch.int64), 4),
+        lambda x: chunked_cross_entropy(
+            x**2, torch.ones(3, 2), torch.ones(4, dtype=torch.int64), 4
+        ),
     )
     refused = []
     for call in calls:

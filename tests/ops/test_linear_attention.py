@@ -24,7 +24,9 @@ OPS = pytest.mark.parametrize("op", ["ssd", "gla"])
 
 
 @OPS
-@pytest.mark.parametrize("dims", [dict(G=1, heads=8, N=256), dict(G=2, P=80), dict(G=8, heads=8, N=64)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [dict(G=1, heads=8, N=256), dict(G=2, P=80), dict(G=8, heads=8, N=64)], ids=str
+)
 def test_published_dims(op, dims):
     compare(op, decaying_inputs(op, 130, **dims), boundaries([70, 60]))
 
@@ -86,7 +88,10 @@ def test_what_does_not_fit_is_refused(op):
         ({"dt": torch.zeros(1, 8, 3)}, "dt (1, 8, 3) must be [b, T, heads] = [1, 8, 4]"),
         ({"A": torch.zeros(3)}, "A (3,) must be [heads] = [4]"),
         ({"D": torch.zeros(4, 3)}, "D (4, 3) must be [heads] = [4] or [heads, P] = [4, 24]"),
-        ({"dt_limit": (0.1, 0.0)}, "dt_limit = (0.1, 0.0) must be (the lower, the upper) limit of dt"),
+        (
+            {"dt_limit": (0.1, 0.0)},
+            "dt_limit = (0.1, 0.0) must be (the lower, the upper) limit of dt",
+        ),
     ],
 )
 def test_what_does_not_fit_chunk_ssd(changed, message):

@@ -7,9 +7,11 @@ from tests.ops.inputs import boundaries, call, device_of, leaves, make_inputs, r
 from tests.ops.triton.bfloat16 import interpret_bfloat16
 from titan_linear.ops import causal_conv1d
 
-NAN, INF, LARGE = float("nan"), float("inf"), 60000.0  # the last is finite in float16; its square is not
+# the last is finite in float16; its square is not
+NAN, INF, LARGE = float("nan"), float("inf"), 60000.0
 TOKENS = ("q", "k", "v", "g", "beta")
-OWN, OTHERS = 70, 10  # tokens of the document that is looked at: its last chunk has 6; and of those beside it
+# tokens of the document that is looked at: its last chunk has 6; and of those beside it
+OWN, OTHERS = 70, 10
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +27,9 @@ def spoilt(x, own, value):
 
 def own_tokens(packed, device):
     """[B, T] bool: the second of three packed documents, or the first of two rows."""
-    own = torch.zeros((1, 2 * OTHERS + OWN) if packed else (2, OWN), dtype=torch.bool, device=device)
+    own = torch.zeros(
+        (1, 2 * OTHERS + OWN) if packed else (2, OWN), dtype=torch.bool, device=device
+    )
     own[0, OTHERS : OTHERS + OWN if packed else 0] = True
     own[0, :OWN] |= not packed
     return own
@@ -51,9 +55,14 @@ def test_delta_rules(op, impl, dtype, raw, packed):
 
     def results(value, *names):
         """The own document's last state, outputs and gradients of tokens; those of A_log and dt_bias are of all."""
-        given = {name: spoilt(t, own, value) if name in names else t for name, t in (x | {"do": do}).items()}
+        given = {
+            name: spoilt(t, own, value) if name in names else t
+            for name, t in (x | {"do": do}).items()
+        }
         d_out, given = given.pop("do"), leaves(given)
-        o, final = call(op, given, cu_seqlens=documents(packed, device), impl=impl, output_final_state=True)
+        o, final = call(
+            op, given, cu_seqlens=documents(packed, device), impl=impl, output_final_state=True
+        )
         grads = torch.autograd.grad(o, [given[name] for name in TOKENS], d_out)
         return [final[1 if packed else 0].detach(), o[own].detach(), *(grad[own] for grad in grads)]
 
@@ -70,16 +79,24 @@ def test_delta_rules(op, impl, dtype, raw, packed):
 def test_convolution(impl, norm_dim, dtype, packed):
     device = device_of(impl)
     own = own_tokens(packed, device)
-    x, weight, dy = torch.randn(3, *own.shape, 8, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    x, weight, dy = torch.randn(3, *own.shape, 8, generator=torch.Generator().manual_seed(0)).to(
+        device, dtype
+    )
 
     def results(value):
         given, d_out = (x, dy) if value is None else (spoilt(t, own, value) for t in (x, dy))
         given = given.clone().requires_grad_()
         cu = documents(packed, device)
         options = {"activation": "silu", "cu_seqlens": cu, "impl": impl, "output_final_state": True}
-        y, final = causal_conv1d(given, weight[0, :4].T, widths=(4, 2, 2), norm_dim=norm_dim, **options)
+        y, final = causal_conv1d(
+            given, weight[0, :4].T, widths=(4, 2, 2), norm_dim=norm_dim, **options
+        )
         y = torch.cat(y, -1)
-        return [final[1 if packed else 0].detach(), y[own].detach(), torch.autograd.grad(y, given, d_out)[0][own]]
+        return [
+            final[1 if packed else 0].detach(),
+            y[own].detach(),
+            torch.autograd.grad(y, given, d_out)[0][own],
+        ]
 
     want = results(None)
     for value in (NAN, INF, -INF, LARGE):

@@ -26,7 +26,11 @@ OPS = pytest.mark.parametrize("op", MAKERS)
 @pytest.mark.parametrize(
     "op, gate",
     [
-        *((op, {"gate": gate}) for op in ("kda", "gdn", "dplr") for gate in ("slow", "usual", "fast")),
+        *(
+            (op, {"gate": gate})
+            for op in ("kda", "gdn", "dplr")
+            for gate in ("slow", "usual", "fast")
+        ),
         ("ssd", {}),
         ("gla", {}),
     ],
@@ -68,7 +72,9 @@ def test_a_stretch_continues_from_its_state_and_then_token_by_token(op):
         own = {name: t[:, part] if t.dim() > 2 else t for name, t in x.items()}
         o, state = call(op, own, **{initial: state, need_final: True})
         parts.append(o)
-    assert relative_error(torch.cat(parts, 1), want) < FORWARD and relative_error(state, end) < FORWARD
+    assert (
+        relative_error(torch.cat(parts, 1), want) < FORWARD and relative_error(state, end) < FORWARD
+    )
 
 
 @OPS

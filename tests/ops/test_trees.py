@@ -7,7 +7,16 @@ from itertools import chain
 import pytest
 import torch
 
-from tests.ops.inputs import DEVICE, MAKERS, SMALL, boundaries, call, leaves, relative_error, tokens_of
+from tests.ops.inputs import (
+    DEVICE,
+    MAKERS,
+    SMALL,
+    boundaries,
+    call,
+    leaves,
+    relative_error,
+    tokens_of,
+)
 from tests.refusals import refused
 from titan_linear.distributed.one_process import run_ranks
 from titan_linear.ops import attention, build_cp_context, causal_conv1d
@@ -67,7 +76,9 @@ def inputs_of(op, T):
         "attention": {"q": (1, T, 4, 8), "k": (1, T, 4, 8), "v": (1, T, 4, 6)},
     }
     if op in shapes:
-        return {n: torch.randn(s, generator=rng, dtype=torch.float64) for n, s in shapes[op].items()}
+        return {
+            n: torch.randn(s, generator=rng, dtype=torch.float64) for n, s in shapes[op].items()
+        }
     return MAKERS[op](T, **SMALL[op])
 
 
@@ -113,7 +124,10 @@ def check(op, name, world_size=1, layout="contiguous", method=None):
         given = {"cp_context": context, "method": method} if group else trees
         x = leaves({n: t if n in PARAMETERS else t[:, mine] for n, t in whole.items()})
         y = run_op(op, x, **given)
-        return mine, [y.detach(), *torch.autograd.grad(y, list(x.values()), gradient_of(want[0])[:, mine])]
+        return mine, [
+            y.detach(),
+            *torch.autograd.grad(y, list(x.values()), gradient_of(want[0])[:, mine]),
+        ]
 
     ranks = run_ranks(on_rank, world_size) if world_size > 1 else [on_rank()]
     order = torch.cat([mine for mine, _ in ranks]).argsort()
@@ -150,9 +164,16 @@ def test_kernels(op):
     """In float32, beside PyTorch's operations."""
     lengths, parents = TREES["siblings"]
     context = build_cp_context(
-        boundaries(lengths), parents=torch.tensor(parents), rank=0, world_size=1, device=torch.device(DEVICE)
+        boundaries(lengths),
+        parents=torch.tensor(parents),
+        rank=0,
+        world_size=1,
+        device=torch.device(DEVICE),
     )
-    sizes = {"kda": {"H": 1, "HV": 1, "V": 16, "gate": "slow"}, "ssd": {"G": 1, "heads": 1, "P": 16, "bias": -7.0}}
+    sizes = {
+        "kda": {"H": 1, "HV": 1, "V": 16, "gate": "slow"},
+        "ssd": {"G": 1, "heads": 1, "P": 16, "bias": -7.0},
+    }
     x = MAKERS[op](sum(lengths), **sizes[op]) if op in sizes else inputs_of(op, sum(lengths))
 
     def results(impl):
@@ -174,7 +195,10 @@ def test_half_precision(name):
     def results(dtype):
         x = leaves({n: x.to(dtype) for n, x in half.items()})
         y = run_op("attention", x, **trees)
-        return [y.detach(), *torch.autograd.grad(y, list(x.values()), gradient_of(y).bfloat16().to(dtype))]
+        return [
+            y.detach(),
+            *torch.autograd.grad(y, list(x.values()), gradient_of(y).bfloat16().to(dtype)),
+        ]
 
     o, *gradients = map(relative_error, results(torch.bfloat16), results(torch.float64))
     assert o <= 2 * 2**-9 and max(gradients) <= 4 * 2**-9
@@ -187,11 +211,20 @@ def test_only_points_with_children_on_other_ranks_travel(name, layout):
     lengths, parents = TREES[name]
     cu = boundaries(lengths)
     for W in (2, 4):
-        trees = {"cu_seqlens": cu, "parents": torch.tensor(parents), "world_size": W, "layout": layout}
+        trees = {
+            "cu_seqlens": cu,
+            "parents": torch.tensor(parents),
+            "world_size": W,
+            "layout": layout,
+        }
         contexts = [build_cp_context(**trees, rank=rank) for rank in range(W)]
-        owner = torch.cat([torch.full_like(tokens_of(cp), rank) for rank, cp in enumerate(contexts)])
+        owner = torch.cat(
+            [torch.full_like(tokens_of(cp), rank) for rank, cp in enumerate(contexts)]
+        )
         owner = owner[torch.cat([tokens_of(cp) for cp in contexts]).argsort()].tolist()
-        before = {a: cu[parent + 1].item() - 1 for a, parent in zip(cu.tolist(), parents) if parent >= 0}
+        before = {
+            a: cu[parent + 1].item() - 1 for a, parent in zip(cu.tolist(), parents) if parent >= 0
+        }
         roots = [a for a, parent in zip(cu.tolist(), parents) if parent < 0]
         points, size = set(), sum(lengths) // len(contexts[0].cut.fragments)
         for t in range(cu[-1]):
@@ -211,7 +244,9 @@ def test_keys_are_at_most_twice_those_of_the_documents_apart(name):
     """Each run that is no leaf ends before one, whose path is longer. Where few rectangles lie below them, none
     is copied."""
     lengths, parents = TREES[name]
-    context = build_cp_context(boundaries(lengths), parents=torch.tensor(parents), rank=0, world_size=1)
+    context = build_cp_context(
+        boundaries(lengths), parents=torch.tensor(parents), rank=0, world_size=1
+    )
     of = context.stream.paths
     assert (of.rows is None) == (name not in MANY) == bool(of.spans.below.any())
     assert of.rows is None or len(of.rows) <= 2 * sum(map(len, paths(name)))
@@ -219,9 +254,13 @@ def test_keys_are_at_most_twice_those_of_the_documents_apart(name):
 
 @pytest.mark.parametrize("parents", [[-1, -1], [-1, 0]])
 def test_compiled_code_chooses_a_method_in_one_graph(parents):
-    context = build_cp_context(boundaries([64, 64]), parents=torch.tensor(parents), rank=0, world_size=2)
+    context = build_cp_context(
+        boundaries([64, 64]), parents=torch.tensor(parents), rank=0, world_size=2
+    )
     choose = torch.compile(_chosen, fullgraph=True, backend="eager")
-    assert choose(context, *(x[:, :, :3] for x in inputs_of("attention", 64).values())) == "allgather"
+    assert (
+        choose(context, *(x[:, :, :3] for x in inputs_of("attention", 64).values())) == "allgather"
+    )
 
 
 def test_segments_of_entries_that_states_enter_or_leave_are_computed():
@@ -231,7 +270,10 @@ def test_segments_of_entries_that_states_enter_or_leave_are_computed():
     parents = torch.tensor([-1, 0, -1, -1])
     segments = build_cp_context(cu, parents=parents, **where).stream.segments[2]
     small, alone = segments.offsets[1:3].tolist()
-    assert segments.wanted.tolist() == [2 * (n != alone) for n in range(len(segments.wanted))] and small == alone - 1
+    assert (
+        segments.wanted.tolist() == [2 * (n != alone) for n in range(len(segments.wanted))]
+        and small == alone - 1
+    )
 
 
 @pytest.mark.parametrize("op", ["gdn", "conv", "attention"])
@@ -248,13 +290,19 @@ def test_nan_stays_in_its_leaf(op, world_size, value):
         context = build_cp_context(cu, parents=torch.tensor(parents), **where)
         mine = tokens_of(context)
         own = leaves({n: t if n in PARAMETERS else t[:, mine] for n, t in changed.items()})
-        y = run_op(op, own, cp_context=context, method="allgather" if op == "attention" and group else None)
+        y = run_op(
+            op, own, cp_context=context, method="allgather" if op == "attention" and group else None
+        )
         tokens = [t for n, t in own.items() if n not in PARAMETERS]
         grads = torch.autograd.grad(y, tokens, torch.ones_like(y))
         return y.detach(), [grad[:, mine >= leaf.stop] for grad in grads], mine
 
     def outputs(changed):
-        ranks = run_ranks(lambda group: on_rank(changed, group), world_size) if world_size > 1 else [on_rank(changed)]
+        ranks = (
+            run_ranks(lambda group: on_rank(changed, group), world_size)
+            if world_size > 1
+            else [on_rank(changed)]
+        )
         y = torch.cat([y for y, _, _ in ranks], 1)
         y[:, leaf] = 0
         return [y, *(torch.cat(grads, 1) for grads in zip(*(grads for _, grads, _ in ranks)))]

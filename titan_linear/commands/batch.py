@@ -50,7 +50,9 @@ def lines_of(argv: list[str]) -> Iterator[str]:
     return shown(args, config, streams, tokenizer)
 
 
-def shown(args: argparse.Namespace, config: Config, streams: Streams, tokenizer: Tokenizer) -> Iterator[str]:
+def shown(
+    args: argparse.Namespace, config: Config, streams: Streams, tokenizer: Tokenizer
+) -> Iterator[str]:
     """The lines to print."""
     G = config.training.global_batch_size
     step = args.step
@@ -58,13 +60,19 @@ def shown(args: argparse.Namespace, config: Config, streams: Streams, tokenizer:
     if args.spike is not None:
         spike = read_spike(Path(config.job.dump_folder) / SPIKES, args.spike)
         step = spike["step"]
-        numbers = "  ".join(f"{key} {spike[key]}" for key in ("loss", "grad_norm", "mean", "sigma") if key in spike)
+        numbers = "  ".join(
+            f"{key} {spike[key]}" for key in ("loss", "grad_norm", "mean", "sigma") if key in spike
+        )
         yield f"step {step}: {spike['why']}  {numbers}"
-        losses = {i: m["loss"] for m in sorted(spike["micro_batches"], key=_badness) for i in m["streams"]}
+        losses = {
+            i: m["loss"] for m in sorted(spike["micro_batches"], key=_badness) for i in m["streams"]
+        }
     first = (step - 1) * G
     for i in args.stream or losses or range(first, first + G):
         if not first <= i < first + G:
-            raise ValueError(f"--stream {i} is not of step {step}; its streams are {first} to {first + G - 1}")
+            raise ValueError(
+                f"--stream {i} is not of step {step}; its streams are {first} to {first + G - 1}"
+            )
         name, _ = streams.source(i)
         source = f", source {name!r}" if name else ""
         loss = f", its micro-batch's loss {losses[i]}" if i in losses else ""
@@ -74,13 +82,15 @@ def shown(args: argparse.Namespace, config: Config, streams: Streams, tokenizer:
 
 def _badness(micro_batch: Json) -> float:
     loss = micro_batch["loss"]
-    return -loss if isinstance(loss, float) else float("-inf")  # non-finite losses are written as text
+    # non-finite losses are written as text
+    return -loss if isinstance(loss, float) else float("-inf")
 
 
 def documents(stream: Stream, tokenizer: Tokenizer, characters: int) -> Iterator[str]:
     """Lines for each document of a stream, or node of a prefix tree. characters: how many of a part's beginning and of
     its end; 0: all."""
-    targets = np.append(False, stream.columns["weights"][:-1] > 0)  # the last label lies in the next stream
+    # the last label lies in the next stream
+    targets = np.append(False, stream.columns["weights"][:-1] > 0)
     back = stream.columns.get(BACK, np.zeros_like(stream.tokens))
     for n, (start, end) in enumerate(pairwise(stream.cu_seqlens.tolist())):
         tokens, learnt = stream.tokens[start:end], targets[start:end]
@@ -97,10 +107,14 @@ def documents(stream: Stream, tokenizer: Tokenizer, characters: int) -> Iterator
 def read_spike(path: Path, number: int) -> Json:
     """Line `number` of spikes.jsonl, counted from 1, or from the end if negative."""
     if not path.is_file():
-        raise ValueError(f"--spike {number}: there is no '{path}': no loss of this run stood out; give --step")
+        raise ValueError(
+            f"--spike {number}: there is no '{path}': no loss of this run stood out; give --step"
+        )
     lines = path.read_text(encoding="utf-8").splitlines()
     if not 1 <= abs(number) <= len(lines):
-        raise ValueError(f"--spike {number} must be 1 to {len(lines)}, a line of '{path}', or -1 to {-len(lines)}")
+        raise ValueError(
+            f"--spike {number} must be 1 to {len(lines)}, a line of '{path}', or -1 to {-len(lines)}"
+        )
     return json.loads(lines[number - 1 if number > 0 else number])
 
 
@@ -111,10 +125,16 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     which.add_argument("--step", type=int, default=1, help="a step of the run (default: 1)")
     which.add_argument("--spike", type=int, help="line of spikes.jsonl, from 1; -1: the last")
     parser.add_argument(
-        "--stream", type=int, action="append", help="show only this stream of the step; may be given several times"
+        "--stream",
+        type=int,
+        action="append",
+        help="show only this stream of the step; may be given several times",
     )
     parser.add_argument(
-        "--characters", type=int, default=60, help="shown of a part's beginning and of its end; 0: all (default: 60)"
+        "--characters",
+        type=int,
+        default=60,
+        help="shown of a part's beginning and of its end; 0: all (default: 60)",
     )
     args, keys = parser.parse_known_args(argv)
     if args.step < 1:

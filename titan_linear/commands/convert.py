@@ -71,9 +71,13 @@ def from_rwkv(file: Path, folder: Path) -> None:
         tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         model, parameters = from_rwkv_lm(tensors)
     except pickle.UnpicklingError:  # whose message says how to run the code
-        raise ValueError(f"'{file}' is damaged or holds more than tensors; fetch it again") from None
+        raise ValueError(
+            f"'{file}' is damaged or holds more than tensors; fetch it again"
+        ) from None
     except (OSError, RuntimeError) as error:
-        raise ValueError(f"'{file}' cannot be read ({shorten(str(error), 200)}); fetch it again") from None
+        raise ValueError(
+            f"'{file}' cannot be read ({shorten(str(error), 200)}); fetch it again"
+        ) from None
     except ValueError as error:
         raise ValueError(f"'{file}': {error}") from None
     dtype = parameters["embedding.weight"].dtype
@@ -84,7 +88,9 @@ def from_rwkv(file: Path, folder: Path) -> None:
 def from_hf(folder: Path, checkpoints: Path, dtype: torch.dtype) -> None:
     """Write CHECKPOINTS/step-0."""
     if steps := whole_steps(checkpoints):
-        raise ValueError(f"'{checkpoints}' holds checkpoints already (step-{steps[-1]}); choose another folder")
+        raise ValueError(
+            f"'{checkpoints}' holds checkpoints already (step-{steps[-1]}); choose another folder"
+        )
     family, model = read_model(folder)
     source = open_folder(folder)
     found = locate(source, family, model)
@@ -119,7 +125,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     merging = directions.add_parser("merge")
     merging.add_argument("source", metavar="SOURCE", type=Path)
     merging.add_argument("folder", metavar="FOLDER", type=Path)
-    merging.add_argument("--export-dtype", choices=EXPORT_DTYPES, default="source", help="(default: that of the base)")
+    merging.add_argument(
+        "--export-dtype",
+        choices=EXPORT_DTYPES,
+        default="source",
+        help="(default: that of the base)",
+    )
     merging.add_argument("--base", default="", help="the base's folder, if it has moved")
     rwkv = directions.add_parser("from-rwkv")
     rwkv.add_argument("file", metavar="FILE", type=Path)
@@ -127,5 +138,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     of = directions.add_parser("from-hf")
     of.add_argument("folder", metavar="FOLDER", type=Path)
     of.add_argument("checkpoints", metavar="CHECKPOINTS", type=Path)
-    of.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the parameters (default: float32)")
+    of.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="dtype of the parameters (default: float32)",
+    )
     return parser.parse_args(argv)

@@ -49,10 +49,14 @@ def main(argv: list[str]) -> int:
 
 def write(args: argparse.Namespace) -> int:
     if args.format != "text" and args.dataset not in FIELD_SOURCES:
-        raise ValueError(f"--format {args.format} is for --dataset {', '.join(FIELD_SOURCES)}; remove it")
+        raise ValueError(
+            f"--format {args.format} is for --dataset {', '.join(FIELD_SOURCES)}; remove it"
+        )
     if args.text_field != "text" and (args.format != "text" or args.dataset not in FIELD_SOURCES):
         given = f"--format {args.format}" if args.format != "text" else f"--dataset {args.dataset}"
-        raise ValueError(f"--text-field {args.text_field} is not used by {given}; remove one of them")
+        raise ValueError(
+            f"--text-field {args.text_field} is not used by {given}; remove one of them"
+        )
     texts = Texts(
         args.dataset,
         args.path,
@@ -84,7 +88,9 @@ def show(folder: Path) -> int:
     found = caches(folder)
     print(f"{len(found)} token caches, {sum(map(size, found)) / 2**30:.2f} GiB, in {folder}")
     for cache in found:
-        print(f"{cache.name}  {size(cache) / 2**20:,.1f} MiB  used {days(cache):.0f} days ago  {describe(cache)}")
+        print(
+            f"{cache.name}  {size(cache) / 2**20:,.1f} MiB  used {days(cache):.0f} days ago  {describe(cache)}"
+        )
     return 0
 
 
@@ -102,7 +108,9 @@ def describe(cache: Path) -> str:
 def size(cache: Path) -> int:
     """Bytes of a cache and of its unfinished folder."""
     folders = (cache, temporary_folder(cache))
-    return sum(file.stat().st_size for folder in folders for file in folder.glob("*") if file.is_file())
+    return sum(
+        file.stat().st_size for folder in folders for file in folder.glob("*") if file.is_file()
+    )
 
 
 def days(cache: Path) -> float:
@@ -120,7 +128,9 @@ def check(folders: list[Path]) -> int:
             continue
         try:
             if lacking:
-                raise ValueError(f"{folder} is not there; titan-linear corpus list names the token caches")
+                raise ValueError(
+                    f"{folder} is not there; titan-linear corpus list names the token caches"
+                )
             corpus = load_corpus(folder)
             verify_corpus(corpus)
             print(f"{folder}: whole, {corpus.num_tokens:,} tokens")
@@ -133,7 +143,9 @@ def check(folders: list[Path]) -> int:
 def prune(args: argparse.Namespace) -> int:
     folder = default_cache_dir()
     if strange := [name for name in args.names if folder / name not in caches(folder)]:
-        raise ValueError(f"{strange[0]!r} is not a token cache in {folder}; titan-linear corpus list names them")
+        raise ValueError(
+            f"{strange[0]!r} is not a token cache in {folder}; titan-linear corpus list names them"
+        )
     if sum((bool(args.names), args.older_than is not None, args.all)) != 1:
         raise ValueError("prune needs names of caches, or --older-than DAYS, or --all")
     if args.older_than is not None and not args.older_than >= 0:
@@ -141,7 +153,11 @@ def prune(args: argparse.Namespace) -> int:
     for cache in [folder / name for name in args.names] or caches(folder):
         if args.older_than is None or days(cache) > args.older_than:
             freed = size(cache)
-            print(f"removed {cache.name}, {freed / 2**20:,.1f} MiB" if remove_cache(cache) else f"in use: {cache.name}")
+            print(
+                f"removed {cache.name}, {freed / 2**20:,.1f} MiB"
+                if remove_cache(cache)
+                else f"in use: {cache.name}"
+            )
     return 0
 
 
@@ -152,8 +168,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     make.add_argument("folder", metavar="FOLDER", help="must not exist")
     make.add_argument("--dataset", choices=TEXT_SOURCES, required=True, help="kind of the texts")
     make.add_argument("--path", help="a file, a folder, or globs separated by commas")
-    make.add_argument("--tokenizer", default="", help="a tokenizer.json or the folder that holds one (default: bytes)")
-    make.add_argument("--text-field", default="text", help="field or column of a document's text (default: text)")
+    make.add_argument(
+        "--tokenizer",
+        default="",
+        help="a tokenizer.json or the folder that holds one (default: bytes)",
+    )
+    make.add_argument(
+        "--text-field", default="text", help="field or column of a document's text (default: text)"
+    )
     keys = SECTIONS["training"].model_fields
     about = keys["dataset_format"].description
     make.add_argument("--format", choices=FORMATS, default="text", help=f"{about} (default: text)")
@@ -162,10 +184,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     commands.add_parser("list")
     look = commands.add_parser("check")
     look.add_argument(
-        "folders", metavar="FOLDER", nargs="*", help="names of caches, paths of corpora (default: caches)"
+        "folders",
+        metavar="FOLDER",
+        nargs="*",
+        help="names of caches, paths of corpora (default: caches)",
     )
     remove = commands.add_parser("prune")
-    remove.add_argument("names", metavar="NAME", nargs="*", help="names of caches, as list has them")
-    remove.add_argument("--older-than", type=float, metavar="DAYS", help="caches not used for DAYS days")
+    remove.add_argument(
+        "names", metavar="NAME", nargs="*", help="names of caches, as list has them"
+    )
+    remove.add_argument(
+        "--older-than", type=float, metavar="DAYS", help="caches not used for DAYS days"
+    )
     remove.add_argument("--all", action="store_true", help="all caches")
     return parser.parse_args(argv)

@@ -46,25 +46,42 @@ def main(argv: list[str]) -> int:
     sampling = Sampling(args.temperature, args.top_p, args.seed)
     if args.max_new_tokens < 0:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens} must be 0 or more")
-    dtype = DTYPES[args.dtype] if args.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = (
+        DTYPES[args.dtype]
+        if args.dtype
+        else torch.float32
+        if device.type == "cpu"
+        else torch.bfloat16
+    )
     if args.draft and args.temperature:
-        raise ValueError(f"--draft takes the likeliest tokens, not those of --temperature {args.temperature:g}; give 0")
+        raise ValueError(
+            f"--draft takes the likeliest tokens, not those of --temperature {args.temperature:g}; give 0"
+        )
     if not (args.chat or args.prompt):
         raise ValueError("--prompt is missing: give a text to continue, or --chat")
     model, tokenizer = load(Path(args.path), args.tokenizer, dtype, device, args.draft)
     model.use(args.impl, device, dtype)
     drafts = Drafts() if args.draft else None
-    options = dict(max_new_tokens=args.max_new_tokens, device=device, sampling=sampling, drafts=drafts)
+    options = dict(
+        max_new_tokens=args.max_new_tokens, device=device, sampling=sampling, drafts=drafts
+    )
     if args.chat:
         chat(tokenizer, args.prompt, partial(continuations, model, tokenizer, **options))
     else:
         print("\n---\n".join(generate(model, tokenizer, args.prompt, **options)))
     if drafts:
-        print(f"{drafts.made} tokens drafted, {drafts.accepted / max(drafts.made, 1):.0%} accepted", file=sys.stderr)
+        print(
+            f"{drafts.made} tokens drafted, {drafts.accepted / max(drafts.made, 1):.0%} accepted",
+            file=sys.stderr,
+        )
     return 0
 
 
-def chat(tokenizer: Tokenizer, first: Sequence[str], answers: Callable[[list[list[int]]], list[list[int]]]) -> None:
+def chat(
+    tokenizer: Tokenizer,
+    first: Sequence[str],
+    answers: Callable[[list[list[int]]], list[list[int]]],
+) -> None:
     """Print an answer to each turn: the first ones, then lines of the terminal."""
     conversation, messages = Conversations(tokenizer, "--chat"), []
     for turn in chain(first, lines()):
@@ -88,9 +105,13 @@ def device_of(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # no such name; built without CUDA
-        raise ValueError(f"--device {name} cannot be used: {str(error).partition(chr(10))[0]}; leave it out") from error
+        raise ValueError(
+            f"--device {name} cannot be used: {str(error).partition(chr(10))[0]}; leave it out"
+        ) from error
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device {name} is neither cpu nor cuda, where the ops run; use one of them")
+        raise ValueError(
+            f"--device {name} is neither cpu nor cuda, where the ops run; use one of them"
+        )
     return device
 
 
@@ -103,7 +124,9 @@ def load(
     keys = ["--model.mtp_layers", str(mtp_depth(read_config(path)))] if in_hf and draft else []
     run = config_for(path, [*keys, *(("--model.tokenizer_path", tokenizer) if tokenizer else ())])
     if draft and not run.model.mtp_layers:
-        raise ValueError(f"--draft: '{path}' has no layers that predict further tokens; leave it out")
+        raise ValueError(
+            f"--draft: '{path}' has no layers that predict further tokens; leave it out"
+        )
     weights, text = Path(run.checkpoint.initial_load_path), open_tokenizer(run)
     if not in_hf:
         verify(weights)
@@ -122,26 +145,50 @@ def tokenizer_warning(path: Path, in_hf: bool, asked: str, tokenizer: Tokenizer)
         known = content.tokenizer if content else None
     else:
         known = build_tokenizer(str(own)).fingerprint if own.is_file() else None
-    return other_tokenizer(known, tokenizer, f"'{path}'", "--tokenizer" if asked else "model.tokenizer_path of its run")
+    return other_tokenizer(
+        known, tokenizer, f"'{path}'", "--tokenizer" if asked else "model.tokenizer_path of its run"
+    )
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser("titan-linear generate", __doc__)
-    parser.add_argument("path", metavar="PATH", help="a checkpoint of ours, or a Hugging Face folder")
+    parser.add_argument(
+        "path", metavar="PATH", help="a checkpoint of ours, or a Hugging Face folder"
+    )
     parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
-    parser.add_argument("--chat", action="store_true", help="converse, by the tokenizer's chat template")
+    parser.add_argument(
+        "--chat", action="store_true", help="converse, by the tokenizer's chat template"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=100)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, help="share of the likeliest tokens drawn from (default: 1)"
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="0: always the likeliest token (default: 0.8)",
     )
     parser.add_argument(
-        "--draft", action="store_true", help="draft with the layers that predict a further token; the text stays"
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="share of the likeliest tokens drawn from (default: 1)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
-    parser.add_argument("--tokenizer", default="", help="a tokenizer.json to use instead of the run's or the folder's")
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="dtype of compute (default: bfloat16 on a GPU, float32 on the CPU)"
+        "--draft",
+        action="store_true",
+        help="draft with the layers that predict a further token; the text stays",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="the same seed gives the same text (default: 0)"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        default="",
+        help="a tokenizer.json to use instead of the run's or the folder's",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="dtype of compute (default: bfloat16 on a GPU, float32 on the CPU)",
     )
     parser.add_argument("--device", help="default: cuda if there is a GPU")
     parser.add_argument("--impl", default="auto", help="implementation of the ops (default: auto)")

@@ -37,7 +37,8 @@ CURVES = {
 }
 POSITION, LENGTH, SOURCE = "position in the document", "length", "source"
 LOSSES = {"loss_by_position": POSITION, "loss_by_depth": "tokens later", "loss_by_source": SOURCE}
-WORDS = {"plan.txt": "plan", "doctor.txt": "doctor"}  # what a user kept of a command, in the run's folder
+# what a user kept of a command, in the run's folder
+WORDS = {"plan.txt": "plan", "doctor.txt": "doctor"}
 LAST_SPIKES, SPIKE_LINES = 4, 16  # shown of each run, and of each spike
 Points = Iterable[tuple[Any, Any]]
 Charts = list[tuple[str, Markup]]  # caption, SVG
@@ -51,10 +52,14 @@ class Run(NamedTuple):
     scores: list[Json]  # of the last evaluation
 
 
-def page(folders: Sequence[Path], standing: Sequence[Sequence[str]], differences: Sequence[Sequence[str]]) -> str:
+def page(
+    folders: Sequence[Path], standing: Sequence[Sequence[str]], differences: Sequence[Sequence[str]]
+) -> str:
     """The whole page. standing: a row for each property, with a cell for each run; differences: likewise, of keys."""
     if not find_spec("matplotlib"):
-        raise ValueError("--html draws with matplotlib, which is not installed; pip install 'titan_linear[report]'")
+        raise ValueError(
+            "--html draws with matplotlib, which is not installed; pip install 'titan_linear[report]'"
+        )
     from matplotlib.colors import to_hex  # an extra
 
     runs = [read(folder) for folder in folders]
@@ -72,8 +77,12 @@ def page(folders: Sequence[Path], standing: Sequence[Sequence[str]], differences
                 "Inside, by layer": layers(runs),
             },
             texts={
-                "Spikes, with the documents of the worst first": {run.folder: spikes(run) for run in runs},
-                "What the planner and the doctor said": {folder: words(folder) for folder in folders},
+                "Spikes, with the documents of the worst first": {
+                    run.folder: spikes(run) for run in runs
+                },
+                "What the planner and the doctor said": {
+                    folder: words(folder) for folder in folders
+                },
             },
         )
     )
@@ -88,7 +97,9 @@ def read(folder: Path) -> Run:
         for quantity in line.keys() - {"step"}:
             seen.setdefault(quantity, {}).update(line[quantity])
     steps = sorted(metrics + spikes, key=lambda line: line["step"])
-    return Run(folder, steps, seen, spikes, [line for line in scores if line["step"] == scores[-1]["step"]])
+    return Run(
+        folder, steps, seen, spikes, [line for line in scores if line["step"] == scores[-1]["step"]]
+    )
 
 
 # --- Charts ----------------------------------------------------------------------------------------------------------
@@ -97,7 +108,9 @@ def read(folder: Path) -> Run:
 def curves(runs: Sequence[Run]) -> Charts:
     charts = []
     for key, caption in CURVES.items():
-        charts += drawn(caption, "step", [[(line["step"], line.get(key)) for line in run.steps] for run in runs])
+        charts += drawn(
+            caption, "step", [[(line["step"], line.get(key)) for line in run.steps] for run in runs]
+        )
     return charts
 
 
@@ -135,7 +148,11 @@ def recall(runs: Sequence[Run]) -> Charts:
     for task in dict.fromkeys(line["task"] for run in runs for line in run.scores):
         by, axis = ("position", POSITION) if task == LOSS else ("length", LENGTH)
         lines = [[line for line in run.scores if line["task"] == task] for run in runs]
-        charts += drawn(task, axis, [sorted((x, y["score"]) for (x,), y in means(of, by).items()) for of in lines])
+        charts += drawn(
+            task,
+            axis,
+            [sorted((x, y["score"]) for (x,), y in means(of, by).items()) for of in lines],
+        )
         for run, of in zip(runs, lines, strict=True):
             if any(line["depth"] is not None for line in of):
                 charts += tiled(f"{task}, {run.folder}", of)
@@ -145,7 +162,9 @@ def recall(runs: Sequence[Run]) -> Charts:
 def drawn(caption: str, axis: str, points: Sequence[Points]) -> Charts:
     """A chart of each run's points, unless there are none. A y that is no finite number (null, or text, in a file) is
     left out. Logarithmic where numbers lie far apart."""
-    finite = [[(x, float(y)) for x, y in of if y is not None and math.isfinite(float(y))] for of in points]
+    finite = [
+        [(x, float(y)) for x, y in of if y is not None and math.isfinite(float(y))] for of in points
+    ]
     values = [y for of in finite for _, y in of]
     if not values:
         return []
@@ -170,7 +189,9 @@ def tiled(caption: str, lines: Sequence[Json]) -> Charts:
     with axes_of(caption) as (axes, charts):
         axes.imshow(scores, vmin=0, vmax=1, aspect="auto")
         for (y, x), score in np.ndenumerate(scores):
-            axes.text(x, y, f"{score:.2f}", ha="center", va="center", color="w" if score < 0.6 else "k")
+            axes.text(
+                x, y, f"{score:.2f}", ha="center", va="center", color="w" if score < 0.6 else "k"
+            )
         axes.set_xticks(range(len(lengths)), lengths)
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
         axes.set(xlabel="length", ylabel="depth")
@@ -189,7 +210,9 @@ def axes_of(caption: str) -> Iterator[tuple[Any, Charts]]:
     with style.context(Path(__file__).with_suffix(".mplstyle")):
         figure = Figure()
         yield figure.subplots(), charts
-        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        figure.savefig(
+            file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
     svg = re.sub(r' id="[\w.]+_\d+"', "", file.getvalue())  # of groups: the same in every chart
     charts.append((caption, Markup(svg[svg.index("<svg") :].replace("#010203", "currentColor"))))
 
@@ -202,7 +225,9 @@ def spikes(run: Run) -> list[str]:
     texts = []
     for number, spike in list(enumerate(run.spikes, 1))[-LAST_SPIKES:]:
         try:
-            lines = batch.lines_of(["--spike", str(number), "--job.config_file", str(run.folder / CONFIG)])
+            lines = batch.lines_of(
+                ["--spike", str(number), "--job.config_file", str(run.folder / CONFIG)]
+            )
             texts.append("\n".join(islice(lines, SPIKE_LINES)))
         except ValueError as error:
             texts.append(f"step {spike['step']}: {error}")

@@ -38,7 +38,18 @@ from titan_linear.distributed.process import refusing
 from titan_linear.models.config import ModelConfig
 from titan_linear.ops.layout.levels import H200
 from titan_linear.planner.machine import Machine, read_rates, shipped
-from titan_linear.planner.memory import GIB, PARTS, SPARE, Batch, Mean, host_memory, layers, moments, parameters, saved
+from titan_linear.planner.memory import (
+    GIB,
+    PARTS,
+    SPARE,
+    Batch,
+    Mean,
+    host_memory,
+    layers,
+    moments,
+    parameters,
+    saved,
+)
 from titan_linear.planner.splits import (
     Setting,
     Split,
@@ -71,9 +82,13 @@ def main(argv: list[str]) -> int:
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This command's own options, and the run's keys."""
     parser = command_parser("titan-linear plan", __doc__, allow_abbrev=False)
-    parser.add_argument("--gpus", type=int, default=8, help="number of GPUs of the run (default: 8)")
+    parser.add_argument(
+        "--gpus", type=int, default=8, help="number of GPUs of the run (default: 8)"
+    )
     parser.add_argument("--gpu", default="H200", help=f"{', '.join(shipped())} (default: H200)")
-    parser.add_argument("--rates", default="", help="file written by tools.bench_rates, instead of --gpu")
+    parser.add_argument(
+        "--rates", default="", help="file written by tools.bench_rates, instead of --gpu"
+    )
     parser.add_argument("--node", type=int, default=8, help="GPUs per node (default: 8)")
     parser.add_argument(
         "--network",
@@ -81,13 +96,23 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         default=H200.between_nodes / 1e9,
         help="GB/s from each GPU to other nodes (default: 50)",
     )
-    parser.add_argument("--attention", default="", help="kernel of softmax attention, one that the rates have")
     parser.add_argument(
-        "--documents", default="one", help='"one" per stream, their mean tokens, or a tree: 14336+8*2048 (default: one)'
+        "--attention", default="", help="kernel of softmax attention, one that the rates have"
     )
-    parser.add_argument("--tokens", nargs="+", default=[], help="budget, to say how many days it takes: 100B, 2.5T")
     parser.add_argument(
-        "--scaling", type=int, default=0, metavar="TOKENS", help="print speeds by GPUs and tokens of each"
+        "--documents",
+        default="one",
+        help='"one" per stream, their mean tokens, or a tree: 14336+8*2048 (default: one)',
+    )
+    parser.add_argument(
+        "--tokens", nargs="+", default=[], help="budget, to say how many days it takes: 100B, 2.5T"
+    )
+    parser.add_argument(
+        "--scaling",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="print speeds by GPUs and tokens of each",
     )
     args, keys = parser.parse_known_args(argv)
     return args, [key for key in keys if key != "--"]
@@ -139,7 +164,9 @@ def planned_model(config: Config) -> ModelConfig:
         return model_config(config, tokenizer)
     model = model_without_tokenizer(config)
     path = tokenizer_path(config)
-    print(f"model.tokenizer_path = {path!r} is not here: a vocabulary of {model.vocab_size} is assumed")
+    print(
+        f"model.tokenizer_path = {path!r} is not here: a vocabulary of {model.vocab_size} is assumed"
+    )
     return model
 
 
@@ -164,9 +191,13 @@ def machine_of(args: argparse.Namespace) -> Machine:
             f"--gpu {args.gpu!r} is unknown; use one of {', '.join(known)}, or --rates with a file of tools.bench_rates"
         )
     rates = read_rates(Path(args.rates) if args.rates else known[args.gpu.upper()])
-    kernel = args.attention or next(name for name in ("cudnn", *rates.attention) if name in rates.attention)
+    kernel = args.attention or next(
+        name for name in ("cudnn", *rates.attention) if name in rates.attention
+    )
     if kernel not in rates.attention:
-        raise ValueError(f"--attention {kernel!r} is not in the rates; use one of {', '.join(rates.attention)}")
+        raise ValueError(
+            f"--attention {kernel!r} is not in the rates; use one of {', '.join(rates.attention)}"
+        )
     for option, least in (("gpus", 1), ("node", 1), ("scaling", 0)):
         if (number := getattr(args, option)) < least:
             raise ValueError(f"--{option} {number} must be {least} or more")
@@ -184,7 +215,10 @@ def mean_length(documents: str) -> Mean:
             "14336+8*2048"
         )
     if levels:
-        return ((1, int(root)), *((int(count), int(tokens)) for count, tokens in (x.split("*") for x in levels)))
+        return (
+            (1, int(root)),
+            *((int(count), int(tokens)) for count, tokens in (x.split("*") for x in levels)),
+        )
     return None if documents == "one" else int(documents)
 
 
@@ -223,14 +257,20 @@ def memory_table(config: Config, setting: Setting) -> str:
     verdict = "fits" if total <= (1 - SPARE) * size else "does not fit"
     counted = layers(model, Batch.of(config, mean))
     each = Counter(zip((of.name for of in model.layers), saved(config, counted)[0], strict=True))
-    kept = ", ".join(f"{number} {name} {number * value / GIB:.2f}" for (name, value), number in each.items())
+    kept = ", ".join(
+        f"{number} {name} {number * value / GIB:.2f}" for (name, value), number in each.items()
+    )
     host = host_memory(config, model, gpus) / GIB
     ranks = min(gpus, machine.node_size)
     offloaded = f"\nin the host's memory: {host:.2f} GiB for each GPU, {ranks * host:.2f} on a node of {ranks}"
     return (
-        table((f"memory of {'the GPU' if gpus == 1 else f'one of {gpus} GPUs'}, GiB, at", *at), rows)
+        table(
+            (f"memory of {'the GPU' if gpus == 1 else f'one of {gpus} GPUs'}, GiB, at", *at), rows
+        )
         + f"\n{verdict} in {machine.rates.gpu} ({size:.0f} GiB, of which {SPARE * size:.2f} are kept free for "
-        f"fragmentation and buffers, which are not modelled); activations of layers: {kept}" + offloaded * bool(host)
+        f"fragmentation and buffers, which are not modelled); activations of layers: {kept}"
+        + offloaded
+        * bool(host)
     )
 
 

@@ -18,8 +18,21 @@ from titan_linear.storage import rundir
 from titan_linear.storage.files import write_whole
 from titan_linear.storage.rundir import CONFIG, METRICS, SPIKES, json_lines
 
-HEAD = ("run", "trained on", "step", "loss", "best validation", "tokens", "tokens/s", "MFU", "GiB", "skipped", "spikes")
-OWN = ("job.config_file", "job.dump_folder", "job.description")  # keys that differ between any two runs
+HEAD = (
+    "run",
+    "trained on",
+    "step",
+    "loss",
+    "best validation",
+    "tokens",
+    "tokens/s",
+    "MFU",
+    "GiB",
+    "skipped",
+    "spikes",
+)
+# keys that differ between any two runs
+OWN = ("job.config_file", "job.dump_folder", "job.description")
 
 
 class Line(rundir.Line):
@@ -84,7 +97,9 @@ def differences(runs: Sequence[Path]) -> list[list[str]]:
 def main(argv: list[str]) -> int:
     parser = command_parser("titan-linear report", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, and print its size")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page, and print its size"
+    )
     args = parser.parse_args(argv)
     rows, keys = [standing(run) for run in args.runs], differences(args.runs)
     if args.html:

@@ -23,7 +23,13 @@ from titan_linear.config.derived import (
     sources,
     tokens_at,
 )
-from titan_linear.config.reading import config_to_toml, difference, flat_keys, load_config, toml_value
+from titan_linear.config.reading import (
+    config_to_toml,
+    difference,
+    flat_keys,
+    load_config,
+    toml_value,
+)
 from titan_linear.config.schema import (
     BYTES,
     COLUMNS,

@@ -38,7 +38,10 @@ from titan_linear.config.schema import (
 EFFECTIVE_WITH = {
     ("activation_checkpoint.mode", "selective"): ("activation_checkpoint.selective_ac_option",),
     ("adapter.enable", False): ("optimizer.name",),  # Muon takes matrices of the base
-    ("adapter.enable", True): ("loss.reference", *(key for key in KEYS if key.startswith("adapter."))),
+    ("adapter.enable", True): (
+        "loss.reference",
+        *(key for key in KEYS if key.startswith("adapter.")),
+    ),
     ("checkpoint.enable", True): (
         "checkpoint.load_step",
         "checkpoint.initial_load_path",
@@ -50,7 +53,10 @@ EFFECTIVE_WITH = {
     ),
     ("compile.enable", True): ("compile.backend",),
     ("float8.enable", True): ("float8.filter_fqns", "float8.emulate"),
-    **{("loss.name", name): tuple(key for key in KEYS if key.startswith(f"{name}.")) for name in LOSSES},
+    **{
+        ("loss.name", name): tuple(key for key in KEYS if key.startswith(f"{name}."))
+        for name in LOSSES
+    },
     ("optimizer.name", "muon"): ("optimizer.momentum",),
     ("validation.enable", True): ("validation.sample_tokens",),
 }
@@ -94,7 +100,9 @@ def check_config(config: Config, world_size: int) -> None:
 
 
 def _check_activation_checkpoint(ac: ActivationCheckpoint) -> None:
-    if ac.selective_ac_option != "op" and not re.fullmatch("[1-9][0-9]{0,3}", ac.selective_ac_option):
+    if ac.selective_ac_option != "op" and not re.fullmatch(
+        "[1-9][0-9]{0,3}", ac.selective_ac_option
+    ):
         raise ValueError(
             f"activation_checkpoint.selective_ac_option = {ac.selective_ac_option!r} must be 'op', or a number n above "
             "0, to compute every n-th layer again"
@@ -186,7 +194,9 @@ def _check_schedule(config: Config) -> None:
 def _check_experts(t: Training) -> None:
     for key in ("expert_balance_coefficient", "expert_bias_update_rate"):
         if -1 < getattr(t, key) < 0:
-            raise ValueError(f"training.{key} = {getattr(t, key)} must be 0 or more, or -1 for the model's")
+            raise ValueError(
+                f"training.{key} = {getattr(t, key)} must be 0 or more, or -1 for the model's"
+            )
 
 
 def _check_types(t: Training) -> None:
@@ -212,11 +222,15 @@ def _check_data(config: Config) -> None:
             "training.mixture is not set; remove it"
         )
     if t.group_field and not t.share_prefixes:
-        raise ValueError(f"training.group_field = {t.group_field!r} needs training.share_prefixes = true; set it")
+        raise ValueError(
+            f"training.group_field = {t.group_field!r} needs training.share_prefixes = true; set it"
+        )
     for source in sources(config):
         _check_source(source)
         if t.group_field and source.dataset_format == "preference":
-            raise ValueError(f"training.group_field = {t.group_field!r}: each pair is a tree of its own; remove it")
+            raise ValueError(
+                f"training.group_field = {t.group_field!r}: each pair is a tree of its own; remove it"
+            )
         if t.share_prefixes and (source.dataset not in RECORDS or source.dataset_format == "tree"):
             raise ValueError(
                 f"training.share_prefixes is for records of documents, and {key_of(source, 'dataset')} = "
@@ -233,7 +247,9 @@ def _check_data(config: Config) -> None:
             "validation.dataset_path"
         )
     if v.steps == 0:
-        raise ValueError("validation.steps = 0 validates nothing; use -1 for all, or validation.enable = false")
+        raise ValueError(
+            "validation.steps = 0 validates nothing; use -1 for all, or validation.enable = false"
+        )
 
 
 def _check_source(s: Training | Source) -> None:
@@ -251,7 +267,9 @@ def _check_source(s: Training | Source) -> None:
             f"{s.dataset!r}; remove it (a corpus of tokens knows its columns), or change {dataset}"
         )
     if unknown := [name for name in s.dataset_columns if name not in COLUMNS]:
-        raise ValueError(f"{dataset}_columns: no loss reads {unknown[0]!r}; they read {', '.join(COLUMNS)}")
+        raise ValueError(
+            f"{dataset}_columns: no loss reads {unknown[0]!r}; they read {', '.join(COLUMNS)}"
+        )
     if s.dataset_format != "text" and s.dataset not in RECORDS:
         raise ValueError(
             f"{dataset}_format = {s.dataset_format!r} is for {dataset} = {', '.join(RECORDS)}, and it is "
@@ -261,12 +279,20 @@ def _check_source(s: Training | Source) -> None:
     if s.dataset in RECORDS:
         given = f"{dataset}_format = {s.dataset_format!r}" if s.dataset_format != "text" else ""
     if given and s.dataset_text_field != "text":
-        raise ValueError(f"{dataset}_text_field = {s.dataset_text_field!r} is not used by {given}; remove one of them")
+        raise ValueError(
+            f"{dataset}_text_field = {s.dataset_text_field!r} is not used by {given}; remove one of them"
+        )
 
 
 def _check_mixture(t: Training, v: Validation) -> None:
     default = Training()
-    for key in ("dataset", "dataset_path", "dataset_text_field", "dataset_format", "dataset_columns"):
+    for key in (
+        "dataset",
+        "dataset_path",
+        "dataset_text_field",
+        "dataset_format",
+        "dataset_columns",
+    ):
         if getattr(t, key) != getattr(default, key):
             raise ValueError(
                 f"training.{key} = {getattr(t, key)!r} is not used beside training.mixture, whose sources have each "
@@ -274,7 +300,9 @@ def _check_mixture(t: Training, v: Validation) -> None:
             )
     names = [s.name for s in t.mixture]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"training.mixture has two sources with name = {twice!r}; give each a name of its own")
+        raise ValueError(
+            f"training.mixture has two sources with name = {twice!r}; give each a name of its own"
+        )
     least = min(t.mixture, key=lambda s: s.weight)
     total = sum(s.weight for s in t.mixture)
     if least.weight * SMALLEST_SHARE < total:

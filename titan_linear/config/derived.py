@@ -13,7 +13,9 @@ def changed(config: Config, changes: Mapping[str, object]) -> Config:
     """A copy with other values of some keys, by "section.key"."""
     for name, value in changes.items():
         section, key = name.split(".")
-        config = config.model_copy(update={section: getattr(config, section).model_copy(update={key: value})})
+        config = config.model_copy(
+            update={section: getattr(config, section).model_copy(update={key: value})}
+        )
     return config
 
 
@@ -72,7 +74,9 @@ def fsdp_degrees(config: Config, world_size: int) -> tuple[int, int]:
 def micro_steps(config: Config, world_size: int) -> int:
     """Number of micro-batches per rank in a step."""
     replicas, shards = data_parallel_degrees(config, world_size)
-    return config.training.global_batch_size // (replicas * shards * config.training.local_batch_size)
+    return config.training.global_batch_size // (
+        replicas * shards * config.training.local_batch_size
+    )
 
 
 def layer_checkpointing(ac: ActivationCheckpoint, layer: int) -> str:
@@ -126,12 +130,18 @@ def key_of(source: Training | Source, key: str) -> str:
 
 def hf_assets(config: Config) -> str:
     """The Hugging Face folder that defines the model and brings its tokenizer; "" if the run has none."""
-    return config.model.hf_assets_path or (config.checkpoint.initial_load_path if starts_in_hf(config) else "")
+    return config.model.hf_assets_path or (
+        config.checkpoint.initial_load_path if starts_in_hf(config) else ""
+    )
 
 
 def hf_weights(config: Config) -> str:
     """The Hugging Face folder whose weights start the run; "" if none do."""
-    return (config.checkpoint.initial_load_path or config.model.hf_assets_path) if starts_in_hf(config) else ""
+    return (
+        (config.checkpoint.initial_load_path or config.model.hf_assets_path)
+        if starts_in_hf(config)
+        else ""
+    )
 
 
 def starts_in_hf(config: Config) -> bool:

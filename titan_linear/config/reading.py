@@ -21,7 +21,17 @@ else:
     import tomli as tomllib
 
 from titan_linear.config.derived import changed, on_cuda
-from titan_linear.config.schema import ABSENT, KEYS, MEANT, PRINT, SECTIONS, Config, Rule, Section, keys_with
+from titan_linear.config.schema import (
+    ABSENT,
+    KEYS,
+    MEANT,
+    PRINT,
+    SECTIONS,
+    Config,
+    Rule,
+    Section,
+    keys_with,
+)
 
 Tables = dict[str, Any]  # of TOML
 LISTED = 20  # problems that a message names
@@ -40,7 +50,9 @@ def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
         SystemExit: after `--help` and `--print-config`.
     """
     prints = PRINT in argv
-    overrides = _with_mixers(_read_command_line([argument for argument in argv if argument != PRINT]))
+    overrides = _with_mixers(
+        _read_command_line([argument for argument in argv if argument != PRINT])
+    )
     _validate(overrides, "command line")
     tables: Tables = {}
     path = overrides.get("job", {}).get("config_file", "")
@@ -48,7 +60,9 @@ def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
         tables = _with_mixers(_read_toml(path))
         _validate(tables, path)
         if "config_file" in tables.get("job", {}):
-            raise ValueError(f"{path}: job.config_file belongs on the command line; remove it from the file")
+            raise ValueError(
+                f"{path}: job.config_file belongs on the command line; remove it from the file"
+            )
     given = _home_expanded(_validate(_merged(tables, overrides), "configuration"))
     config = _resolve(given, cuda)
     if prints:
@@ -72,7 +86,11 @@ def _with_mixers(tables: Tables) -> Tables:
     model = tables.get("model")
     if not isinstance(model, dict):
         return tables
-    own = {name: table for name, table in model.items() if isinstance(table, dict) and f"model.{name}" not in KEYS}
+    own = {
+        name: table
+        for name, table in model.items()
+        if isinstance(table, dict) and f"model.{name}" not in KEYS
+    }
     rest = {name: value for name, value in model.items() if name not in own}
     merges = own and isinstance(rest.get("mixers", {}), dict)  # else validation refuses it
     return {**tables, "model": _merged(rest, {"mixers": own}) if merges else rest}
@@ -88,17 +106,24 @@ def config_to_toml(config: Config, origins: Mapping[str, str] | None = None) -> 
     for section, values in config.model_dump(exclude={"job": {"config_file"}}).items():
         lines = [f"{key} = {toml_value(value)}" for key, value in values.items()]
         if origins:
-            lines = [f"{line:<48}  # {origins[f'{section}.{key}']}" for line, key in zip(lines, values, strict=True)]
+            lines = [
+                f"{line:<48}  # {origins[f'{section}.{key}']}"
+                for line, key in zip(lines, values, strict=True)
+            ]
         tables.append("\n".join([f"[{section}]", *lines]))
     return "\n\n".join(tables) + "\n"
 
 
-def _origins(config: Config, given: Config, sources: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def _origins(
+    config: Config, given: Config, sources: Mapping[str, Mapping[str, Any]]
+) -> dict[str, str]:
     """Where each value is from: the first of `sources` that has it, or its default; and whether "auto" chose it."""
     origins = {}
     for dotted in KEYS:
         section, key = dotted.split(".")
-        origins[dotted] = next((name for name, source in sources.items() if key in source.get(section, {})), "default")
+        origins[dotted] = next(
+            (name for name, source in sources.items() if key in source.get(section, {})), "default"
+        )
         if getattr(getattr(config, section), key) != getattr(getattr(given, section), key):
             origins[dotted] += ": auto"
     return origins
@@ -106,7 +131,11 @@ def _origins(config: Config, given: Config, sources: Mapping[str, Mapping[str, A
 
 def flat_keys(config: Config) -> dict[str, Any]:
     """{"section.key": value}."""
-    return {f"{section}.{key}": value for section, keys in config.model_dump().items() for key, value in keys.items()}
+    return {
+        f"{section}.{key}": value
+        for section, keys in config.model_dump().items()
+        for key, value in keys.items()
+    }
 
 
 def difference(old: Any, new: Any) -> str:
@@ -139,7 +168,9 @@ def _read_toml(path: str) -> Tables:
     try:
         return _toml_tables(Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ValueError(f"job.config_file = {path!r} cannot be read: {error.strerror}; give a TOML file") from None
+        raise ValueError(
+            f"job.config_file = {path!r} cannot be read: {error.strerror}; give a TOML file"
+        ) from None
     except ValueError as error:  # malformed TOML or UTF-8
         raise ValueError(f"{path} is not TOML: {error}; correct it there") from None
 
@@ -159,7 +190,9 @@ def _read_command_line(argv: list[str]) -> dict[str, Tables]:
             ) from None
         raise ValueError(f"command line: {error.argument_name}: {error.message}") from None
     if unknown and not unknown[0].startswith("-"):
-        raise ValueError(f"command line: {unknown[0]!r} belongs to no key; keys are given as --section.key value")
+        raise ValueError(
+            f"command line: {unknown[0]!r} belongs to no key; keys are given as --section.key value"
+        )
     if unknown:
         key = unknown[0].partition("=")[0].removeprefix("--")
         raise ValueError(f"command line: {unknown[0]} is not a key{_nearest(key)}")
@@ -168,7 +201,8 @@ def _read_command_line(argv: list[str]) -> dict[str, Tables]:
         section, key, *inner = dotted.split(".")
         table = tables.setdefault(section, {})
         value = _typed(text, KEYS[dotted].annotation) if dotted in KEYS else _toml(text)
-        parts = [table.get(key, {}), {inner[0]: value} if inner else value]  # model.kda and model.kda.heads, say
+        # model.kda and model.kda.heads, say
+        parts = [table.get(key, {}), {inner[0]: value} if inner else value]
         wrong = [part for part in parts if not isinstance(part, dict)]
         table[key] = wrong[0] if wrong else parts[0] | parts[1]
     return tables
@@ -181,7 +215,12 @@ def _keys_in_tables(argv: list[str]) -> list[str]:
         name, equals, value = option.removeprefix("--").partition("=")
         value = value if equals else following
         in_table = name.count(".") == 2 and _is_table(name.rpartition(".")[0])
-        of_mixer = name.count(".") == 1 and name not in KEYS and _is_table(name) and isinstance(_toml(value), dict)
+        of_mixer = (
+            name.count(".") == 1
+            and name not in KEYS
+            and _is_table(name)
+            and isinstance(_toml(value), dict)
+        )
         if option.startswith("--") and (in_table or of_mixer):
             found[name] = None
     return list(found)
@@ -264,12 +303,16 @@ def _parser(only: str = "") -> argparse.ArgumentParser:
 class _Help(argparse.Action):
     """Print all keys, or those of a section, or the page docs/keys.md."""
 
-    def __call__(self, parser: argparse.ArgumentParser, _: object, section: str | None, option: str = "") -> None:
+    def __call__(
+        self, parser: argparse.ArgumentParser, _: object, section: str | None, option: str = ""
+    ) -> None:
         if section == "markdown":
             print(keys_page())
             raise SystemExit(0)
         if section is not None and section not in SECTIONS:
-            raise ValueError(f"{option} {section}: sections are {', '.join(SECTIONS)}; --help flavors lists presets")
+            raise ValueError(
+                f"{option} {section}: sections are {', '.join(SECTIONS)}; --help flavors lists presets"
+            )
         (_parser(section) if section else parser).print_help()
         raise SystemExit(0)
 
@@ -287,7 +330,9 @@ def keys_page() -> str:
         rows = []
         for key, field in keys.model_fields.items():
             default = toml_value(field.default)
-            choices = [f'"{choice}"' for choice in get_args(field.annotation) if isinstance(choice, str)]
+            choices = [
+                f'"{choice}"' for choice in get_args(field.annotation) if isinstance(choice, str)
+            ]
             values = ", ".join(f"`{value}`" for value in dict.fromkeys([default, *choices]))
             rows.append(f"- `{key}` ({values}): {' '.join(field.description.split())}")
         lines.append("\n".join(rows))
@@ -369,14 +414,21 @@ def _nearest(key: str) -> str:
     # telemetry.freq: metrics.telemetry_freq
     alike = [dotted for dotted in KEYS if words <= set(re.split("[._]", dotted))]
     alike = alike or [dotted for dotted in KEYS if dotted.endswith(f".{name}")]
-    sure = difflib.get_close_matches(key, known, 1, 0.9) or difflib.get_close_matches(key, alike, 1, 0.0)
+    sure = difflib.get_close_matches(key, known, 1, 0.9) or difflib.get_close_matches(
+        key, alike, 1, 0.0
+    )
     near = sure or [
         dotted
         for dotted in difflib.get_close_matches(key, known, 1, 0.6)
-        if difflib.get_close_matches(name, [dotted.rpartition(".")[2]], 1, 0.5)  # not its section alone
+        # not its section alone
+        if difflib.get_close_matches(name, [dotted.rpartition(".")[2]], 1, 0.5)
     ]
     tables = [f"the table of a mixer, [{key}]"] if key.startswith("model.") and not sure else []
-    return f"; did you mean {' or '.join([*near, *tables])}?" if near or tables else "; --help lists all keys"
+    return (
+        f"; did you mean {' or '.join([*near, *tables])}?"
+        if near or tables
+        else "; --help lists all keys"
+    )
 
 
 def _home_expanded(config: Config) -> Config:
@@ -391,7 +443,9 @@ def _resolve(config: Config, cuda: bool | None) -> Config:
     wide = training.dtype == "float64"
     if training.mixed_precision_param == "auto":
         cuda = on_cuda() if cuda is None and not wide else cuda
-        auto["training.mixed_precision_param"] = "float64" if wide else "bfloat16" if cuda else "float32"
+        auto["training.mixed_precision_param"] = (
+            "float64" if wide else "bfloat16" if cuda else "float32"
+        )
     if training.mixed_precision_reduce == "auto":
         auto["training.mixed_precision_reduce"] = "float64" if wide else "float32"
     return changed(config, auto)

@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 class Rule(Enum):
     """What else holds of a key, stated with its type, or for all keys of a section in `rules`."""
 
-    MAY_CHANGE = auto()  # when a run resumes: how it is computed, saved and shown, or how long it is
+    # when a run resumes: how it is computed, saved and shown, or how long it is
+    MAY_CHANGE = auto()
     MAY_MOVE = auto()  # then from one path to another: the checkpoint identifies the content
     OF_A_NODE = auto()  # nodes of a run may have different values
     PATH = auto()  # relative to where a run is started; absolute in what is stored
@@ -27,7 +28,8 @@ class Section(BaseModel):
         frozen=True,
         allow_inf_nan=False,
         use_attribute_docstrings=True,
-        str_min_length=0,  # of whatever length a text is: only then does pydantic see that it is UTF-8, as TOML is
+        # of whatever length a text is: only then does pydantic see that it is UTF-8, as TOML is
+        str_min_length=0,
     )
     rules: ClassVar[tuple[Rule, ...]] = ()  # of all its keys
 
@@ -41,7 +43,8 @@ Above0 = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Coefficient = Annotated[float, Field(ge=-1)]  # −1: the model's
 Text = Annotated[str, Field(min_length=1)]
-Corpus = Annotated[str, Rule.PATH, Rule.OF_A_NODE, Rule.MAY_MOVE]  # a path of texts or of a tokenizer
+# a path of texts or of a tokenizer
+Corpus = Annotated[str, Rule.PATH, Rule.OF_A_NODE, Rule.MAY_MOVE]
 
 
 class Job(Section):
@@ -198,7 +201,9 @@ class Training(Section):
 LossName = Literal["cross_entropy", "dpo", "distillation", "policy"]
 LOSSES = get_args(LossName)
 # Columns that losses read, and their dtypes.
-COLUMNS = dict.fromkeys(("weights", "reference", "advantages", "behaviour", "teacher_logprobs"), "<f4")
+COLUMNS = dict.fromkeys(
+    ("weights", "reference", "advantages", "behaviour", "teacher_logprobs"), "<f4"
+)
 COLUMNS |= {"teacher_ids": "<i4"}
 
 
@@ -319,7 +324,9 @@ class Parallelism(Section):
     context_parallel_layout: Literal["contiguous", "zigzag"] = "contiguous"
     """One fragment of each stream per rank (contiguous), or two mirrored ones (zigzag), which balance ring attention;
     other methods are balanced in both, and linear layers are faster in the first."""
-    context_parallel_method: Literal["auto", "ring", "allgather", "ulysses", "ulysses+ring"] = "auto"
+    context_parallel_method: Literal["auto", "ring", "allgather", "ulysses", "ulysses+ring"] = (
+        "auto"
+    )
     """Exchange in the softmax layers; "auto" is all-to-all over heads ("ulysses") where possible; "ulysses+ring" is
     that inside a node, and a ring between nodes."""
     context_parallel_linear_method: Literal["kcp", "ulysses"] = "kcp"
@@ -605,20 +612,31 @@ class Config(Section):
     debug: Debug = Debug()
 
 
-SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in Config.model_fields.items()}
-KEYS = {f"{section}.{key}": field for section, cls in SECTIONS.items() for key, field in cls.model_fields.items()}
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation for name, field in Config.model_fields.items()
+}
+KEYS = {
+    f"{section}.{key}": field
+    for section, cls in SECTIONS.items()
+    for key, field in cls.model_fields.items()
+}
 
 
 def keys_with(rule: Rule) -> list[str]:
     """The keys of which this holds."""
     sections = {name: cls.rules for name, cls in SECTIONS.items()}
-    return [key for key, field in KEYS.items() if rule in (*sections[key.partition(".")[0]], *field.metadata)]
+    return [
+        key
+        for key, field in KEYS.items()
+        if rule in (*sections[key.partition(".")[0]], *field.metadata)
+    ]
 
 
 PRINT = "--print-config"
 OTHER = "other"  # in metrics.loss_by_source: the files that fit no group
 SMALLEST_SHARE = 1 << 16  # a source of a mixture gives at least one in this many streams
-SMALLEST_EPS = 1.2e-38  # float32 and bfloat16 hold smaller numbers with fewer digits only, and devices take them for 0
+# float32 and bfloat16 hold smaller numbers with fewer digits only, and devices take them for 0
+SMALLEST_EPS = 1.2e-38
 
 # What others call keys; and keys and sections of TorchTitan for what does not exist here, and what there is instead.
 MEANT, ABSENT = json.loads(Path(__file__).with_name("other_names.json").read_text()).values()

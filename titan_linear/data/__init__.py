@@ -31,7 +31,12 @@ after those of finished steps. Fingerprints of the data beside it let a resume r
 from titan_linear.data.corpus.cache import Texts, cached_corpus, open_corpus, tokenise_corpus
 from titan_linear.data.corpus.corpus import Corpus, load_corpus, verify_changed, verify_corpus
 from titan_linear.data.corpus.sources import Document
-from titan_linear.data.corpus.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, build_tokenizer
+from titan_linear.data.corpus.tokenizer import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    build_tokenizer,
+)
 from titan_linear.data.corpus.writing import write_corpus
 from titan_linear.data.streams.file_groups import FileGroups
 from titan_linear.data.streams.loader import Batch, StreamLoader, validation_batches

@@ -14,10 +14,13 @@ from functools import partial
 from itertools import islice, repeat
 from typing import NamedTuple, TypeVar
 
-NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+NOISE = (
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+)
 LISTED = ("They are:", *repeat(",", 9))  # what is before the words of a list
 CONSONANTS = "bcdfghjklmnpqrstvwxz"
-VALUES: dict[str, Callable[[random.Random], str]] = {  # those of a kind have one length: none begins another
+# those of a kind have one length: none begins another
+VALUES: dict[str, Callable[[random.Random], str]] = {
     "syllable": lambda rng: rng.choice(CONSONANTS) + rng.choice("aeiou") + rng.choice(CONSONANTS),
     "word": lambda rng: "".join(rng.choice(CONSONANTS) + rng.choice("aeiou") for _ in range(3)),
     "number": lambda rng: str(rng.randrange(10**6, 10**7)),
@@ -71,10 +74,16 @@ def spread(depth: float, count: int) -> list[float]:
     return [depth, *((depth + i / count) % 1 for i in range(1, count))]
 
 
-def answers(draw: Draw, kind: str, leads: Iterable[str], texts: list[str], values: list[str]) -> list[Answer]:
+def answers(
+    draw: Draw, kind: str, leads: Iterable[str], texts: list[str], values: list[str]
+) -> list[Answer]:
     """Each of the texts after its lead; in its place: values of the context, then some that are not in it."""
     return [
-        Answer(lead, f" {text}", [f" {x}" for x in [*values, *(draw.other(kind) for _ in range(8))] if x != text])
+        Answer(
+            lead,
+            f" {text}",
+            [f" {x}" for x in [*values, *(draw.other(kind) for _ in range(8))] if x != text],
+        )
         for lead, text in zip(leads, texts)
     ]
 
@@ -117,7 +126,10 @@ def variables(draw: Draw, text: Iterator[str], depth: float) -> Question:
     for value in numbers:
         chains.append(draw("name", 5))
         lines.append(
-            [f"\nVAR {name} = {of}.\n" for name, of in zip(chains[-1], [value, *(f"VAR {x}" for x in chains[-1])])]
+            [
+                f"\nVAR {name} = {of}.\n"
+                for name, of in zip(chains[-1], [value, *(f"VAR {x}" for x in chains[-1])])
+            ]
         )
     return Question(
         "Remember the chains of variables in the following text.\n",
@@ -129,7 +141,9 @@ def variables(draw: Draw, text: Iterator[str], depth: float) -> Question:
     )
 
 
-def counted(draw: Draw, text: Iterator[str], depth: float, *, counts: list[int], rare: int, order: str) -> Question:
+def counted(
+    draw: Draw, text: Iterator[str], depth: float, *, counts: list[int], rare: int, order: str
+) -> Question:
     """The words that come so often in each line of words; `rare` others come once in all."""
     words, others = draw("word", len(counts)), draw("word", rare)
     words = sorted(words) if len(set(counts)) == 1 else words
@@ -156,10 +170,19 @@ def documents(draw: Draw, text: Iterator[str], depth: float, *, hops: int) -> Qu
 
     def document(title: str, to: str) -> tuple[list[str], str]:
         lines = list(islice((line for line in text if len(line) > 20), 3))
-        return lines, f"\nDocument {title}:\n{''.join(lines)}\nIt refers to the document {to}.\n" if lines else ""
+        return (
+            lines,
+            f"\nDocument {title}:\n{''.join(lines)}\nIt refers to the document {to}.\n"
+            if lines
+            else "",
+        )
 
     (lines, first), *others = (document(titles[i], titles[(i + 1) % 3]) for i in range(3))
-    quoted = max(lines, key=lambda line: (not any(line in other for _, other in others), len(line)), default="").strip()
+    quoted = max(
+        lines,
+        key=lambda line: (not any(line in other for _, other in others), len(line)),
+        default="",
+    ).strip()
     asks = ("Which document says", "To which document does the document refer that says")[hops - 1]
     pieces = (document(draw.other("word"), draw.other("word"))[1] for _ in repeat(None))
     return Question(
@@ -173,7 +196,14 @@ def documents(draw: Draw, text: Iterator[str], depth: float, *, hops: int) -> Qu
 
 
 def pairs(
-    draw: Draw, text: Iterator[str], depth: float, *, kind: str = "word", asked: int, count: int, among: str
+    draw: Draw,
+    text: Iterator[str],
+    depth: float,
+    *,
+    kind: str = "word",
+    asked: int,
+    count: int,
+    among: str,
 ) -> Question:
     """The words that followed some words, asked for in another order."""
     keys, values = draw(kind, count), draw(kind, count)
@@ -183,7 +213,10 @@ def pairs(
     return Question(
         "",
         {"text": text, "pairs": pieces}[among],
-        [(at, f"\n{key} {value}{end}") for at, key, value in zip(spread(depth, count), keys, values)],
+        [
+            (at, f"\n{key} {value}{end}")
+            for at, key, value in zip(spread(depth, count), keys, values)
+        ],
         "",
         answers(draw, kind, [f"\n{keys[i]}" for i in order], [values[i] for i in order], values),
         [],
@@ -221,5 +254,6 @@ TASKS: dict[str, Callable[[Draw, Iterator[str], float], Question]] = {
     "copy": passage,
     "induction": partial(pairs, asked=1, count=4, among="text"),
 }
-SPREAD = ("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "mqar")  # their answers are at all depths
+# their answers are at all depths
+SPREAD = ("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "mqar")
 LOSS = "loss"  # of documents as they are, by position

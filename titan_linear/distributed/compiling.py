@@ -54,7 +54,11 @@ def apply_compile(model: Decoder, backend: str) -> None:
 
 def _compiler(backend: str) -> Callable[..., Any]:
     """`backend`, with options that hold while it compiles a graph of ours, and for no other graph of this process."""
-    options = {"config_patches": {"joint_custom_pre_pass": OwnOperators()}} if backend == "inductor" else {}
+    options = (
+        {"config_patches": {"joint_custom_pre_pass": OwnOperators()}}
+        if backend == "inductor"
+        else {}
+    )
     compile_graph = lookup_backend(backend)
 
     def compiler(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -79,7 +83,8 @@ def _named(compiled: Callable[..., Any], layer: str) -> Callable[..., Any]:
         try:
             return compiled(*args, **kwargs)
         except TorchDynamoException as error:
-            reason = shorten(str(error).strip().partition("\n\n")[0], 300)  # the compiler's advice follows
+            # the compiler's advice follows
+            reason = shorten(str(error).strip().partition("\n\n")[0], 300)
             raise ValueError(
                 f"compile.enable = true: {layer} cannot be compiled ({type(error).__name__}: {reason}); "
                 "set compile.enable = false"
@@ -127,7 +132,9 @@ def compile_kernels(graph: fx.Graph) -> None:
     with unset_fake_temporarily():
         for node in filter(_own, graph.nodes):
             if node.target.python.__module__.startswith("titan_linear.ops.triton."):
-                node.target.python(*map_arg(node.args, _stand_in), **map_arg(node.kwargs, _stand_in))
+                node.target.python(
+                    *map_arg(node.args, _stand_in), **map_arg(node.kwargs, _stand_in)
+                )
 
 
 def _stand_in(node: fx.Node) -> Any:
@@ -135,13 +142,17 @@ def _stand_in(node: fx.Node) -> Any:
     x = node.meta["val"]
     if not isinstance(x, Tensor):
         return VARIES if isinstance(x, torch.SymInt) else x
-    size, stride = ([VARIES if isinstance(n, torch.SymInt) else n for n in of] for of in (x.shape, x.stride()))
+    size, stride = (
+        [VARIES if isinstance(n, torch.SymInt) else n for n in of] for of in (x.shape, x.stride())
+    )
     return torch.empty_strided(size, stride, dtype=x.dtype, device="meta")
 
 
 def _joins_parameters(node: fx.Node) -> bool:
     """Whether a node puts weights side by side (`models.layers.project`): if kept, a copy that FSDP cannot free."""
-    return node.target is torch.ops.aten.cat.default and all(x.op == "placeholder" for x in node.args[0])
+    return node.target is torch.ops.aten.cat.default and all(
+        x.op == "placeholder" for x in node.args[0]
+    )
 
 
 def _prepares(node: fx.Node) -> str | None:
@@ -150,4 +161,6 @@ def _prepares(node: fx.Node) -> str | None:
 
 
 def _own(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "titan_linear"
+    return (
+        isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "titan_linear"
+    )

@@ -25,8 +25,10 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from titan_linear.distributed.process import FAILED, LOST, MISTAKE, under_launcher
 
 FAILED_RANK = "failed"  # in the store: a rank that has ended, and said why
-FIRST = 1.0  # seconds that a rank with nothing to say leaves to the one that does; torchrun counts in whole seconds
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # errors of the disk, not of this program
+# seconds that a rank with nothing to say leaves to the one that does; torchrun counts in whole seconds
+FIRST = 1.0
+# errors of the disk, not of this program
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 # What gloo says if a rank has died, or did not come in time; the last, if a collective with it had timed out before.
 GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")

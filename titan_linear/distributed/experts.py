@@ -22,7 +22,8 @@ def apply_ep(model: Decoder, ranks: Ranks) -> frozenset[str]:
     """Leave each of `ranks` an equal share of the experts of every layer, to which the others send tokens. In place.
     Returns the names of the parameters that are shared out."""
     shared = set()
-    dispatch = partial(AllToAllDispatch, ranks)  # one for all layers: their compiled code refers to it
+    # one for all layers: their compiled code refers to it
+    dispatch = partial(AllToAllDispatch, ranks)
     for i, layer in enumerate(model.layers):
         if isinstance(layer.mlp, MoE):
             for name in dict(layer.mlp.experts.named_parameters()):
@@ -45,7 +46,13 @@ class AllToAllDispatch:
 
     @torch.compiler.disable
     def __init__(
-        self, ranks: Ranks, x: Tensor, experts: Tensor, weights: Tensor, counts: Tensor, impl: str | Choice = "auto"
+        self,
+        ranks: Ranks,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        counts: Tensor,
+        impl: str | Choice = "auto",
     ):
         """As `LocalDispatch`, which takes what comes."""
         here = len(counts) // ranks.size  # experts of a rank
@@ -54,13 +61,15 @@ class AllToAllDispatch:
         to, of, self.total, self.counts = _agree(counts, wanted, ranks)
         self.sizes, self.group, self.impl = (to, of), ranks.group, impl
         places = wanted.flatten().cumsum(0).view_as(wanted) - 1
-        self.sent = by_slot(places.where(wanted, -1).T.contiguous(), sum(to))  # a token's j-th copy is for rank j
+        # a token's j-th copy is for rank j
+        self.sent = by_slot(places.where(wanted, -1).T.contiguous(), sum(to))
         # A row's experts, which its receiver numbers from its first, travel with their weights.
         choices = torch.cat([weights, experts.to(weights.dtype)], 1)
         self.first = here * ranks.rank
         self.pending: list[dist.Work] = []
         self.choices, self.arriving = (
-            _Exchange.apply(spread(given, self.sent, impl), to, of, self.group, self.pending) for given in (choices, x)
+            _Exchange.apply(spread(given, self.sent, impl), to, of, self.group, self.pending)
+            for given in (choices, x)
         )
 
     @torch.compiler.disable
@@ -80,10 +89,13 @@ class AllToAllDispatch:
 
 
 @partial(kept, modes=MODES)
-def _agree(counts: Tensor, wanted: Tensor, ranks: Ranks) -> tuple[list[int], list[int], int, Tensor]:
+def _agree(
+    counts: Tensor, wanted: Tensor, ranks: Ranks
+) -> tuple[list[int], list[int], int, Tensor]:
     """Copies for each expert [E] and tokens for each rank [ranks, N] -> numbers of tokens to each rank, of tokens from
     each rank, of copies here, and of the latter for each of this rank's experts [own experts]."""
-    sent = torch.cat([counts.unflatten(0, (ranks.size, -1)), wanted.sum(1, keepdim=True)], 1)  # by receiver
+    # by receiver
+    sent = torch.cat([counts.unflatten(0, (ranks.size, -1)), wanted.sum(1, keepdim=True)], 1)
     came = torch.empty_like(sent)
     dist.all_to_all_single(came, sent, group=group_named(ranks.group))
     own = came[:, :-1].sum(0)
@@ -95,10 +107,19 @@ class _Exchange(torch.autograd.Function):
     """An all-to-all of rows that has begun when this returns; the work that is appended to `pending` waits for it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: str, pending: list[dist.Work]):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        send: list[int],
+        receive: list[int],
+        group: str,
+        pending: list[dist.Work],
+    ):
         ctx.sizes, ctx.group = (receive, send), group
         out = x.new_empty(sum(receive), *x.shape[1:])
-        work = dist.all_to_all_single(out, x.contiguous(), receive, send, group=group_named(group), async_op=True)
+        work = dist.all_to_all_single(
+            out, x.contiguous(), receive, send, group=group_named(group), async_op=True
+        )
         pending.append(work)
         return out
 
@@ -114,7 +135,15 @@ class _Return(torch.autograd.Function):
     backward needs, so that no row goes back twice."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, sent: Copies, to: list[int], of: list[int], group: str, impl: str | Choice):
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        sent: Copies,
+        to: list[int],
+        of: list[int],
+        group: str,
+        impl: str | Choice,
+    ):
         ctx.how = sent, to, of, group, impl
         return collect(all_to_all(y.contiguous(), of, to, group), sent, impl)
 

@@ -26,7 +26,8 @@ def process_group(timeout: timedelta) -> Iterator[Ending]:
 
     An error inside ends this process (`Ending.leave`): nothing that is around this context sees it.
     """
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that the flight recorder keeps (hangs.py)
+    # collectives that the flight recorder keeps (hangs.py)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if port := os.environ.get(STORE):
         store = dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=timeout)
@@ -57,7 +58,9 @@ def set_timeout(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> None
 
 
 @contextmanager
-def without_timeout(groups: list[dist.ProcessGroup], host: dist.ProcessGroup, timeout: timedelta) -> Iterator[None]:
+def without_timeout(
+    groups: list[dist.ProcessGroup], host: dist.ProcessGroup, timeout: timedelta
+) -> Iterator[None]:
     """Inside, collectives of `groups` wait as long as it takes. All ranks leave together; then their time-out is
     `timeout`. An error inside ends this rank, and the others through the store (hangs.py), although they wait for it.
 

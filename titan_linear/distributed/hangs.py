@@ -29,7 +29,8 @@ Collective = dict[str, Any]  # as a flight recorder describes it
 LATE = 0.75  # of a collective's time-out
 POLL = 1.0  # seconds, at most, between two looks at the store
 GRACE = 2.0  # seconds for this rank to say why it fails itself
-SILENT, DEAD = 3.0, 8.0  # seconds without an answer after which a rank is named, and after which the others leave
+# seconds without an answer after which a rank is named, and after which the others leave
+SILENT, DEAD = 3.0, 8.0
 
 
 class Watch(threading.Thread):
@@ -46,9 +47,11 @@ class Watch(threading.Thread):
         self.rank = dist.get_rank()
         self.ranks = range(dist.get_world_size())
         self.step: Callable[[], int] = lambda: 0  # the step that is being computed; 0: none yet
-        self.signal: Callable[[], int] = lambda: 0  # the signal that this rank has received; 0: none
+        # the signal that this rank has received; 0: none
+        self.signal: Callable[[], int] = lambda: 0
         self.ended = threading.Event()
-        self.asked, self.named = 0.0, False  # when this rank answered; whether others are named that did not
+        # when this rank answered; whether others are named that did not
+        self.asked, self.named = 0.0, False
         self.looked = time.monotonic()
         self.before = None
         self.reported = False
@@ -60,7 +63,8 @@ class Watch(threading.Thread):
                     os._exit(LOST)
                 self._answer()
                 self._look()
-            self.store.set(f"answers/{self.rank}", "")  # it ended in order, and nobody shall miss it
+            # it ended in order, and nobody shall miss it
+            self.store.set(f"answers/{self.rank}", "")
 
     def _answer(self) -> None:
         """After a signal each rank answers. torchrun sends one also where a rank has died, and that one does not: then
@@ -104,7 +108,11 @@ class Watch(threading.Thread):
             waiting = [rank for rank in self.ranks if rank not in missing]
             waited = (time.time_ns() - entry["time_created_ns"]) / 1e9
             when = f"step {self.step()}" if self.step() else "before the first step"
-            where = f"{_names(missing)} not there" if missing else "every rank waits, and not for the same"
+            where = (
+                f"{_names(missing)} not there"
+                if missing
+                else "every rank waits, and not for the same"
+            )
             print(
                 f"hang: {when}: {_names(waiting)} in {name} for {waited:.0f} of {entry['timeout_ms'] / 1e3:.0f} s, "
                 f"{where}; '{self.folder}' has what each did last",
@@ -124,7 +132,11 @@ class Watch(threading.Thread):
                 file.unlink(missing_ok=True)  # were it a link, its target would be written
                 file.write_bytes(dump())
         except OSError as error:  # a full disk must not end this thread
-            print(f"warning: rank {self.rank}: no flight recorder: {error}", file=sys.stderr, flush=True)
+            print(
+                f"warning: rank {self.rank}: no flight recorder: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def recorders() -> dict[str, Callable[..., bytes]]:
@@ -138,7 +150,10 @@ def recorders() -> dict[str, Callable[..., bytes]]:
 
 def recorded() -> list[list[Collective]]:
     """The collectives in each of this process's recorders, in the order in which they began."""
-    return [pickle.loads(dump(includeStackTraces=False)).get("entries", []) for dump in recorders().values()]
+    return [
+        pickle.loads(dump(includeStackTraces=False)).get("entries", [])
+        for dump in recorders().values()
+    ]
 
 
 def late_collective(lists: list[list[Collective]], now: int) -> Collective | None:
@@ -153,7 +168,9 @@ def late_collective(lists: list[list[Collective]], now: int) -> Collective | Non
                 waiting.pop((i, entry["pg_id"]), None)
             else:
                 waiting.setdefault((i, entry["pg_id"]), entry)
-    late = [e for e in waiting.values() if now - e["time_created_ns"] > LATE * e["timeout_ms"] * 1e6]
+    late = [
+        e for e in waiting.values() if now - e["time_created_ns"] > LATE * e["timeout_ms"] * 1e6
+    ]
     return min(late, key=lambda entry: entry["time_created_ns"], default=None)
 
 

@@ -46,7 +46,9 @@ class Matrix:
     @property
     def sources(self) -> list[int]:
         """The ranks whose parts make up the copy to which the owner belongs."""
-        return [rank for rank, part in self.parts.items() if part.copy == self.parts[self.owner].copy]
+        return [
+            rank for rank, part in self.parts.items() if part.copy == self.parts[self.owner].copy
+        ]
 
 
 class WholeMatrices:
@@ -141,7 +143,10 @@ class WholeMatrices:
         sizes = [[shape.numel() for shape in of_rank] for of_rank in shapes]
         received = flat.new_empty(sum(map(sum, sizes)))
         dist.all_to_all_single(
-            received, flat, list(map(sum, sizes)), [sum(x.numel() for x in tensors) for tensors in sent]
+            received,
+            flat,
+            list(map(sum, sizes)),
+            [sum(x.numel() for x in tensors) for tensors in sent],
         )
         parts = iter(received.split([size for of_rank in sizes for size in of_rank]))
         return [iter([next(parts).view(shape) for shape in of_rank]) for of_rank in shapes]
@@ -152,7 +157,8 @@ def parts_of(name: str, stack: Tensor, ranks: int) -> dict[int, Part]:
     if not isinstance(stack, DTensor):  # each rank has it whole
         matrices = range(stack.shape[:-2].numel())
         return {
-            rank: Part(rank, matrices, slice(0, stack.shape[-2]), slice(0, stack.shape[-1])) for rank in range(ranks)
+            rank: Part(rank, matrices, slice(0, stack.shape[-2]), slice(0, stack.shape[-1]))
+            for rank in range(ranks)
         }
     mesh = stack.device_mesh.mesh
     each = stack.shape[1:-2].numel()
@@ -162,7 +168,11 @@ def parts_of(name: str, stack: Tensor, ranks: int) -> dict[int, Part]:
         for i, (n, placement) in enumerate(zip(mesh.shape, stack.placements, strict=True)):
             if isinstance(placement, Replicate):
                 copy = copy * n + where[i]
-            elif isinstance(placement, Shard) and placement.dim in (0, stack.dim() - 2, stack.dim() - 1):
+            elif isinstance(placement, Shard) and placement.dim in (
+                0,
+                stack.dim() - 2,
+                stack.dim() - 1,
+            ):
                 bounds[placement.dim] = _chunk(*bounds[placement.dim], n, where[i])
             else:
                 raise ValueError(

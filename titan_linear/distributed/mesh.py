@@ -24,9 +24,11 @@ class ParallelDims:
     tp: int
     ep: int  # neighbouring ranks of dp_shard × cp that share the experts out
     mesh: DeviceMesh  # dp_replicate, dp_shard, cp, tp
-    fsdp_mesh: DeviceMesh  # what FSDP shards over; where shards have copies (HSDP), with replicate before it
+    # what FSDP shards over; where shards have copies (HSDP), with replicate before it
+    fsdp_mesh: DeviceMesh
     expert_mesh: Any  # DeviceMesh: replicate, expert_shard, ep, tp: the same ranks; None: ep is 1
-    data_group: dist.ProcessGroup  # dp_replicate × dp_shard × cp: the ranks that have the same part of each tensor
+    # dp_replicate × dp_shard × cp: the ranks that have the same part of each tensor
+    data_group: dist.ProcessGroup
     cpu_offload: bool = False  # FSDP2's shards of the parameters lie in the host's memory
 
     @property
@@ -76,7 +78,11 @@ class ParallelDims:
     @property
     def ep_ranks(self) -> Ranks:
         """The ranks that share the experts out, as operators take them."""
-        return Ranks(self.expert_mesh.get_group("ep").group_name, self.ep, self.expert_mesh.get_local_rank("ep"))
+        return Ranks(
+            self.expert_mesh.get_group("ep").group_name,
+            self.ep,
+            self.expert_mesh.get_local_rank("ep"),
+        )
 
     @property
     def groups(self) -> list[dist.ProcessGroup | None]:
@@ -109,13 +115,17 @@ class ParallelDims:
             self.mesh.device_type,
             ranks,
             tp=self.mesh.get_group("tp"),
-            **dict(zip(self.fsdp_mesh.mesh_dim_names, self.fsdp_mesh.get_all_groups(), strict=True)),
+            **dict(
+                zip(self.fsdp_mesh.mesh_dim_names, self.fsdp_mesh.get_all_groups(), strict=True)
+            ),
         )
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh:
         """What FSDP shards a rank's experts over: expert_shard; where shards have copies, with replicate before it."""
-        return self.expert_mesh["expert_shard" if self.replicas == 1 else ("replicate", "expert_shard")]
+        return self.expert_mesh[
+            "expert_shard" if self.replicas == 1 else ("replicate", "expert_shard")
+        ]
 
     @cached_property
     def expert_parameter_mesh(self) -> DeviceMesh:
@@ -123,12 +133,18 @@ class ParallelDims:
         ranks = self.expert_mesh.mesh.permute(3, 2, 0, 1)
         names = ("tp", "ep", *self.expert_fsdp_mesh.mesh_dim_names)
         ranks = ranks if self.replicas > 1 else ranks.squeeze(2)
-        return _mesh_of(self.mesh.device_type, ranks, **{name: self.expert_mesh.get_group(name) for name in names})
+        return _mesh_of(
+            self.mesh.device_type,
+            ranks,
+            **{name: self.expert_mesh.get_group(name) for name in names},
+        )
 
 
 def _mesh_of(device_type: str, ranks: Tensor, **groups: dist.ProcessGroup) -> DeviceMesh:
     """A mesh of existing groups, one for each dimension."""
-    return DeviceMesh.from_group(list(groups.values()), device_type, ranks.contiguous(), mesh_dim_names=tuple(groups))
+    return DeviceMesh.from_group(
+        list(groups.values()), device_type, ranks.contiguous(), mesh_dim_names=tuple(groups)
+    )
 
 
 def build_mesh(
@@ -156,7 +172,9 @@ def build_mesh(
     expert_mesh = None
     if replicas > 1:
         names = ("replicate", "fsdp", "tp")
-        fsdp_mesh = init_device_mesh(device_type, (replicas, shards, tp), mesh_dim_names=names)["replicate", "fsdp"]
+        fsdp_mesh = init_device_mesh(device_type, (replicas, shards, tp), mesh_dim_names=names)[
+            "replicate", "fsdp"
+        ]
     if ep > 1:
         sizes = (replicas, shards // ep, ep, tp)
         names = ("replicate", "expert_shard", "ep", "tp")

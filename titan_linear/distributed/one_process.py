@@ -35,7 +35,9 @@ from torch import Tensor
 from titan_linear.ops.exchange.collectives import Ranks
 
 T = TypeVar("T")
-_turns: ContextVar[tuple[Turns, int]] = ContextVar("turns of the ranks, and which one this thread is")
+_turns: ContextVar[tuple[Turns, int]] = ContextVar(
+    "turns of the ranks, and which one this thread is"
+)
 _numbers = count()
 
 
@@ -88,7 +90,10 @@ def take_turns(work: Sequence[Callable[[], T]]) -> list[T]:
         turns.end(rank, error)
 
     *others, last = range(len(work))
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in others]
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in others
+    ]
     for thread in threads:
         thread.start()
     turns.begin()
@@ -108,7 +113,8 @@ class Turns:
 
     def __init__(self, size: int):
         self.wakes = [threading.Semaphore(0) for _ in range(size)]
-        self.ready: list[Callable[[], bool] | None] = [lambda: True] * size  # None: this rank has ended
+        # None: this rank has ended
+        self.ready: list[Callable[[], bool] | None] = [lambda: True] * size
         self.awaits = [""] * size  # what each rank waits for, in words
         self.failed: tuple[int, BaseException] | None = None
 
@@ -138,7 +144,9 @@ class Turns:
     def _pass_on(self, rank: int) -> None:
         """Pass the turn to the next rank that can go on. After a failure each rank goes on, to its end."""
         size = len(self.ready)
-        left = [r % size for r in range(rank + 1, rank + 1 + size) if self.ready[r % size] is not None]
+        left = [
+            r % size for r in range(rank + 1, rank + 1 + size) if self.ready[r % size] is not None
+        ]
         able = left if self.failed is not None else [r for r in left if self.ready[r]()]
         if left and not able:
             said = "; ".join(f"rank {r} {what}" for r, what in enumerate(self.awaits) if what)
@@ -159,7 +167,8 @@ def local_groups(size: int) -> Iterator[list[LocalGroup]]:
     registry = dist.distributed_c10d
     for group in groups:
         registry._register_process_group(group.group_name, group)
-        registry._world.pg_group_ranks[group] = {r: r for r in range(group.size())}  # where P2POp looks
+        # where P2POp looks
+        registry._world.pg_group_ranks[group] = {r: r for r in range(group.size())}
     try:
         yield groups
     finally:
@@ -180,7 +189,9 @@ class Degrees:
         return self.dp * self.cp * self.tp
 
     def __str__(self) -> str:
-        return f"dp {self.dp} × cp {self.cp} × tp {self.tp}" + (f", ep {self.ep}" if self.ep > 1 else "")
+        return f"dp {self.dp} × cp {self.cp} × tp {self.tp}" + (
+            f", ep {self.ep}" if self.ep > 1 else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -232,7 +243,8 @@ class _Meeting:
     """One collective: the input and the output of each rank that has come."""
 
     kind: str
-    of_ranks: dict[int, tuple[Tensor, Tensor, Any]] = field(default_factory=dict)  # input, output, more
+    # input, output, more
+    of_ranks: dict[int, tuple[Tensor, Tensor, Any]] = field(default_factory=dict)
     events: list[torch.cuda.Event] = field(default_factory=list)  # on GPUs: the inputs are computed
     done: torch.cuda.Event | bool = False
 
@@ -243,7 +255,8 @@ class Shared:
     def __init__(self, size: int, number: int):
         self.size, self.number = size, number
         self.meetings: dict[int, _Meeting] = {}
-        self.sent: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)  # by sender, receiver and tag
+        # by sender, receiver and tag
+        self.sent: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
 
 
 class Work:
@@ -271,7 +284,8 @@ class LocalGroup(dist.ProcessGroup):
     def __init__(self, shared: Shared, rank: int):
         super().__init__(rank, shared.size)  # type: ignore[call-arg]  # its annotations lack this one
         self._shared, self._rank, self._count = shared, rank, 0
-        self.node_size = gcd(shared.size, 8)  # ranks per node, which decides by what way things travel
+        # ranks per node, which decides by what way things travel
+        self.node_size = gcd(shared.size, 8)
         # Each rank's view has a name of its own, so that looking up a group by its name finds this rank's.
         self._name = f"one process, group {shared.number}, rank {rank}"
 
@@ -310,12 +324,17 @@ class LocalGroup(dist.ProcessGroup):
         return self.meet("barrier", nothing, nothing)
 
     # The same methods under the names that torch up to 2.12 calls.
-    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+    _allgather_base, _reduce_scatter_base, alltoall_base = (
+        all_gather_single,
+        reduce_scatter_single,
+        all_to_all_single,
+    )
 
     # Between two ranks
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
-        self._shared.sent[self._rank, to, tag].append(tensors[0].detach().clone())  # the sender may change it later
+        # the sender may change it later
+        self._shared.sent[self._rank, to, tag].append(tensors[0].detach().clone())
         return Work(lambda: True, "", lambda: None)
 
     def recv(self, tensors: list[Tensor], of: int, tag: int) -> Work:
@@ -404,7 +423,9 @@ def _reduced(ranks: Given) -> Tensor:
         return total
     if op == dist.ReduceOp.MAX:
         return torch.stack([x for x, *_ in ranks]).amax(0)
-    raise NotImplementedError(f"a group in one process sums and takes maxima; it does not know {op}")
+    raise NotImplementedError(
+        f"a group in one process sums and takes maxima; it does not know {op}"
+    )
 
 
 @torch.no_grad()

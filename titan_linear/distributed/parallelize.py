@@ -29,7 +29,8 @@ def parallelize(model: Decoder, dims: ParallelDims, config: Config, device: torc
     ranks, never means."""
     p, t = config.parallelism, config.training
     policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, t.mixed_precision_param), reduce_dtype=getattr(torch, t.mixed_precision_reduce)
+        param_dtype=getattr(torch, t.mixed_precision_param),
+        reduce_dtype=getattr(torch, t.mixed_precision_reduce),
     )
     model.use(config.model.impl, device, policy.param_dtype, dims.tp)
 
@@ -40,7 +41,9 @@ def parallelize(model: Decoder, dims: ParallelDims, config: Config, device: torc
     experts = apply_ep(model, dims.ep_ranks) if dims.ep > 1 else frozenset()
     splits = apply_tp(model, dims.tp_ranks) if dims.tp > 1 else {}
     if experts or splits:
-        model.parts = Parts(splits, dims.parameter_mesh, experts, dims.expert_parameter_mesh if experts else None)
+        model.parts = Parts(
+            splits, dims.parameter_mesh, experts, dims.expert_parameter_mesh if experts else None
+        )
     apply_cp(model, p)
 
     # Layers are compiled one by one. What a checkpointed one keeps is looked up at run time, outside graphs.
@@ -66,7 +69,11 @@ def apply_cp(model: Decoder, parallelism: Parallelism) -> None:
 
 def cp_method(mixer: MixerOptions, parallelism: Parallelism) -> str:
     """The key's value that holds for this mixer."""
-    return parallelism.context_parallel_linear_method if mixer.linear else parallelism.context_parallel_method
+    return (
+        parallelism.context_parallel_linear_method
+        if mixer.linear
+        else parallelism.context_parallel_method
+    )
 
 
 def apply_ac(model: Decoder, ac: ActivationCheckpoint, *, compiled: bool) -> None:
@@ -81,11 +88,17 @@ def apply_ac(model: Decoder, ac: ActivationCheckpoint, *, compiled: bool) -> Non
             continue
         keeping = partial(contexts, copied=compiled, mode=mode)
         layer.forward = partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=keeping
+            checkpoint,
+            layer.forward,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=keeping,
         )
 
 
-def apply_fsdp(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy, reshard: bool) -> None:
+def apply_fsdp(
+    model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy, reshard: bool
+) -> None:
     """Apply FSDP2 layer by layer. Embedding and head are units of their own unless they share their weight.
 
     FSDP2 casts parameters, not inputs: these are in the right dtype already. To cast them, it would give each layer a
@@ -106,7 +119,11 @@ def apply_fsdp(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy,
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=dims.mesh.device_type == "cuda")
     for layer in model.layers:
         if dims.ep > 1 and isinstance(layer.mlp, MoE):
-            fully_shard(layer.mlp.experts, reshard_after_forward=reshard, **options | {"mesh": dims.expert_fsdp_mesh})
+            fully_shard(
+                layer.mlp.experts,
+                reshard_after_forward=reshard,
+                **options | {"mesh": dims.expert_fsdp_mesh},
+            )
         fully_shard(layer, reshard_after_forward=reshard, **options)
     if not model.config.tie_embeddings:
         fully_shard(model.embedding, reshard_after_forward=reshard, **options)
@@ -115,13 +132,16 @@ def apply_fsdp(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy,
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # a factor of 1 alone asks for a reduction gloo lacks
+            # a factor of 1 alone asks for a reduction gloo lacks
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that FSDP neither shards nor casts, kept in float32 or wider: those that modules name in
     `kept_whole`. They are small, and rounding them to bfloat16 would show. In the model's order."""
-    own = [(module, name) for module in model.modules() for name in getattr(module, "kept_whole", ())]
+    own = [
+        (module, name) for module in model.modules() for name in getattr(module, "kept_whole", ())
+    ]
     return [p for module, name in own if (p := getattr(module, name)) is not None]
 
 

@@ -17,7 +17,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 class Parts:
     """How parameters were cut before FSDP cuts what is left: by tp, then, if they are stacked experts, by ep."""
 
-    splits: dict[str, int]  # parameter → the dimension that tp splits; others are whole on each of its ranks
+    # parameter → the dimension that tp splits; others are whole on each of its ranks
+    splits: dict[str, int]
     mesh: DeviceMesh  # tp, then what FSDP shards over
     experts: frozenset[str] = frozenset()  # parameters whose first dimension ep splits
     expert_mesh: DeviceMesh | None = None  # tp, ep, then what FSDP shards these over

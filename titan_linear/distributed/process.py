@@ -27,7 +27,8 @@ Command = Callable[[list[str]], int]  # argv → exit code
 
 LAUNCHER = "TITAN_LINEAR_LAUNCHER"  # environment variable of the workers: the launcher's process id
 STORE = "TITAN_LINEAR_STORE"  # likewise, of a run on one node: the port of their store
-AGREED = "TITAN_LINEAR_AGREED"  # likewise: the file in which they leave what signal they agreed to stop for
+# likewise: the file in which they leave what signal they agreed to stop for
+AGREED = "TITAN_LINEAR_AGREED"
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 # What a terminal obeys: control characters but tab, newline and the carriage return with which progress bars begin, and
@@ -35,7 +36,8 @@ PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 OBEYED = re.compile(r"(?<!^)\r(?!\n)|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 # Exit codes of a worker.
-MISTAKE, FAILED, LOST = 2, 3, 4  # a user's mistake; a bad loss, save or disk, or no GPU memory; a lost rank
+# a user's mistake; a bad loss, save or disk, or no GPU memory; a lost rank
+MISTAKE, FAILED, LOST = 2, 3, 4
 
 
 def refusing(main: Command) -> Command:
@@ -207,13 +209,16 @@ class StopSignal:
     def __enter__(self) -> StopSignal:
         # Written to by the interpreter's own handler in C, at once.
         signal.set_wakeup_fd(self._writes.fileno(), warn_on_full_buffer=False)
-        self.previous = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        self.previous = {
+            number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)
+        }
         return self
 
     def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(-1)
         for number, handler in self.previous.items():
-            signal.signal(number, signal.SIG_IGN if self.agreed else handler)  # nothing cuts short a stop under way
+            # nothing cuts short a stop under way
+            signal.signal(number, signal.SIG_IGN if self.agreed else handler)
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.received = number

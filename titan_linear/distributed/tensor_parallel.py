@@ -33,7 +33,12 @@ from titan_linear.models.decoder import Before, Decoder
 from titan_linear.models.layers import Output, RMSNorm, lora_name, widen
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.ops import CPContext
-from titan_linear.ops.exchange.collectives import Ranks, gather_tokens, scatter_tokens, sum_over_ranks
+from titan_linear.ops.exchange.collectives import (
+    Ranks,
+    gather_tokens,
+    scatter_tokens,
+    sum_over_ranks,
+)
 
 
 def tensor_splits(model: nn.Module) -> dict[str, int]:
@@ -46,7 +51,10 @@ def tensor_splits(model: nn.Module) -> dict[str, int]:
         for name, dim in getattr(module, "split", {}).items()
     }
     splits = {name: dim for name, dim in stated.items() if name in own}
-    of_adapters = ((lora_name(name, "A" if dim == own[name].dim() - 1 else "B"), dim) for name, dim in splits.items())
+    of_adapters = (
+        (lora_name(name, "A" if dim == own[name].dim() - 1 else "B"), dim)
+        for name, dim in splits.items()
+    )
     return splits | {name: dim for name, dim in of_adapters if name in own}
 
 
@@ -111,7 +119,9 @@ def _embed(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
     rows, ranks = len(embedding.weight), embedding.ranks
     own = tokens - ranks.rank * rows
     elsewhere = (own < 0) | (own >= rows)
-    x = F.embedding(own.masked_fill(elsewhere, 0), embedding.weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+    x = F.embedding(own.masked_fill(elsewhere, 0), embedding.weight).masked_fill(
+        elsewhere.unsqueeze(-1), 0
+    )
     return torch.cat([_summed(row, ranks) for row in x.split(1)])
 
 
@@ -126,4 +136,6 @@ def _norm_over_ranks(norm: RMSNorm, x: Tensor) -> Tensor:
     weight = widen(norm.weight)
     ranks = norm.ranks
     mean = sum_over_ranks(wide.square().sum(-1, keepdim=True), ranks) / (x.shape[-1] * ranks.size)
-    return (wide * torch.rsqrt(mean + norm.eps) * (1 + weight if norm.zero_centred else weight)).to(x.dtype)
+    return (wide * torch.rsqrt(mean + norm.eps) * (1 + weight if norm.zero_centred else weight)).to(
+        x.dtype
+    )

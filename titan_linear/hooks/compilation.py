@@ -36,7 +36,9 @@ class Compilation(Hook):
     def changes_length(self, step: int) -> bool:
         """Whether streams of this step have another length than those of the step before."""
         t = self.config.training
-        return bool(t.seq_len_schedule) and step > 1 and seq_len_at(t, step - 1) != seq_len_at(t, step)
+        return (
+            bool(t.seq_len_schedule) and step > 1 and seq_len_at(t, step - 1) != seq_len_at(t, step)
+        )
 
     def before_step(self, step: int) -> None:
         if not self.changes_length(step):
@@ -47,7 +49,8 @@ class Compilation(Hook):
         set_timeout(self.dims.groups, timedelta(seconds=self.config.comm.init_timeout_seconds))
         self.left = self.first_steps
         if self.graphs:
-            torch.compiler.reset()  # else the length would become dynamic, or there would be too many to compile
+            # else the length would become dynamic, or there would be too many to compile
+            torch.compiler.reset()
             self.graphs.forget()
 
     def after_step(self, done: StepResult) -> None:
@@ -57,7 +60,9 @@ class Compilation(Hook):
             dist.all_reduce(torch.zeros(1))  # a barrier of the hosts
             set_timeout(self.dims.groups, self._timeout)
 
-    def after_validation(self, step: int, loss: float, reports: dict[str, float], text: str) -> None:
+    def after_validation(
+        self, step: int, loss: float, reports: dict[str, float], text: str
+    ) -> None:
         self._look("validation", step)
 
     def after_evaluation(self, step: int, records: list[dict[str, Any]]) -> None:
@@ -86,7 +91,8 @@ class Graphs:
     whole: each layer should be one."""
 
     def __init__(self, passes: int = 1, whole: bool = False) -> None:
-        from torch._dynamo.utils import counters  # slow to import; loaded anyway where layers are compiled
+        # slow to import; loaded anyway where layers are compiled
+        from torch._dynamo.utils import counters
 
         self._counters, self._known, self._warned = counters, 0, False
         self._passes, self._seen, self._whole = passes, Counter[str](), whole
@@ -108,7 +114,8 @@ class Graphs:
         self._warned = True
         if in_parts:
             return (
-                f"warning: layers are compiled in parts (graph_breaks = {breaks}); TORCH_LOGS=graph_breaks says where"
+                f"warning: layers are compiled in parts (graph_breaks = {breaks}); "
+                "TORCH_LOGS=graph_breaks says where"
             )
         return (
             f"warning: {kind} compiled layers again, {more} graphs more (compiled_graphs = {graphs}); each time takes "

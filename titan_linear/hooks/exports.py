@@ -64,7 +64,8 @@ class Exports(Hook):
         """Wait for all exports, unless the run is asked to stop. No save follows, and no checkpoint is in use."""
         while not (stop.received or stop.agreed):
             self.look()
-            if not self.process and not self._whole():  # what still waits is not whole, and never will be
+            # what still waits is not whole, and never will be
+            if not self.process and not self._whole():
                 break
             time.sleep(0.05)
         if self.process:

@@ -55,7 +55,8 @@ class Grace(Hook):
         self.micro_steps, self.save_seconds = micro_steps, save_seconds
         self.step_seconds = math.inf  # of the last step
         self.begun = self.clear = time.monotonic()  # when the step began; when there was no signal
-        self.first = True  # the first step compiles and connects: its time tells nothing of the others'
+        # the first step compiles and connects: its time tells nothing of the others'
+        self.first = True
         self.warned = False
 
     def before_step(self, step: int) -> None:
@@ -84,7 +85,9 @@ class Grace(Hook):
         elif not done or since + rest + save > self.seconds:
             self.stop.agreed = int(signal)
             raise StepAbandoned(
-                f"the rest of the step begun would take {rest:.0f} s and a save {save:.0f} s" if done else ""
+                f"the rest of the step begun would take {rest:.0f} s and a save {save:.0f} s"
+                if done
+                else ""
             )
 
     def ask_validating(self) -> None:

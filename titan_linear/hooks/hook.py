@@ -40,7 +40,13 @@ class StepResult:
         """What is reported of every step."""
         loss = self.loss if self.has_labels else None
         reports = {name: value if self.has_labels else None for name, value in self.reports.items()}
-        return {"loss": loss, **reports, "grad_norm": self.grad_norm, "lr": self.lr, "skipped_steps": self.skipped}
+        return {
+            "loss": loss,
+            **reports,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            "skipped_steps": self.skipped,
+        }
 
 
 class Hook:
@@ -56,7 +62,9 @@ class Hook:
         """A context around a validation, a save, and what else takes time between two steps."""
         return nullcontext()
 
-    def after_validation(self, step: int, loss: float, reports: dict[str, float], text: str) -> None:
+    def after_validation(
+        self, step: int, loss: float, reports: dict[str, float], text: str
+    ) -> None:
         """A validation ended with this loss, nats per token, with what else the loss reports, and with this sample of
         the model, if one is asked for."""
 

@@ -30,10 +30,13 @@ from titan_linear.storage.rundir import BOARD, METRICS, TELEMETRY, WANDB, cut_me
 
 GIB = 2**30
 TILE = 16  # pixels of an image's square
-FEW = 0.01  # share of tokens without a label (such as documents' last ones) that the console does not mention
+# share of tokens without a label (such as documents' last ones) that the console does not mention
+FEW = 0.01
 # Name in metrics.jsonl → TensorBoard's, others stay as they are; and its custom scalars: category → chart → tags, which
 # are regular expressions.
-TAGS, CHARTS = json.loads(Path(__file__).with_name("tensorboard.json").read_text(encoding="utf-8")).values()
+TAGS, CHARTS = json.loads(
+    Path(__file__).with_name("tensorboard.json").read_text(encoding="utf-8")
+).values()
 
 
 class Work(NamedTuple):
@@ -114,7 +117,13 @@ class MetricsLogger(Hook):
         for board in self.boards:
             board.add_scalar(TAGS["step_seconds"], step_seconds, step)
         self.last, self.pauses = (moment, step, tokens), []
-        values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": tokens, "tokens_per_second": per_second}
+        values = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens": tokens,
+            "tokens_per_second": per_second,
+        }
         self._write(step, values | rates | {"memory_gib": memory_gib} | more)
         labelled = rates.get("valid_tokens_per_second", per_second)
         valid = [("valid", f"{labelled:9,.0f}", 36)] if labelled < (1 - FEW) * per_second else []
@@ -154,12 +163,17 @@ class MetricsLogger(Hook):
                     many, value = isinstance(value, list), np.array(value)
                     if not many:
                         board.add_scalar(_tag(quantity, where), value, step)
-                    elif len(finite := value[np.isfinite(value)]):  # TensorBoard refuses an empty histogram
+                    elif len(finite := value[np.isfinite(value)]):
+                        # TensorBoard refuses an empty histogram
                         board.add_histogram(_tag(quantity, where), finite, step)
             board.flush()
 
-    def after_validation(self, step: int, loss: float, reports: dict[str, float], text: str) -> None:
-        self._write(step, {f"validation_{name}": value for name, value in {"loss": loss, **reports}.items()})
+    def after_validation(
+        self, step: int, loss: float, reports: dict[str, float], text: str
+    ) -> None:
+        self._write(
+            step, {f"validation_{name}": value for name, value in {"loss": loss, **reports}.items()}
+        )
         shown = [(name, f"{value:.4f}", 0) for name, value in reports.items()]
         self._print(step, [("validation loss", f"{loss:.4f}", 35), *shown])
         if text:
@@ -173,14 +187,28 @@ class MetricsLogger(Hook):
         length."""
         write_down(records, step, self.folder)
         scores = means(records, "task", "length")
-        self._print(step, [(f"{task} {length}", f"{of['score']:.3f}", 35) for (task, length), of in scores.items()])
+        self._print(
+            step,
+            [
+                (f"{task} {length}", f"{of['score']:.3f}", 35)
+                for (task, length), of in scores.items()
+            ],
+        )
         for board in self.boards:
             for (task, *where), numbers in means(records, "task", "length", "position").items():
                 for name, value in numbers.items():
-                    board.add_scalar(f"evaluation_{name}/{'_'.join(str(x) for x in [task, *where] if x)}", value, step)
-            for task in dict.fromkeys(record["task"] for record in records if record["depth"] is not None):
+                    board.add_scalar(
+                        f"evaluation_{name}/{'_'.join(str(x) for x in [task, *where] if x)}",
+                        value,
+                        step,
+                    )
+            for task in dict.fromkeys(
+                record["task"] for record in records if record["depth"] is not None
+            ):
                 *_, image = tiles(record for record in records if record["task"] == task)
-                board.add_image(f"evaluation/{task}", np.kron(image, np.ones((TILE, TILE)))[None], step)
+                board.add_image(
+                    f"evaluation/{task}", np.kron(image, np.ones((TILE, TILE)))[None], step
+                )
             board.flush()
 
     @contextmanager
@@ -243,7 +271,8 @@ def _tensorboard(config: Config, start_step: int, with_mfu: bool) -> Any:
         for group, of in CHARTS.items()
     }
     board.add_custom_scalars(charts)
-    board.add_text("configuration", textwrap.indent(config_to_toml(config), "    "), start_step)  # indented: code
+    # indented: code
+    board.add_text("configuration", textwrap.indent(config_to_toml(config), "    "), start_step)
     return board
 
 
@@ -285,7 +314,10 @@ class WandbBoard:
         self.pending |= {"step": step, tag: self.wandb.Image(image[0])}
 
     def add_text(self, tag: str, text: str, step: int) -> None:
-        self.pending |= {"step": step, tag: self.wandb.Html(f"<pre>{html.escape(textwrap.dedent(text))}</pre>")}
+        self.pending |= {
+            "step": step,
+            tag: self.wandb.Html(f"<pre>{html.escape(textwrap.dedent(text))}</pre>"),
+        }
 
     def flush(self) -> None:
         if self.pending:
@@ -300,8 +332,16 @@ class WandbBoard:
 def _shown(rates: dict[str, float]) -> list[tuple[str, str, int]]:
     """What the console shows of `_rates`."""
     percent = "{:5.1%}".format
-    shown = {"tflops": ("TFLOP/s", _three_digits, 36), "mfu": ("mfu", percent, 36), "data_wait": ("wait", percent, 0)}
-    return [(name, text(rates[key]), colour) for key, (name, text, colour) in shown.items() if key in rates]
+    shown = {
+        "tflops": ("TFLOP/s", _three_digits, 36),
+        "mfu": ("mfu", percent, 36),
+        "data_wait": ("wait", percent, 0),
+    }
+    return [
+        (name, text(rates[key]), colour)
+        for key, (name, text, colour) in shown.items()
+        if key in rates
+    ]
 
 
 def _three_digits(x: float) -> str:

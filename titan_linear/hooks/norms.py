@@ -37,11 +37,17 @@ def _placed(parts: list[Tensor], places: list[int], n: int, device: torch.device
     if not places:
         return none
     numbers = torch.cat([part.to(device) for part in parts])
-    return numbers if places == list(range(n)) else none.index_copy_(0, torch.tensor(places, device=device), numbers)
+    return (
+        numbers
+        if places == list(range(n))
+        else none.index_copy_(0, torch.tensor(places, device=device), numbers)
+    )
 
 
 @torch.no_grad()
-def update_squares(optimizer: AdamW, parameters: list[nn.Parameter], device: torch.device) -> Tensor:
+def update_squares(
+    optimizer: AdamW, parameters: list[nn.Parameter], device: torch.device
+) -> Tensor:
     """[n] float64: for each parameter, the sum of squares of what the last step added to this rank's part of it,
     computed from the moments after the step: Δ = −lr (u + wd p) / (1 − lr wd) with u = m̂ / (√v̂ + ε), or Muon's scaled
     orthogonal matrix, and p as it is now. All ranks call it."""
@@ -50,7 +56,11 @@ def update_squares(optimizer: AdamW, parameters: list[nn.Parameter], device: tor
     places = []
     for group in optimizer.param_groups:
         updated = [p for p in group["params"] if p in place and optimizer.state.get(p)]
-        directions = optimizer.scaled_directions(group) if isinstance(optimizer, Muon) and "momentum" in group else None
+        directions = (
+            optimizer.scaled_directions(group)
+            if isinstance(optimizer, Muon) and "momentum" in group
+            else None
+        )
         for part in _at_once(updated):
             if directions is None:
                 update = _adamw_directions(group, optimizer.state, part)
@@ -78,10 +88,14 @@ def _at_once(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _adamw_directions(
-    group: dict[str, Any], state: dict[nn.Parameter, dict[str, Tensor]], parameters: list[nn.Parameter]
+    group: dict[str, Any],
+    state: dict[nn.Parameter, dict[str, Tensor]],
+    parameters: list[nn.Parameter],
 ) -> tuple[Tensor, ...]:
     """m̂ / (√v̂ + ε) of parameters of one group."""
-    moments = [[local_tensor(state[p][name]) for p in parameters] for name in ("exp_avg", "exp_avg_sq")]
+    moments = [
+        [local_tensor(state[p][name]) for p in parameters] for name in ("exp_avg", "exp_avg_sq")
+    ]
     step = state[parameters[0]]["step"].double()
     dtype = moments[0][0].dtype
     bias1, bias2 = (1 - beta**step for beta in group["betas"])

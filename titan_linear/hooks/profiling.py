@@ -32,7 +32,13 @@ class Profiler(Hook):
         between_steps: the trainer's, in which a trace is ended and written.
     """
 
-    def __init__(self, config: Config, done: int, settle: Callable[[], None], between_steps: Callable[[], ExitStack]):
+    def __init__(
+        self,
+        config: Config,
+        done: int,
+        settle: Callable[[], None],
+        between_steps: Callable[[], ExitStack],
+    ):
         self.config, self.done, self.settle, self.between = config, done, settle, between_steps
         p = config.profiling
         self.folder = Path(config.job.dump_folder) / p.save_traces_folder
@@ -41,9 +47,13 @@ class Profiler(Hook):
         active = p.profiler_active
         warmup = min(p.profiler_warmup, p.profile_freq - p.profiler_active)
         schedule = torch.profiler.schedule(
-            wait=p.profile_freq - warmup - active, warmup=warmup, active=active, repeat=p.profile_count
+            wait=p.profile_freq - warmup - active,
+            warmup=warmup,
+            active=active,
+            repeat=p.profile_count,
         )
-        warnings.filterwarnings("ignore", message=".*Profiler clears events")  # as it should: a trace has its own steps
+        # as it should: a trace has its own steps
+        warnings.filterwarnings("ignore", message=".*Profiler clears events")
         self.profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
         self.recorded = 0  # steps since the last trace
         self.traces = 0  # number written
@@ -54,7 +64,8 @@ class Profiler(Hook):
 
     def __exit__(self, *raised: Any) -> None:
         if raised[0] is not None:
-            return  # the profiler would wait for the device, which may wait for a rank that has failed
+            # the profiler would wait for the device, which may wait for a rank that has failed
+            return
         self.profile.__exit__(*raised)
         if self.rank == "0" and not self.traces:
             p = self.config.profiling
@@ -99,7 +110,8 @@ class MemorySnapshots(Hook):
         if self.config.profiling.enable_memory_snapshot and torch.cuda.is_available():
             torch.cuda.memory._record_memory_history(max_entries=EVENTS)
             own: Any = torch._C
-            own._cuda_attach_out_of_memory_observer(self._out_of_memory)  # for good: it cannot be detached
+            # for good: it cannot be detached
+            own._cuda_attach_out_of_memory_observer(self._out_of_memory)
         self.previous = signal.signal(signal.SIGUSR1, self._note)
         return self
 
@@ -119,13 +131,19 @@ class MemorySnapshots(Hook):
         try:
             self._write("out_of_memory", sys.stderr)
         except OSError as error:
-            print(f"rank {os.environ['RANK']}: no snapshot of the GPU's memory: {error}", file=sys.stderr)
+            print(
+                f"rank {os.environ['RANK']}: no snapshot of the GPU's memory: {error}",
+                file=sys.stderr,
+            )
 
     def _write(self, name: str, said: TextIO) -> None:
         """Write a snapshot of this process's GPU into the run's folder, and say where."""
         rank, line = os.environ["RANK"], "there is no GPU, and no snapshot of its memory"
         if torch.cuda.is_available():
-            folder = Path(self.config.job.dump_folder) / self.config.profiling.save_memory_snapshot_folder
+            folder = (
+                Path(self.config.job.dump_folder)
+                / self.config.profiling.save_memory_snapshot_folder
+            )
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"rank{rank}_{name}.pickle"
             path.unlink(missing_ok=True)

@@ -59,7 +59,11 @@ class Report(MetricsLogger):
     def _log(self, done: StepResult) -> None:
         """This step's numbers, and what the steps since the last line did."""
         fed, self.fed = self.fed, FeedStats()
-        more = {"data_seconds": fed.seconds / fed.steps} | reserved_memory() | clock_and_power(self.device)
+        more = (
+            {"data_seconds": fed.seconds / fed.steps}
+            | reserved_memory()
+            | clock_and_power(self.device)
+        )
         if fed.most_pairs:  # the model has softmax layers
             more["work_balance"] = fed.work_balance(self.dims.dp * self.dims.cp)
         if fed.apart != fed.documents.tokens:

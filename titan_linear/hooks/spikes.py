@@ -36,7 +36,9 @@ class Spikes(Hook):
         self.outliers = Outliers(config.metrics.spike_sigmas)
 
     def after_step(self, done: StepResult) -> None:
-        if (done.has_labels or not done.finite) and (spike := self.outliers.judge(done.loss, done.grad_norm)):
+        if (done.has_labels or not done.finite) and (
+            spike := self.outliers.judge(done.loss, done.grad_norm)
+        ):
             self._write(done, spike)
         if not done.finite and self.config.training.on_nonfinite == "stop":
             raise NonFinite(
@@ -61,7 +63,11 @@ class Spikes(Hook):
         bad = [stream for streams, loss in parts if not math.isfinite(loss) for stream in streams]
         ranks = of_all_ranks(bad, dist.group.WORLD)
         if any(ranks):
-            return "; ".join(f"rank {r}: streams {', '.join(map(str, own))}" for r, own in enumerate(ranks) if own)
+            return "; ".join(
+                f"rank {r}: streams {', '.join(map(str, own))}"
+                for r, own in enumerate(ranks)
+                if own
+            )
         size = self.config.training.global_batch_size
         first = (done.step - 1) * size
         return f"every loss is finite, a gradient is not; the step's streams are {first} to {first + size - 1}"
@@ -96,7 +102,13 @@ class Outliers:
         mean, sigma = fmean(before), pstdev(before)
         if loss <= mean + self.sigmas * sigma:
             return None
-        return {"why": "outlier", "loss": loss, "grad_norm": grad_norm, "mean": mean, "sigma": sigma}
+        return {
+            "why": "outlier",
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "mean": mean,
+            "sigma": sigma,
+        }
 
 
 def write_spike(folder: str, step: int, spike: Json, ranks: Iterable[Sequence[MicroLoss]]) -> None:

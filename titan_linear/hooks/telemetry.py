@@ -50,7 +50,8 @@ from titan_linear.step.optimizer import StepNumbers
 WINDOW = (256, 4096)  # least and most tokens of the window, which is 1/SHARE of a rank's tokens
 SHARE = 16  # ratio of a rank's tokens to those of the window
 ACROSS = 4  # layers per watched step for which fragment_share is computed
-Observed = dict[str, dict[str, Any]]  # quantity → layer, position or source → number, or numbers by head or expert
+# quantity → layer, position or source → number, or numbers by head or expert
+Observed = dict[str, dict[str, Any]]
 
 
 class Part(NamedTuple):
@@ -82,7 +83,9 @@ class Telemetry(Hook):
         self.groups = groups
         self.buckets = config.training.seq_len.bit_length()
         self.units = list(dict.fromkeys(_unit(name) for name, _ in model.named_parameters()))
-        self.experts = {f"layers.{i}": m.mlp for i, m in enumerate(model.layers) if isinstance(m.mlp, MoE)}
+        self.experts = {
+            f"layers.{i}": m.mlp for i, m in enumerate(model.layers) if isinstance(m.mlp, MoE)
+        }
         self.on, self._turn = False, 0  # number of the watched step, from 1
         self.seen: Observed = {}  # in the last step
         self._parts: dict[tuple[str, str], Part] = {}  # by quantity and layer
@@ -143,14 +146,19 @@ class Telemetry(Hook):
             where = name if of == "mixer" else f"{name}.{of}"
             taken = inputs[3:] if takes else ()
             seen = mixer.watch(x, window, *taken) if hasattr(mixer, "watch") else {}
-            self._parts |= {(quantity, where): Part(torch.stack(pair), _by_head) for quantity, pair in seen.items()}
+            self._parts |= {
+                (quantity, where): Part(torch.stack(pair), _by_head)
+                for quantity, pair in seen.items()
+            }
 
     def _add_losses(self, batch: MicroBatch, losses: Tensor) -> None:
         """losses: [1 + further tokens, T] nats; under tensor parallelism the first rank has all of them."""
         losses, *further = losses
-        first = self.dims.tp_ranks.rank == 0  # all tp ranks have the same tokens: one of them counts
+        # all tp ranks have the same tokens: one of them counts
+        first = self.dims.tp_ranks.rank == 0
         pairs = torch.stack([losses, (batch.labels.flatten() != IGNORE).double() * first])  # [2, T]
-        rows = torch.arange(len(batch.plan.position_ids), device=losses.device)  # that labels are predicted from
+        # that labels are predicted from
+        rows = torch.arange(len(batch.plan.position_ids), device=losses.device)
         if batch.plan.branches is not None:
             rows = torch.cat([rows, batch.plan.branches])
         powers = 2 ** torch.arange(1, self.buckets, device=losses.device)
@@ -162,18 +170,30 @@ class Telemetry(Hook):
             self._add("loss_by_depth", torch.stack([of, valid]), torch.full_like(bucket, k), depths)
         names = self.sources + (self.groups.names if self.groups else [])
         if self.sources:
-            sources = torch.tensor([self.sources.index(self.streams.source(i)[0]) for i in batch.streams])
-            of_token = sources.to(losses.device)[rows // (len(batch.plan.position_ids) // len(sources))]
+            sources = torch.tensor(
+                [self.sources.index(self.streams.source(i)[0]) for i in batch.streams]
+            )
+            of_token = sources.to(losses.device)[
+                rows // (len(batch.plan.position_ids) // len(sources))
+            ]
             self._add("loss_by_source", pairs, of_token, names)
         if self.groups:
             group = self._groups_of_tokens(batch)[rows]
             self._add("loss_by_source", pairs, group + len(self.sources), names)
-            self._add("tokens_by_source", pairs[1:], group, self.groups.names, partial(_counts, self.groups.names))
+            self._add(
+                "tokens_by_source",
+                pairs[1:],
+                group,
+                self.groups.names,
+                partial(_counts, self.groups.names),
+            )
 
     def _groups_of_tokens(self, batch: MicroBatch) -> Tensor:
         """[T] int64: the group of each of this rank's tokens, on the device."""
         of_streams = np.concatenate([self.groups.of_stream(i) for i in batch.streams])
-        own = np.concatenate([of_streams[start:end] for start, end in batch.plan.cp_context.fragments])
+        own = np.concatenate(
+            [of_streams[start:end] for start, end in batch.plan.cp_context.fragments]
+        )
         return to_device(torch.from_numpy(own), self.device)
 
     def _add(
@@ -192,7 +212,9 @@ class Telemetry(Hook):
         """Note a watched step's gradients, before clipping. counted: what this rank counts (`counted_parameters`)."""
         unit_of = {p: self.units.index(_unit(name)) for name, p in self.model.named_parameters()}
         self._counted = [p for p in counted if p.requires_grad]
-        self._unit_of = torch.tensor([unit_of[p] for p in self._counted], dtype=torch.int64, device=self.device)
+        self._unit_of = torch.tensor(
+            [unit_of[p] for p in self._counted], dtype=torch.int64, device=self.device
+        )
         none = torch.zeros(1, device=self.device)
         grads = [none if p.grad is None else p.grad for p in self._counted]
         self._add_norms("grad_norm", squares_of_each(grads, self.device))
@@ -203,11 +225,15 @@ class Telemetry(Hook):
         numbers: the step's; if they are not finite, the update was skipped, and is zero here.
         """
         finite = numbers.finite()
-        self._add_norms("update_norm", update_squares(optimizer, self._counted, self.device).where(finite, 0.0))
+        self._add_norms(
+            "update_norm", update_squares(optimizer, self._counted, self.device).where(finite, 0.0)
+        )
         self._add_norms("weight_norm", squares_of_each(self._counted, self.device))
         for name, moe in self.experts.items():
             loads = moe.loads.double()
-            self._parts["router_load", name] = Part(torch.stack([loads, loads.mean().expand_as(loads)]), _means)
+            self._parts["router_load", name] = Part(
+                torch.stack([loads, loads.mean().expand_as(loads)]), _means
+            )
         flat = torch.cat([part.values.double().flatten() for part in self._parts.values()])
         rows = flat.new_zeros(self.dims.tp, len(flat))  # each tp rank has other heads
         rows[self.dims.tp_ranks.rank] = flat
@@ -216,7 +242,9 @@ class Telemetry(Hook):
 
     def _add_norms(self, quantity: str, squares: Tensor) -> None:
         """squares: [n] float64, one for each counted parameter."""
-        self._add(quantity, squares.unsqueeze(0), self._unit_of, self.units, partial(_norms, self.units))
+        self._add(
+            quantity, squares.unsqueeze(0), self._unit_of, self.units, partial(_norms, self.units)
+        )
 
     def after_step(self, done: StepResult) -> None:
         self.seen = self.named(done.seen) if done.seen else {}

@@ -35,7 +35,8 @@ class DPO(Loss):
         reward = (policy - sum(reference)) / length
         margin = self.keys.beta * (reward[0::2] - reward[1::2])
         short = self.keys.margin - margin
-        accuracy = torch.heaviside(margin, margin.new_full((), 0.5))  # no copy from the host, which would wait
+        # no copy from the host, which would wait
+        accuracy = torch.heaviside(margin, margin.new_full((), 0.5))
         of_pairs = torch.stack([F.softplus(short), accuracy, margin], 1).repeat_interleave(2, 0)
         # What the loss changes by with each token's log p: it pulls a chosen document's up, a rejected one's down.
         pull = -self.keys.beta * short.sigmoid() * (weights[0::2] + weights[1::2])

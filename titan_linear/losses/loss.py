@@ -30,7 +30,8 @@ class MicroBatch:
     """The tokens of a `Batch` that one rank computes, on its device."""
 
     tokens: Tensor  # [1, T_local] int64
-    labels: Tensor  # [1, T_local] int64, −100 where there is nothing to predict; of trees [1, T_local + branches]
+    # [1, T_local] int64, −100 where there is nothing to predict; of trees [1, T_local + branches]
+    labels: Tensor
     plan: BatchPlan
     streams: tuple[int, ...]  # global indices, for error messages
     columns: dict[str, Tensor]  # as labels, or [1, T_local, n]
@@ -41,11 +42,13 @@ class MicroBatch:
 @dataclass(frozen=True)
 class Loss(ABC):
     keys: Any  # the configuration's section of its name
-    group: ClassVar[int] = 0  # documents whole in one stream: 1, or 2 that follow each other; 0: streams cut them
+    # documents whole in one stream: 1, or 2 that follow each other; 0: streams cut them
+    group: ClassVar[int] = 0
     columns: ClassVar[tuple[str, ...]] = ()  # that it reads beside "weights"
     most_numbers: ClassVar[int] = 0  # for a token in each of these, which have equally many; 0: one
     reports: ClassVar[tuple[str, ...]] = ()  # further means, by the same weights
-    reads_twice: ClassVar[bool] = False  # it passes over the head for sums over documents first, without gradients
+    # it passes over the head for sums over documents first, without gradients
+    reads_twice: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, logits: ChunkedLogits, batch: MicroBatch) -> Tensor:
@@ -68,10 +71,14 @@ def document_sums(batch: MicroBatch, *numbers: Tensor) -> Tensor:
     labelled = batch.labels[0] != IGNORE
     columns = batch.columns["weights"][0], labelled, *numbers
     rows = torch.stack([x.double() for x in columns]).where(labelled, 0)
-    sums = rows.new_zeros(len(rows), batch.num_documents).index_add_(1, batch.columns["document"][0], rows)
+    sums = rows.new_zeros(len(rows), batch.num_documents).index_add_(
+        1, batch.columns["document"][0], rows
+    )
     context = batch.plan.cp_context
     if context is not None and context.ranks.world_size > 1:
-        sums = gather_along(sums.unsqueeze(0), 0, context.ranks.group_name, context.ranks.world_size).sum(0)
+        sums = gather_along(
+            sums.unsqueeze(0), 0, context.ranks.group_name, context.ranks.world_size
+        ).sum(0)
     if (paths := batch.paths) is None:
         return sums
     of_paths = sums[:, paths.nodes]
@@ -79,13 +86,16 @@ def document_sums(batch: MicroBatch, *numbers: Tensor) -> Tensor:
     return sums.new_zeros(len(sums), paths.num_documents).index_add_(1, paths.documents, of_paths)
 
 
-def of_documents(batch: MicroBatch, values: Tensor, slopes: Tensor) -> Callable[[Tensor, slice], list[Tensor]]:
+def of_documents(
+    batch: MicroBatch, values: Tensor, slopes: Tensor
+) -> Callable[[Tensor, slice], list[Tensor]]:
     """What tokens, by their log p, have of their documents' values [documents, m] by their weight in them, m × [n]; the
     first changes with each log p by the document's slope [documents]."""
     if paths := batch.paths:
         values, slopes = values[paths.documents] * paths.share.unsqueeze(1), slopes[paths.documents]
         values, slopes = (
-            x.new_zeros(batch.num_documents, *x.shape[1:]).index_add_(0, paths.nodes, x) for x in (values, slopes)
+            x.new_zeros(batch.num_documents, *x.shape[1:]).index_add_(0, paths.nodes, x)
+            for x in (values, slopes)
         )
     document = batch.columns["document"][0]
     values, slopes = batch.columns["weights"][0].unsqueeze(1) * values[document], slopes[document]

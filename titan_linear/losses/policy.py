@@ -53,16 +53,22 @@ class Policy(Loss):
 
         return logits.sum(labels, terms, statistics=True, rows=known)
 
-    def _of_sequences(self, batch: MicroBatch, known: Rows) -> Callable[[Tensor, slice], list[Tensor]]:
+    def _of_sequences(
+        self, batch: MicroBatch, known: Rows
+    ) -> Callable[[Tensor, slice], list[Tensor]]:
         """The loss and the weight of what is clipped, [n] each."""
         distance = known.logprobs[:, 0] - batch.columns["behaviour"][0]
         weights, count, *sums = document_sums(batch, batch.columns["advantages"][0], distance)
         advantages, log_ratio = (x / count.clamp(min=1) for x in sums)
         free, bounded = self._objectives(log_ratio, advantages)
         slopes = -weights * (free <= bounded) * free / count.clamp(min=1)
-        return of_documents(batch, torch.stack([-torch.minimum(free, bounded), bounded < free], 1), slopes)
+        return of_documents(
+            batch, torch.stack([-torch.minimum(free, bounded), bounded < free], 1), slopes
+        )
 
     def _objectives(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         """The free one and the bounded one, of which the lesser counts."""
         ratio = log_ratio.exp()
-        return ratio * advantages, ratio.clamp(1 - self.keys.clip_low, 1 + self.keys.clip_high) * advantages
+        return ratio * advantages, ratio.clamp(
+            1 - self.keys.clip_low, 1 + self.keys.clip_high
+        ) * advantages

@@ -29,15 +29,22 @@ def loss(name: str, documents: Sequence[Document], keys: Any, normalise: str) ->
     counts = {
         "token": [1 for _ in documents],
         "document": [len(d.labels) for d in documents],
-        "stream": [sum(len(other.labels) for other in documents if other.stream == d.stream) for d in documents],
+        "stream": [
+            sum(len(other.labels) for other in documents if other.stream == d.stream)
+            for d in documents
+        ],
     }[normalise]
     weights = [d.columns["weights"] / max(count, 1) for d, count in zip(documents, counts)]
     terms = {"cross_entropy": cross_entropy, "distillation": distillation, "policy": policy}
     if name == "dpo":  # of each pair, by the weights of both
         of_each = [dpo(*pair, keys) for pair in zip(documents[0::2], documents[1::2]) for _ in pair]
     else:
-        of_each = [terms[name](document, keys) if len(document.labels) else 0 for document in documents]
-    return sum((w * x).sum() for w, x in zip(weights, of_each) if w.any()) / torch.cat(weights).sum()
+        of_each = [
+            terms[name](document, keys) if len(document.labels) else 0 for document in documents
+        ]
+    return (
+        sum((w * x).sum() for w, x in zip(weights, of_each) if w.any()) / torch.cat(weights).sum()
+    )
 
 
 def cross_entropy(document: Document, keys: schema.CrossEntropy) -> Tensor:

@@ -20,7 +20,13 @@ from typing import Any
 
 import torch
 
-from titan_linear.models.config import MOST_LAYERS, MixerOptions, ModelConfig, MoEConfig, differences
+from titan_linear.models.config import (
+    MOST_LAYERS,
+    MixerOptions,
+    ModelConfig,
+    MoEConfig,
+    differences,
+)
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.keys import Keys, check_values
@@ -44,7 +50,8 @@ class Placement:
     name: str
     shape: tuple[int, ...]
     sources: tuple[Source, ...]
-    rows: tuple[tuple[int, int], ...] | None  # runs (first, last + 1) of the concatenation; None: all of it, in order
+    # runs (first, last + 1) of the concatenation; None: all of it, in order
+    rows: tuple[tuple[int, int], ...] | None
 
     @property
     def width(self) -> int:
@@ -55,7 +62,9 @@ class Placement:
     def num_rows(self) -> int:
         return math.prod(self.shape) // self.width
 
-    def pieces(self, first: int = 0, last: int | None = None) -> Iterator[tuple[Source, int, int, int]]:
+    def pieces(
+        self, first: int = 0, last: int | None = None
+    ) -> Iterator[tuple[Source, int, int, int]]:
         """What fills our rows [first, last), in our order: (source, rows [from, to) of it, our row where they go).
 
         A slice [a, b) of our first dimension is rows [a·n, b·n) with n = num_rows / shape[0].
@@ -98,7 +107,9 @@ def placements(config: ModelConfig, family: str, on_disk: Shapes | None = None) 
     assert not uncovered, f"{family} has no layout for {uncovered}"
     if on_disk is not None:
         used |= ignored(config, family, on_disk)
-        problems += [f"{name} {list(shape)}: not used" for name, shape in on_disk.items() if name not in used]
+        problems += [
+            f"{name} {list(shape)}: not used" for name, shape in on_disk.items() if name not in used
+        ]
     if problems:
         raise ValueError(f"the tensors are not those of this {family}:\n  " + "\n  ".join(problems))
     return [done[name] for name in ours]
@@ -110,7 +121,9 @@ def joined(config: ModelConfig, family: str) -> tuple[tuple[str, ...], ...]:
     return tuple(spellings[0].ours for spellings in parts if len(spellings[0].ours) > 1)
 
 
-def live_layouts(config: ModelConfig, family: str, ours: Shapes) -> Iterator[tuple[Source, list[Placement]]]:
+def live_layouts(
+    config: ModelConfig, family: str, ours: Shapes
+) -> Iterator[tuple[Source, list[Placement]]]:
     """Each tensor of `transformers`' module that is one or several of our parameters, of these shapes."""
     for spellings in _layouts(config, family, ours, None, "model."):
         layout = spellings[-1]
@@ -129,7 +142,9 @@ def ignored(config: ModelConfig, family: str, on_disk: Shapes) -> set[str]:
     patterns = [*FAMILIES[family].ignored, *([r"lm_head\.weight"] if config.tie_embeddings else [])]
     if config.moe is not None and config.moe.shared_hidden_dim == 0:
         patterns.append(r".*\.shared_expert_gate\.weight")
-    found = {n for n, shape in on_disk.items() if 0 in shape or any(re.fullmatch(p, n) for p in patterns)}
+    found = {
+        n for n, shape in on_disk.items() if 0 in shape or any(re.fullmatch(p, n) for p in patterns)
+    }
     if (mtp := FAMILIES[family].mtp) and not config.mtp_layers:
         layer = re.compile(r"(mtp)\..*" if mtp.place else r".*layers\.(\d+)\..*")
         of_layers = ((n, layer.fullmatch(n)) for n in on_disk)
@@ -157,7 +172,9 @@ def config_from_hf(config: Mapping[str, object], mtp_layers: int = 0) -> tuple[s
             f"config.json: ssm_cfg = {config['ssm_cfg']!r}: mamba_ssm's own format is not read; give a folder of "
             "transformers"
         )
-    raise ValueError(f"architectures = {given}: unknown; give a folder of one of {', '.join(FAMILIES)}")
+    raise ValueError(
+        f"architectures = {given}: unknown; give a folder of one of {', '.join(FAMILIES)}"
+    )
 
 
 def mtp_depth(config: Mapping[str, object]) -> int:
@@ -180,10 +197,14 @@ def _read(family: Family, config: Mapping[str, object]) -> ModelConfig:
     try:
         text = _text(config)
         if type(n := text.get("num_hidden_layers")) is int and n > MOST_LAYERS:
-            raise ValueError(f"config.json: num_hidden_layers = {n} is above {MOST_LAYERS:,}; fetch it again")
+            raise ValueError(
+                f"config.json: num_hidden_layers = {n} is above {MOST_LAYERS:,}; fetch it again"
+            )
         model = family.keys.read(Keys(text))
     except (TypeError, KeyError, AttributeError, ArithmeticError) as error:
-        raise ValueError(f"config.json: a value is of another kind than its key's ({error}); fetch it again") from None
+        raise ValueError(
+            f"config.json: a value is of another kind than its key's ({error}); fetch it again"
+        ) from None
     check_values(model)
     return model
 
@@ -192,8 +213,12 @@ def config_to_hf(family: str, config: ModelConfig) -> dict[str, object]:
     """The dict of a config.json, in which no tokens are special. ValueError for a model that is not of this family."""
     if family not in FAMILIES:
         raise ValueError(f"family = {family!r} is unknown; use one of {', '.join(FAMILIES)}")
-    if unknown := {layer.name for layer in config.layers if layer.kinds not in FAMILIES[family].layers}:
-        raise ValueError(f"{family} cannot hold this model: it has no layers {', '.join(sorted(unknown))}; use another")
+    if unknown := {
+        layer.name for layer in config.layers if layer.kinds not in FAMILIES[family].layers
+    }:
+        raise ValueError(
+            f"{family} cannot hold this model: it has no layers {', '.join(sorted(unknown))}; use another"
+        )
     keys, mtp = FAMILIES[family].keys, FAMILIES[family].mtp
     depth, config = config.mtp_layers, replace(config, mtp_layers=0)
     written = keys.write(config)
@@ -206,7 +231,8 @@ def config_to_hf(family: str, config: ModelConfig) -> dict[str, object]:
     if found := differences(config, keys.read(Keys(written))):
         said = ", ".join(f"{option} = {ours!r}" for option, (ours, _) in found.items())
         raise ValueError(f"{family} cannot hold this model: {said}; use another")
-    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # transformers' defaults are one model's
+    # transformers' defaults are one model's
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     return {"architectures": [family], **written, **tokens}
 
 
@@ -228,7 +254,9 @@ def _layouts(
     """For every part of the model, the spellings that it may have."""
     has = FAMILIES[family]
     (embedding,) = has.model[0][0].theirs
-    prefix = prefix or next((p for p in has.prefixes if on_disk and p + embedding in on_disk), has.prefixes[0])
+    prefix = prefix or next(
+        (p for p in has.prefixes if on_disk and p + embedding in on_disk), has.prefixes[0]
+    )
     num_experts = config.moe.num_experts if config.moe else 0
     for spellings in has.model:
         if set(spellings[0].ours) <= ours.keys():
@@ -247,7 +275,12 @@ def _layouts(
 
 
 def _resolve(
-    layout: Layout, mine: str, theirs: str, ours: Shapes, mixer: MixerOptions | None = None, num_experts: int = 0
+    layout: Layout,
+    mine: str,
+    theirs: str,
+    ours: Shapes,
+    mixer: MixerOptions | None = None,
+    num_experts: int = 0,
 ) -> _Resolved:
     names = tuple(mine + name for name in layout.ours)
     width = _width(ours[names[0]])

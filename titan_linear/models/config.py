@@ -27,8 +27,10 @@ class Documents(NamedTuple):
     cut among ranks does not change them."""
 
     tokens: int
-    pairs: int  # (query, key) pairs that the causal mask leaves: n(n + 1)/2 for a document of n tokens
-    chunk_pairs: int  # pairs of tokens in one chunk of the delta rule: n² for a chunk of n <= 64 tokens
+    # (query, key) pairs that the causal mask leaves: n(n + 1)/2 for a document of n tokens
+    pairs: int
+    # pairs of tokens in one chunk of the delta rule: n² for a chunk of n <= 64 tokens
+    chunk_pairs: int
 
     @classmethod
     def of(cls, cu_seqlens: np.ndarray, above: np.ndarray | int = 0) -> Documents:
@@ -44,9 +46,12 @@ class MixerOptions(ABC):
 
     name: ClassVar[str]  # its key in MIXERS (models/mixers/__init__.py)
     module: ClassVar[Callable[..., nn.Module]]  # of (options, model, layer's number)
-    linear: ClassVar[bool] = False  # whether it is a recurrence over the tokens; else softmax over them
-    over_heads: ClassVar[bool] = False  # whether ranks of cp always share its heads (`tokens_to_heads`)
-    growing: ClassVar[tuple[str, ...]] = ()  # tensors of its cache that are [B, tokens, ...]; others have a fixed size
+    # whether it is a recurrence over the tokens; else softmax over them
+    linear: ClassVar[bool] = False
+    # whether ranks of cp always share its heads (`tokens_to_heads`)
+    over_heads: ClassVar[bool] = False
+    # tensors of its cache that are [B, tokens, ...]; others have a fixed size
+    growing: ClassVar[tuple[str, ...]] = ()
 
     def build(self, config: ModelConfig, layer: int) -> nn.Module:
         """Build the module of a layer: forward(x [B, T, dim], plan, cache) -> [B, T, dim]. One that `takes` values
@@ -105,7 +110,9 @@ class MixerOptions(ABC):
 
     def indivisible_heads(self, ranks: int) -> str | None:
         """The heads that an all-to-all cannot split among `ranks` ranks, worded for a message; None if it can."""
-        return next((f"{count} {what}" for what, count in self.head_counts.items() if count % ranks), None)
+        return next(
+            (f"{count} {what}" for what, count in self.head_counts.items() if count % ranks), None
+        )
 
 
 class Layer(NamedTuple):
@@ -113,7 +120,8 @@ class Layer(NamedTuple):
 
     mixers: tuple[MixerOptions, ...]
     mlp: MLPOptions | None
-    joins: bool = False  # the first layer that predicts a further token: it takes that token's embedding too
+    # the first layer that predicts a further token: it takes that token's embedding too
+    joins: bool = False
     ends: bool = False  # the last of these: a norm follows
 
     @property
@@ -159,7 +167,8 @@ class Adapter:
     factor: float  # on what they add
     targets: tuple[str, ...] = ()  # patterns of names of the weights; (): all
     extra: tuple[str, ...] = ()  # patterns of names of other parameters, which are trained too
-    shared: tuple[tuple[str, ...], ...] = ()  # weights that share A, being one matrix in a Hugging Face folder
+    # weights that share A, being one matrix in a Hugging Face folder
+    shared: tuple[tuple[str, ...], ...] = ()
     base_is_reference: bool = False  # of the loss: it computes as well, first
 
 
@@ -172,16 +181,22 @@ class ModelConfig(Factors):
     hidden_dim: SizeOr0  # of MLPs; 0: there are none, except experts
     moe: MoEConfig | None = None
     dense_layers: tuple[int, ...] = ()  # layers that have an MLP despite `moe`
-    zero_centred_norm: bool = False  # norms multiply by (1 + weight), except linear layers' output norm
-    layer_norm: bool = False  # norms are LayerNorms with biases, one after the embedding too; else RMSNorms
-    post_norm: tuple[str, ...] = ()  # mixers whose blocks norm the outputs of mixer and MLP, not their inputs
+    # norms multiply by (1 + weight), except linear layers' output norm
+    zero_centred_norm: bool = False
+    # norms are LayerNorms with biases, one after the embedding too; else RMSNorms
+    layer_norm: bool = False
+    # mixers whose blocks norm the outputs of mixer and MLP, not their inputs
+    post_norm: tuple[str, ...] = ()
     tie_embeddings: bool = False
     norm_eps: Above0 = 1e-5
     init_std: AtLeast0 = 0.02
-    one_branch: bool = False  # a layer is what the pattern names; else mixers and the MLP or experts that follow them
+    # a layer is what the pattern names; else mixers and the MLP or experts that follow them
+    one_branch: bool = False
     activation: DenseActivation = "swiglu"  # of MLPs
-    normed_residual: bool = False  # branches add to the norm of the layer's input, which they have too
-    mtp_layers: Annotated[int, Field(ge=0, le=MOST_LAYERS)] = 0  # number of further tokens that more layers predict
+    # branches add to the norm of the layer's input, which they have too
+    normed_residual: bool = False
+    # number of further tokens that more layers predict
+    mtp_layers: Annotated[int, Field(ge=0, le=MOST_LAYERS)] = 0
     mtp_weight: AtLeast0 = 0.1  # of their losses' mean (multi-token prediction)
     adapter: Adapter | None = None
 
@@ -193,14 +208,18 @@ class ModelConfig(Factors):
     @property
     def layers(self) -> tuple[Layer, ...]:
         """What every layer is made of; after `num_layers` come those that predict further tokens."""
-        trunk = tuple(self._layer(i, self.pattern[i % len(self.pattern)]) for i in range(self.num_layers))
+        trunk = tuple(
+            self._layer(i, self.pattern[i % len(self.pattern)]) for i in range(self.num_layers)
+        )
         return trunk + self.mtp_layers * self._predictor(trunk) if self.mtp_layers else trunk
 
     def _predictor(self, trunk: tuple[Layer, ...]) -> tuple[Layer, ...]:
         """The layer that predicts one further token, or two of one branch each: with softmax, if any layer has it, and
         with experts, if there are some."""
         mixing = [layer for layer in trunk if layer.mixers]
-        *_, last = [layer for layer in mixing if not all(mixer.linear for mixer in layer.mixers)] or mixing
+        *_, last = [
+            layer for layer in mixing if not all(mixer.linear for mixer in layer.mixers)
+        ] or mixing
         mixers = tuple(mixer.first for mixer in last.mixers)  # which takes no values
         mlp = self.moe or self._dense
         if self.one_branch:
@@ -209,20 +228,26 @@ class ModelConfig(Factors):
 
     @property
     def _dense(self) -> Dense | None:
-        return Dense(self.hidden_dim, self.activation, self.gate_factor) if self.hidden_dim else None
+        return (
+            Dense(self.hidden_dim, self.activation, self.gate_factor) if self.hidden_dim else None
+        )
 
     def _layer(self, i: int, entry: Entry) -> Layer:
         if isinstance(entry, str):
             return Layer((), self.moe if entry == MoEConfig.name else self._dense)
         earlier = {type(mixer) for before in self.pattern[:i] for mixer in mixers_of(before)}
-        mixers = tuple(mixer if type(mixer) in earlier else mixer.first for mixer in mixers_of(entry))
+        mixers = tuple(
+            mixer if type(mixer) in earlier else mixer.first for mixer in mixers_of(entry)
+        )
         mlp = self._dense if self.moe is None or i in self.dense_layers else self.moe
         return Layer(mixers, None if self.one_branch else mlp)
 
     @property
     def composition(self) -> str:
         """Its numbers of layers, for people to read: 3 kda + 1 attention + 1 mtp attention."""
-        counts = Counter("mtp " * (i >= self.num_layers) + layer.name for i, layer in enumerate(self.layers))
+        counts = Counter(
+            "mtp " * (i >= self.num_layers) + layer.name for i, layer in enumerate(self.layers)
+        )
         return " + ".join(f"{count} {name}" for name, count in counts.items())
 
     @property
@@ -242,7 +267,10 @@ class ModelConfig(Factors):
 
     def ops(self, tp: int = 1) -> OpDims:
         """What each rank of tensor parallelism calls."""
-        of_parts = [*(mixer.ops for mixer in self.mixers), *(mlp.ops(self.dim, tp) for mlp in self.mlps)]
+        of_parts = [
+            *(mixer.ops for mixer in self.mixers),
+            *(mlp.ops(self.dim, tp) for mlp in self.mlps),
+        ]
         return {op: dims for ops in of_parts for op, dims in ops.items()} | {"cross_entropy": {}}
 
     def first_layers(self, n: int) -> ModelConfig:
@@ -255,9 +283,16 @@ class ModelConfig(Factors):
     @property
     def split_counts(self) -> list[tuple[str, int]]:
         """Everything that tensor parallelism splits: (its name in messages, its number)."""
-        counts = [(f"{what} of {m.name}", count) for m in self.mixers for what, count in m.head_counts.items()]
+        counts = [
+            (f"{what} of {m.name}", count)
+            for m in self.mixers
+            for what, count in m.head_counts.items()
+        ]
         counts += [pair for mlp in self.mlps for pair in mlp.split_counts.items()]
-        return [*dict.fromkeys(counts), ("rows of the vocabulary (model.vocab_size)", self.vocab_size)]
+        return [
+            *dict.fromkeys(counts),
+            ("rows of the vocabulary (model.vocab_size)", self.vocab_size),
+        ]
 
     def has_experts(self, layer: int) -> bool:
         return isinstance(self.layers[layer].mlp, MoEConfig)
@@ -266,7 +301,8 @@ class ModelConfig(Factors):
 @cache
 def _validator(kind: type) -> TypeAdapter:
     config = ConfigDict(strict=True, revalidate_instances="always", arbitrary_types_allowed=True)
-    return TypeAdapter(GenericAlias(tuple, kind), config=config)  # config holds for what is in the tuple
+    # config holds for what is in the tuple
+    return TypeAdapter(GenericAlias(tuple, kind), config=config)
 
 
 def mistake(model: ModelConfig) -> str | None:
@@ -281,7 +317,9 @@ def mistake(model: ModelConfig) -> str | None:
             error = invalid.errors()[0]
             option = " ".join(map(str, error["loc"][1:]))
             return f"{owner} {option} = {error['input']!r}, which must {error['msg'].partition(' should ')[2]}"
-        if (rotary := getattr(part, "rotary", None)) and (rotary[1] % 2 or rotary[1] > part.head_dim):
+        if (rotary := getattr(part, "rotary", None)) and (
+            rotary[1] % 2 or rotary[1] > part.head_dim
+        ):
             return (
                 f"{owner} {rotary[1]} channels to rotate, which must be even, for they go in pairs, and at most a "
                 f"head's {part.head_dim}"
@@ -300,7 +338,13 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, tuple[objec
     """Where two models differ as functions: option -> (ours, theirs). Options of training do not count."""
     kinds = [tuple(layer.name for layer in model.layers) for model in (ours, theirs)]
     pairs: list[Any] = [
-        ("", *({**_without_mixers(model), "layers": kind} for model, kind in zip((ours, theirs), kinds)))
+        (
+            "",
+            *(
+                {**_without_mixers(model), "layers": kind}
+                for model, kind in zip((ours, theirs), kinds)
+            ),
+        )
     ]
     if kinds[0] == kinds[1]:
         of_both = ((m for layer in model.layers for m in layer.mixers) for model in (ours, theirs))
@@ -316,10 +360,17 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, tuple[objec
 def fingerprint(model: ModelConfig) -> str:
     """A hash of what the model computes: two models with the same hash have no `differences`. An option that a later
     version adds, with a default that changes nothing, leaves the hash as it is."""
-    of_layers = [(layer.name, [_chosen(mixer, vars(mixer)) for mixer in layer.mixers]) for layer in model.layers]
+    of_layers = [
+        (layer.name, [_chosen(mixer, vars(mixer)) for mixer in layer.mixers])
+        for layer in model.layers
+    ]
     mixers = [(name, *(options or [{}])) for name, options in of_layers]
     moe = model.moe and _chosen(model.moe, vars(_without_mixers(model)["moe"]))
-    rest = {name: value for name, value in _chosen(model, _without_mixers(model)).items() if name != "moe"}
+    rest = {
+        name: value
+        for name, value in _chosen(model, _without_mixers(model)).items()
+        if name != "moe"
+    }
     return hashlib.sha256(repr((rest, moe, mixers)).encode()).hexdigest()[:16]
 
 
@@ -334,4 +385,13 @@ def _chosen(options: object, values: Mapping[str, object]) -> dict[str, object]:
 
 def _without_mixers(model: ModelConfig) -> dict[str, object]:
     moe = model.moe and replace(model.moe, balance_coefficient=0.0, bias_update_rate=0.0)
-    return vars(replace(model, pattern=(), init_std=0.0, moe=moe, adapter=None, mtp_weight=ModelConfig.mtp_weight))
+    return vars(
+        replace(
+            model,
+            pattern=(),
+            init_std=0.0,
+            moe=moe,
+            adapter=None,
+            mtp_weight=ModelConfig.mtp_weight,
+        )
+    )

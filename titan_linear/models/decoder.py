@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.models.config import Factors, ModelConfig
-from titan_linear.models.layers import LayerNorm, Output, RMSNorm, as_output, convolve, projection, scaled
+from titan_linear.models.layers import (
+    LayerNorm,
+    Output,
+    RMSNorm,
+    as_output,
+    convolve,
+    projection,
+    scaled,
+)
 from titan_linear.models.lora import add_adapters
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import CPContext
@@ -69,7 +77,11 @@ class Block(nn.Module):
             self.mlp = options.mlp.build(config.dim, layer / config.num_layers)
 
     def forward(
-        self, x: Tensor, plan: BatchPlan, cache: LayerCache | None = None, values: Tensor | None = None
+        self,
+        x: Tensor,
+        plan: BatchPlan,
+        cache: LayerCache | None = None,
+        values: Tensor | None = None,
     ) -> Output:
         """x [B, T, dim], or [B, T, 2 dim] if it joins -> [B, T, dim], the load-balance loss of its experts, and the
         values that it hands on."""
@@ -97,7 +109,9 @@ class Block(nn.Module):
         """In the order of `options.mixers`."""
         return [getattr(self, name) for name in self.mixer_names]
 
-    def _mixed(self, x: Tensor, plan: BatchPlan, cache: LayerCache | None, values: Tensor | None) -> Output:
+    def _mixed(
+        self, x: Tensor, plan: BatchPlan, cache: LayerCache | None, values: Tensor | None
+    ) -> Output:
         """The sum of the mixers' outputs, and the values of one of them."""
         outputs, handed_on = [], None
         for name, mixer, takes in zip(self.mixer_names, self.mixers, self.takes):
@@ -168,16 +182,25 @@ class Head(nn.Module):
 
         def all_tokens(x: Tensor) -> Tensor:
             x = self.divided(x)
-            rows = (gather_tokens(x, self.ranks) if self.ranks and torch.is_grad_enabled() else x).flatten(0, 1)
+            rows = (
+                gather_tokens(x, self.ranks) if self.ranks and torch.is_grad_enabled() else x
+            ).flatten(0, 1)
             return rows if branches is None else torch.cat([rows, rows[branches]])
 
         own, *losses = [None] * (1 + self.depth) if self.token_losses is None else self.token_losses
         more = tuple(
-            Sum(all_tokens(h), labels.unsqueeze(1), partial(weighted, self.mtp_factor, weights), token_losses=of)
+            Sum(
+                all_tokens(h),
+                labels.unsqueeze(1),
+                partial(weighted, self.mtp_factor, weights),
+                token_losses=of,
+            )
             for (h, labels, weights), of in zip(further(x) if further else (), losses)
         )
         impl = self.implementations.get("cross_entropy", "auto")
-        return loss(ChunkedLogits(all_tokens(x), self.weight, self.chunk, self.ranks, own, impl, more))
+        return loss(
+            ChunkedLogits(all_tokens(x), self.weight, self.chunk, self.ranks, own, impl, more)
+        )
 
     def divided(self, x: Tensor) -> Tensor:
         return x if self.divisor == 1 else x / self.divisor
@@ -188,7 +211,9 @@ class Head(nn.Module):
         if self.ranks is None:
             return logits
         assert not torch.is_grad_enabled(), "logits of a split vocabulary have no gradient"
-        return gather_along(logits.movedim(-1, 0), 0, self.ranks.group, self.ranks.size).movedim(0, -1)
+        return gather_along(logits.movedim(-1, 0), 0, self.ranks.group, self.ranks.size).movedim(
+            0, -1
+        )
 
 
 class Before(nn.Module):
@@ -228,7 +253,8 @@ class Decoder(nn.Module):
         for layer in self.layers:
             of_mixers = zip(layer.mixers, layer.options.mixers, strict=True)
             for part, ops in [(layer, {}), *((mixer, options.ops) for mixer, options in of_mixers)]:
-                own = choose_implementations(ops, impl, device, dtype)  # mixers of one op may differ in dims
+                # mixers of one op may differ in dims
+                own = choose_implementations(ops, impl, device, dtype)
                 for module in part.modules():
                     if hasattr(module, "implementations"):
                         module.implementations = self.implementations | own
@@ -269,7 +295,9 @@ class Decoder(nn.Module):
                 zip(embedded, plans, later.labels, later.weights, strict=True)
             ):
                 h = self.before(h, plan.cp_context) if later.of_trees else h
-                h = self.through(self.predictor(depth), torch.cat([token, h], -1), own, caches, between)
+                h = self.through(
+                    self.predictor(depth), torch.cat([token, h], -1), own, caches, between
+                )
                 yield h, *targets
 
         out = self.head(
@@ -283,11 +311,18 @@ class Decoder(nn.Module):
         return out
 
     def through(
-        self, layers: range, x: Tensor, plan: BatchPlan, caches: list[LayerCache] | None, between: Between
+        self,
+        layers: range,
+        x: Tensor,
+        plan: BatchPlan,
+        caches: list[LayerCache] | None,
+        between: Between,
     ) -> Tensor:
         """What comes of x after these layers."""
         for i in layers:
-            x, balance, own = self.layers[i](x, plan, None if caches is None else caches[i], between.values)
+            x, balance, own = self.layers[i](
+                x, plan, None if caches is None else caches[i], between.values
+            )
             between.values = between.values if own is None else own
             between.balances += [] if balance is None else [balance]
         return x

@@ -40,7 +40,8 @@ class Elements:
     """Some elements of one parameter."""
 
     stream: tuple[int, int]
-    index: Tensor  # [n] int64, their indices in the whole parameter, flattened; numbers are drawn on its device
+    # [n] int64, their indices in the whole parameter, flattened; numbers are drawn on its device
+    index: Tensor
 
     def bits(self) -> Tensor:
         """[n] int64, the bits of unsigned numbers."""

@@ -13,7 +13,9 @@ from titan_linear.ops.float8 import MULTIPLE, emulated_linear, float8_linear
 SMALLEST = 2048  # K and N: rounding to float8 takes longer than smaller products save
 
 
-def use_float8(model: Decoder, filter_fqns: Sequence[str], emulate: bool = False, first: int = 0) -> list[list[str]]:
+def use_float8(
+    model: Decoder, filter_fqns: Sequence[str], emulate: bool = False, first: int = 0
+) -> list[list[str]]:
     """Have projections compute in float8 that modules name in `float8`, by products that join them: those that are
     large enough, and whose names have no part in `filter_fqns`. Returns the names. first: number of the first layer."""
     product = emulated_linear if emulate else float8_linear
@@ -25,7 +27,9 @@ def use_float8(model: Decoder, filter_fqns: Sequence[str], emulate: bool = False
                 if not isinstance(projections[0], Projection):  # through a latent, which is narrow
                     continue
                 names = [f"{owner}.{name}" for name in joined]
-                if _pays(projections) and not any(part in name for part in filter_fqns for name in names):
+                if _pays(projections) and not any(
+                    part in name for part in filter_fqns for name in names
+                ):
                     found.append(names)
                     for projection in projections:
                         projection.product = product
@@ -41,5 +45,9 @@ def _pays(projections: list[Projection]) -> bool:
 def float8_line(model: Decoder) -> str:
     """A console line: the projections in float8; "" if there are none."""
     modules = model.named_modules()
-    names = [name.rpartition(".")[2] for name, m in modules if isinstance(m, Projection) and m.product is not F.linear]
+    names = [
+        name.rpartition(".")[2]
+        for name, m in modules
+        if isinstance(m, Projection) and m.product is not F.linear
+    ]
     return f"float8: {len(names)} projections, {', '.join(dict.fromkeys(names))}" if names else ""

@@ -19,7 +19,8 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import Draw, Elements, normal, stream, zeros
 
-BLOCKS = {"cpu": 1 << 16, "cuda": 1 << 22}  # elements drawn at once: what caches hold; many for each launch
+# elements drawn at once: what caches hold; many for each launch
+BLOCKS = {"cpu": 1 << 16, "cuda": 1 << 22}
 
 
 @torch.no_grad()
@@ -29,7 +30,9 @@ def initialise(model: Decoder, seed: int, parameters: Mapping[str, Tensor] | Non
     parameters: by name; give them where the model's own do not say of which whole they are a part (`named_parameters`
         in storage/tensors.py).
     """
-    for name, parameter in (dict(model.named_parameters()) if parameters is None else parameters).items():
+    for name, parameter in (
+        dict(model.named_parameters()) if parameters is None else parameters
+    ).items():
         owner, _, leaf = name.rpartition(".")
         draw = draw_of(model.get_submodule(owner), leaf, model.config.init_std)
         local, offsets = owned(parameter)
@@ -51,7 +54,13 @@ def draw_of(module: nn.Module, leaf: str, std: float) -> Draw:
     return getattr(module, "initial", {}).get(leaf, normal(std))
 
 
-def fill(local: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...], draw: Draw, stream: tuple[int, int]) -> None:
+def fill(
+    local: Tensor,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    draw: Draw,
+    stream: tuple[int, int],
+) -> None:
     """Fill `local`, the part of a parameter [shape] that begins at `offsets`, on its device; draws are rounded to
     float32."""
     flat = local.view(-1)
@@ -65,11 +74,14 @@ def fill(local: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...], draw: 
         out.copy_(draw(Elements(stream, element)).float())
 
 
-def runs(sizes: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[int, np.ndarray]:
+def runs(
+    sizes: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...]
+) -> tuple[int, np.ndarray]:
     """Where a box [sizes] at `offsets` lies in a tensor [shape], both flattened, as runs of equal length:
     (length, shift [runs] int64). Element j of the box is element j + shift[j // length] of the tensor."""
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    cut = max((d for d in range(len(shape)) if sizes[d] != shape[d]), default=0)  # later dimensions are whole
+    # later dimensions are whole
+    cut = max((d for d in range(len(shape)) if sizes[d] != shape[d]), default=0)
     starts = np.zeros(1, np.int64)
     for d in range(cut):
         starts = np.add.outer(starts, (offsets[d] + np.arange(sizes[d])) * strides[d]).ravel()

@@ -23,7 +23,8 @@ SizeOr0 = Annotated[int, Field(ge=0, lt=2**20)]  # 0: there is no such part
 Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 AtLeast0 = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 QUERIES = 32  # number of queries whose attention telemetry samples
-OpDims = dict[str, dict[str, int]]  # by ops of titan_linear.ops: the sizes on which their implementations depend
+# by ops of titan_linear.ops: the sizes on which their implementations depend
+OpDims = dict[str, dict[str, int]]
 SHIFT_OPS: OpDims = {"causal_conv1d": {"W": 2}}  # of `token_shift`
 Cache = MutableMapping[str, Tensor] | None  # what a layer keeps of earlier tokens
 
@@ -85,13 +86,21 @@ projection = Projection  # without a bias
 
 def lora_name(name: str, part: str) -> str:
     """The name of A or B of a weight."""
-    return f"{name.removesuffix('weight')}lora_{part}" if name.endswith("weight") else f"{name}_lora_{part}"
+    return (
+        f"{name.removesuffix('weight')}lora_{part}"
+        if name.endswith("weight")
+        else f"{name}_lora_{part}"
+    )
 
 
 def adapted(y: Tensor, x: Tensor, *projections: Projection) -> Tensor:
     """y [.., Σ outputs], what these projections give for x, with what their adapters add."""
     downs = _downs(projections)
-    return add_low_rank(y, F.linear(x, torch.cat([p.lora_A for p in downs])), *projections) if downs else y
+    return (
+        add_low_rank(y, F.linear(x, torch.cat([p.lora_A for p in downs])), *projections)
+        if downs
+        else y
+    )
 
 
 def add_low_rank(y: Tensor, low: Tensor, *projections: Projection) -> Tensor:
@@ -104,7 +113,9 @@ def add_low_rank(y: Tensor, low: Tensor, *projections: Projection) -> Tensor:
         B = p.lora_B if p.lora else low.new_zeros(len(p.weight), rank)
         rows.append(F.pad(B, (i * rank, (len(downs) - 1 - i) * rank)))  # [outputs, Σ r]
     factor = next(p.lora.factor for p in projections if p.lora)
-    return torch.addmm(y.flatten(0, -2), low.flatten(0, -2), torch.cat(rows).T, alpha=factor).view_as(y)
+    return torch.addmm(
+        y.flatten(0, -2), low.flatten(0, -2), torch.cat(rows).T, alpha=factor
+    ).view_as(y)
 
 
 def _downs(projections: Sequence[Projection]) -> list[Projection]:
@@ -209,7 +220,9 @@ class _Cut(torch.autograd.Function):
         return torch.cat(parts, -1), None
 
 
-def attention_entropy(q: Tensor, k: Tensor, cu_seqlens: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+def attention_entropy(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
     """How evenly QUERIES queries attend: entropy of the attention weights over its maximum, ln(number of keys).
 
     q [1, T, H, D], k [1, T, Hkv, D], causal, packed documents of cu_seqlens [N+1] -> the sum over the queries [H] and
@@ -218,10 +231,13 @@ def attention_entropy(q: Tensor, k: Tensor, cu_seqlens: Tensor, scale: float | N
     T, H = q.shape[1:3]
     rows = (torch.arange(1, QUERIES + 1, device=q.device) * T // QUERIES - 1).clamp(min=0)
     keys = torch.arange(T, device=q.device)
-    first = cu_seqlens[torch.searchsorted(cu_seqlens, rows, right=True) - 1]  # [queries], starts of their documents
+    # [queries], starts of their documents
+    first = cu_seqlens[torch.searchsorted(cu_seqlens, rows, right=True) - 1]
     seen = (keys >= first[:, None]) & (keys <= rows[:, None])  # [queries, T]
     k = widen(k[0]).repeat_interleave(H // k.shape[2], dim=1)
-    scores = torch.einsum("qhd,khd->hqk", widen(q[0, rows]), k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = torch.einsum("qhd,khd->hqk", widen(q[0, rows]), k) * (
+        q.shape[-1] ** -0.5 if scale is None else scale
+    )
     logs = scores.masked_fill(~seen, float("-inf")).log_softmax(-1)
     entropy = -(logs.exp() * logs.masked_fill(~seen, 0.0)).sum(-1)  # [H, queries]
     count = seen.sum(-1)
@@ -244,24 +260,37 @@ class ConvWeight(nn.Module):
 def grown(cache: Cache, **new: Tensor) -> tuple[Tensor, ...]:
     """What the cache holds of earlier tokens [B, earlier, ...] with these behind it [B, T, ...]; it keeps both."""
     if cache is not None:
-        new = {name: torch.cat([cache[name], x], 1) if name in cache else x for name, x in new.items()}
+        new = {
+            name: torch.cat([cache[name], x], 1) if name in cache else x for name, x in new.items()
+        }
         cache.update(new)
     return tuple(new.values())
 
 
 def convolve(
-    x: Tensor, weight: Tensor, cache: Cache, name: str, implementations: Mapping[str, Choice], **options: Any
+    x: Tensor,
+    weight: Tensor,
+    cache: Cache,
+    name: str,
+    implementations: Mapping[str, Choice],
+    **options: Any,
 ) -> Any:
     """`causal_conv1d` from cache[name] on, its last inputs [B, D, W−1], which are brought up to date."""
     states = {} if cache is None else {"initial_state": cache.get(name), "output_final_state": True}
-    y, tail = causal_conv1d(x, weight, impl=implementations.get("causal_conv1d", "auto"), **options, **states)
+    y, tail = causal_conv1d(
+        x, weight, impl=implementations.get("causal_conv1d", "auto"), **options, **states
+    )
     if cache is not None:
         cache[name] = tail
     return y
 
 
 def token_shift(
-    x: Tensor, documents: dict[str, object], cache: Cache, name: str, implementations: Mapping[str, Choice]
+    x: Tensor,
+    documents: dict[str, object],
+    cache: Cache,
+    name: str,
+    implementations: Mapping[str, Choice],
 ) -> Tensor:
     """RWKV's shift: x_{t−1} − x_t, where x_{−1} = 0 before a document's first token.  [B, T, D] -> [B, T, D]
 

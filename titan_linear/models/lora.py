@@ -78,7 +78,9 @@ def adaptable(model: nn.Module) -> tuple[list[str], list[str]]:
             weights.append(f"{path}.weight")
         elif isinstance(module, Experts):
             weights += [f"{path}.{name}" for name in module.hidden_matrices]
-    return weights, [name for name, p in model.named_parameters() if p.requires_grad and name not in weights]
+    return weights, [
+        name for name, p in model.named_parameters() if p.requires_grad and name not in weights
+    ]
 
 
 def fitting(names: Iterable[str], patterns: Collection[str]) -> list[str]:
@@ -97,10 +99,16 @@ def described(model: nn.Module) -> str:
     own = dict(model.named_parameters())
     base = {name: p for name, p in own.items() if "lora_" not in name}
     total = sum(p.numel() for p in base.values())
-    kinds: dict[str, Counter[str]] = {"adapted": Counter(), "trained": Counter(), "no adapter reaches": Counter()}
+    kinds: dict[str, Counter[str]] = {
+        "adapted": Counter(),
+        "trained": Counter(),
+        "no adapter reaches": Counter(),
+    }
     for name, p in base.items():
         frozen = "adapted" if lora_name(name, "B") in own else "no adapter reaches"
-        kinds["trained" if p.requires_grad else frozen][re.sub(r"^layers\.\d+\.|\.weight$", "", name)] += p.numel()
+        kinds["trained" if p.requires_grad else frozen][
+            re.sub(r"^layers\.\d+\.|\.weight$", "", name)
+        ] += p.numel()
     trained = sum(p.numel() for p in own.values() if p.requires_grad)
     lines = [
         f"adapters of rank {model.config.adapter.rank}: {trained:,} parameters are trained; of the base's {total:,}"
@@ -116,11 +124,18 @@ def check_adapters(base: nn.Module, options: Adapter, multiple: int = 1) -> None
 
     multiple: that which experts' products need the rank to be."""
     weights, others = adaptable(base)
-    for key, patterns, names in (("targets", options.targets, weights), ("train_extra", options.extra, others)):
+    for key, patterns, names in (
+        ("targets", options.targets, weights),
+        ("train_extra", options.extra, others),
+    ):
         for pattern in patterns:
             if not fitting(names, [pattern.removeprefix("!")]):
-                ends = sorted({".".join(name.removesuffix(".weight").split(".")[-2:]) for name in names})
-                raise ValueError(f"adapter.{key}: {pattern!r} fits none of the model's {', '.join(ends)}; correct it")
+                ends = sorted(
+                    {".".join(name.removesuffix(".weight").split(".")[-2:]) for name in names}
+                )
+                raise ValueError(
+                    f"adapter.{key}: {pattern!r} fits none of the model's {', '.join(ends)}; correct it"
+                )
     for name in fitting(weights, options.targets or ALL):
         *experts, _, inputs = base.get_parameter(name).shape
         if options.rank > inputs:

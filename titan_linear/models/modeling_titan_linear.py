@@ -22,7 +22,8 @@ from .rope import inverse_frequencies
 
 CHUNK = 32  # tokens whose interactions are computed as matrices; between chunks a state is carried
 L2_EPS = 1e-6
-CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"  # by version
+# by version
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 class TitanLinearConfig(PretrainedConfig):
@@ -45,7 +46,11 @@ class TitanLinearConfig(PretrainedConfig):
         tie_word_embeddings=False,
         **kwargs,
     ):
-        self.vocab_size, self.hidden_size, self.num_hidden_layers = vocab_size, hidden_size, num_hidden_layers
+        self.vocab_size, self.hidden_size, self.num_hidden_layers = (
+            vocab_size,
+            hidden_size,
+            num_hidden_layers,
+        )
         self.intermediate_size = intermediate_size
         self.pattern = list(pattern)
         self.post_norm = list(post_norm)
@@ -84,12 +89,19 @@ def delta_rule(q, k, v, g, beta, state):
     """
     outputs = []
     for start in range(0, q.shape[2], CHUNK):
-        q_, k_, v_, g_, b_ = (x[:, :, start : start + CHUNK] for x in (q, k, v, g, beta.unsqueeze(-1)))
+        q_, k_, v_, g_, b_ = (
+            x[:, :, start : start + CHUNK] for x in (q, k, v, g, beta.unsqueeze(-1))
+        )
         G = g_.cumsum(2)  # [B, H, C, K or 1], log decay since the start of the chunk
-        later = torch.ones(G.shape[2], G.shape[2], dtype=torch.bool, device=q.device).triu(1)[..., None]
-        decay = (G.unsqueeze(3) - G.unsqueeze(2)).masked_fill(later, float("-inf")).exp()  # [B, H, C, C, K or 1]
+        later = torch.ones(G.shape[2], G.shape[2], dtype=torch.bool, device=q.device).triu(1)[
+            ..., None
+        ]
+        # [B, H, C, C, K or 1]
+        decay = (G.unsqueeze(3) - G.unsqueeze(2)).masked_fill(later, float("-inf")).exp()
         lower = b_ * pairs(k_, k_, decay).tril(-1)
-        u = torch.linalg.solve_triangular(lower, b_ * (v_ - (k_ * G.exp()) @ state), upper=False, unitriangular=True)
+        u = torch.linalg.solve_triangular(
+            lower, b_ * (v_ - (k_ * G.exp()) @ state), upper=False, unitriangular=True
+        )
         outputs.append((q_ * G.exp()) @ state + pairs(q_, k_, decay) @ u)
         last = G[:, :, -1:]
         state = last.exp().transpose(2, 3) * state + (k_ * (last - G).exp()).transpose(2, 3) @ u
@@ -134,7 +146,9 @@ class DeltaLayer(nn.Module):
             x = x * tokens.is_text[:, -x.shape[1] :, None].to(x.dtype)
         q, k, v = (widen(y) for y in self.convolved(x, cache))
         q, k = (y * (y.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() for y in (q, k))
-        q, k = (y.repeat_interleave(self.v_heads // self.heads, 2) for y in (q * self.head_dim**-0.5, k))
+        q, k = (
+            y.repeat_interleave(self.v_heads // self.heads, 2) for y in (q * self.head_dim**-0.5, k)
+        )
         g = self.gate(x)
         beta = widen(self.b_proj(x)).sigmoid() * self.beta_range
         state = q.new_zeros(len(x), self.v_heads, self.head_dim, self.v_head_dim)
@@ -148,7 +162,8 @@ class DeltaLayer(nn.Module):
 
     def convolved(self, x, cache):
         """q, k [B, T, H, K] and v [B, T, HV, V] after the short convolution."""
-        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1).transpose(1, 2)  # [B, D, T]
+        # [B, D, T]
+        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1).transpose(1, 2)
         weight = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
         before = qkv.new_zeros(len(x), qkv.shape[1], self.conv_size - 1)
         if cache is not None:
@@ -156,7 +171,11 @@ class DeltaLayer(nn.Module):
         qkv = torch.cat([before, qkv], 2)
         if cache is not None:
             cache["conv"] = qkv[:, :, qkv.shape[2] - self.conv_size + 1 :]
-        y = F.silu(F.conv1d(widen(qkv), widen(weight), groups=len(weight))).to(x.dtype).transpose(1, 2)
+        y = (
+            F.silu(F.conv1d(widen(qkv), widen(weight), groups=len(weight)))
+            .to(x.dtype)
+            .transpose(1, 2)
+        )
         q, k, v = y.split(self.widths, -1)
         return (
             q.unflatten(-1, (self.heads, self.head_dim)),
@@ -178,15 +197,24 @@ class KDA(DeltaLayer):
         f_proj = nn.Linear(rank, gate_dim, bias=False)
         g_proj = nn.Linear(rank, self.widths[2], bias=options["gate_bias"])
         if low_rank:
-            f_proj, g_proj = (nn.Sequential(nn.Linear(dim, rank, bias=False), second) for second in (f_proj, g_proj))
+            f_proj, g_proj = (
+                nn.Sequential(nn.Linear(dim, rank, bias=False), second)
+                for second in (f_proj, g_proj)
+            )
         self.f_proj, self.g_proj = f_proj, g_proj
         self.dt_bias = nn.Parameter(torch.zeros(gate_dim))
 
     def gate(self, x):
         """Natural log of the decay, [B, T, HV, K]."""
-        raw = (widen(self.f_proj(x)) + widen(self.dt_bias)).unflatten(-1, (self.v_heads, self.head_dim))
+        raw = (widen(self.f_proj(x)) + widen(self.dt_bias)).unflatten(
+            -1, (self.v_heads, self.head_dim)
+        )
         speed = widen(self.A_log).exp().unsqueeze(-1)
-        return -speed * F.softplus(raw) if self.lower_bound is None else self.lower_bound * (speed * raw).sigmoid()
+        return (
+            -speed * F.softplus(raw)
+            if self.lower_bound is None
+            else self.lower_bound * (speed * raw).sigmoid()
+        )
 
 
 class GDN(DeltaLayer):
@@ -200,7 +228,9 @@ class GDN(DeltaLayer):
 
     def gate(self, x):
         """Natural log of the decay, [B, T, HV, 1]."""
-        return (-widen(self.A_log).exp() * F.softplus(widen(self.a_proj(x)) + widen(self.dt_bias))).unsqueeze(-1)
+        return (
+            -widen(self.A_log).exp() * F.softplus(widen(self.a_proj(x)) + widen(self.dt_bias))
+        ).unsqueeze(-1)
 
 
 # --- Softmax layers --------------------------------------------------------------------------------------------------
@@ -219,16 +249,27 @@ class Attention(nn.Module):
         self.rotary = options["rope_theta"], rotated, tuple(scaling.items())
         self.qk_norm = options["qk_norm"]
         self.scale = options.get("scale")
-        self.key_factor, self.out_factor = (options.get(f"{name}_factor", 1.0) for name in ("key", "out"))
+        self.key_factor, self.out_factor = (
+            options.get(f"{name}_factor", 1.0) for name in ("key", "out")
+        )
         dim = config.hidden_size
         self.q_proj = nn.Linear(dim, self.heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(dim, self.kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(dim, self.kv_heads * self.head_dim, bias=False)
         if self.qk_norm is not None:
-            q_heads, k_heads = (1, 1) if self.qk_norm == "head" else (self.heads, self.kv_heads)  # of each norm
-            self.q_norm = RMSNorm(q_heads * self.head_dim, config.norm_eps, config.zero_centred_norm)
-            self.k_norm = RMSNorm(k_heads * self.head_dim, config.norm_eps, config.zero_centred_norm)
-        self.g_proj = nn.Linear(dim, self.heads * self.head_dim, bias=False) if options["output_gate"] else None
+            # of each norm
+            q_heads, k_heads = (1, 1) if self.qk_norm == "head" else (self.heads, self.kv_heads)
+            self.q_norm = RMSNorm(
+                q_heads * self.head_dim, config.norm_eps, config.zero_centred_norm
+            )
+            self.k_norm = RMSNorm(
+                k_heads * self.head_dim, config.norm_eps, config.zero_centred_norm
+            )
+        self.g_proj = (
+            nn.Linear(dim, self.heads * self.head_dim, bias=False)
+            if options["output_gate"]
+            else None
+        )
         self.o_proj = nn.Linear(self.heads * self.head_dim, dim, bias=False)
 
     def forward(self, x, tokens, cache):
@@ -244,11 +285,15 @@ class Attention(nn.Module):
             cos, sin = tokens.angles(self.rotary, q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
-            k, v = (torch.cat([cache[n], y], 2) if n in cache else y for n, y in (("k", k), ("v", v)))
+            k, v = (
+                torch.cat([cache[n], y], 2) if n in cache else y for n, y in (("k", k), ("v", v))
+            )
             cache.update(k=k, v=v)
         k, v = (y.repeat_interleave(self.heads // self.kv_heads, 1) for y in (k, v))
         mask = tokens.mask(k.shape[2])
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale)
+        o = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale
+        )
         o = o.transpose(1, 2).flatten(2)
         o = o if self.g_proj is None else o * self.g_proj(x).sigmoid()
         return self.o_proj(o) * self.out_factor
@@ -289,7 +334,8 @@ class Tokens:
         query = torch.arange(keys - self.length, keys, device=self.device)
         seen = (key <= query[:, None])[None, None]
         if self.is_text is not None:
-            seen = seen & self.is_text[:, None, None] | (key == query[:, None])  # a row of padding sees itself
+            # a row of padding sees itself
+            seen = seen & self.is_text[:, None, None] | (key == query[:, None])
         return seen
 
 
@@ -341,7 +387,9 @@ class LayerCaches:
     def reorder_cache(self, beam_idx):
         """Reorder the rows, for beam search."""
         for layer in self.layers:
-            layer.update({name: x.index_select(0, beam_idx.to(x.device)) for name, x in layer.items()})
+            layer.update(
+                {name: x.index_select(0, beam_idx.to(x.device)) for name, x in layer.items()}
+            )
 
 
 class Model(nn.Module):
@@ -349,7 +397,9 @@ class Model(nn.Module):
         super().__init__()
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         pattern = config.pattern
-        self.layers = nn.ModuleList(Block(config, pattern[i % len(pattern)]) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            Block(config, pattern[i % len(pattern)]) for i in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.zero_centred_norm)
 
     def forward(self, x, tokens, caches):
@@ -363,7 +413,8 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     _no_split_modules = ("Block",)
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}
-    _keep_in_fp32_modules_strict = ("A_log", "dt_bias")  # rounding to bfloat16 would change a text's decay
+    # rounding to bfloat16 would change a text's decay
+    _keep_in_fp32_modules_strict = ("A_log", "dt_bias")
     _is_stateful = True  # tokens that were read cannot be taken back: no assisted generation
 
     def __init__(self, config):
@@ -417,7 +468,9 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
         caches = past_key_values if cache is None else cache
         if caches is None and (not self.training if use_cache is None else use_cache):
             caches = LayerCaches(self.config.num_hidden_layers)
-        tokens = Tokens(x.shape[1], 0 if caches is None else caches.length, attention_mask, x.device)
+        tokens = Tokens(
+            x.shape[1], 0 if caches is None else caches.length, attention_mask, x.device
+        )
         x = self.model(x, tokens, caches)
         if caches is not None:
             caches.length += tokens.length
@@ -426,7 +479,11 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             of = widen(logits[:, :-1]).flatten(0, 1), labels[:, 1:].flatten()
             whole = num_items_in_batch is None
-            loss = F.cross_entropy(*of) if whole else F.cross_entropy(*of, reduction="sum") / num_items_in_batch
+            loss = (
+                F.cross_entropy(*of)
+                if whole
+                else F.cross_entropy(*of, reduction="sum") / num_items_in_batch
+            )
         out = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: caches})
         return out.to_tuple() if return_dict is False else out
 

@@ -53,7 +53,11 @@ class BatchPlan:
     @property
     def documents(self) -> dict[str, object]:
         """The keyword arguments that tell an op where documents lie."""
-        return {"cp_context": self.cp_context} if self.cp_context is not None else {"cu_seqlens": self.cu_seqlens}
+        return (
+            {"cp_context": self.cp_context}
+            if self.cp_context is not None
+            else {"cu_seqlens": self.cu_seqlens}
+        )
 
     def angles(self, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [.., T, half] in `dtype`, computed when the first layer asks for them."""
@@ -87,7 +91,8 @@ class Window:
     plan: BatchPlan
     halves: BatchPlan  # the same with one more boundary, in the middle of the longest document
     carried: slice  # that document's tokens after this boundary
-    fragments: tuple[BatchPlan, BatchPlan] | None  # under context parallelism, plans of all the rank's tokens: that
+    # under context parallelism, plans of all the rank's tokens: that
+    fragments: tuple[BatchPlan, BatchPlan] | None
     # of the batch, and one in which nothing enters from other ranks
 
     @classmethod

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titan_linear.models.adapters import config_from_hf
-from titan_linear.models.config import BESIDE, Entry, MixerOptions, ModelConfig, MoEConfig, mistake, mixers_of
+from titan_linear.models.config import (
+    BESIDE,
+    Entry,
+    MixerOptions,
+    ModelConfig,
+    MoEConfig,
+    mistake,
+    mixers_of,
+)
 from titan_linear.models.mixers import MIXERS
 from titan_linear.models.mlps import Dense
 from titan_linear.models.rope import RopeScaling
@@ -28,7 +36,9 @@ def _model(config: Mapping[str, Any], flavor: str) -> ModelConfig:
 
 
 MODELS = {
-    file.stem: {flavor: _model(config, flavor) for flavor, config in json.loads(file.read_text()).items()}
+    file.stem: {
+        flavor: _model(config, flavor) for flavor, config in json.loads(file.read_text()).items()
+    }
     for file in sorted(Path(__file__).with_name("families").glob("configs/*.json"))
 }
 # Our own, in the sizes of FLA's 340M and 1.3B. The smallest have grouped value heads, QK-norm and an output gate.
@@ -68,13 +78,21 @@ def resized(model: ModelConfig, keys: Mapping[str, Any]) -> ModelConfig:
     for kind in kinds:
         if kind not in ALONE and not MIXERS.keys() >= set(kind.split(BESIDE)):
             known = ", ".join((*MIXERS, *ALONE))
-            raise ValueError(f"model.pattern = {kinds} has {kind!r}; use {known}, or mixers with {BESIDE} between them")
+            raise ValueError(
+                f"model.pattern = {kinds} has {kind!r}; use {known}, or mixers with {BESIDE} between them"
+            )
     for name in keys["mixers"]:
         if name not in MIXERS:
-            raise ValueError(f"model.{name} is neither a key nor a mixer; mixers are {', '.join(MIXERS)}")
+            raise ValueError(
+                f"model.{name} is neither a key nor a mixer; mixers are {', '.join(MIXERS)}"
+            )
         if name not in used:
-            raise ValueError(f"model.{name} is not used: model.pattern = {kinds} has no {name!r}; add it, or remove it")
-    pattern = tuple(_entry(entry, bases, keys["mixers"]) for entry in keys["pattern"] or model.pattern)
+            raise ValueError(
+                f"model.{name} is not used: model.pattern = {kinds} has no {name!r}; add it, or remove it"
+            )
+    pattern = tuple(
+        _entry(entry, bases, keys["mixers"]) for entry in keys["pattern"] or model.pattern
+    )
     one_branch = model.one_branch or any(name in ALONE for name in kinds)
     model = replace(model, pattern=pattern, one_branch=one_branch, **sizes)
     if wrong := mistake(model):
@@ -89,14 +107,20 @@ def resized(model: ModelConfig, keys: Mapping[str, Any]) -> ModelConfig:
 
 
 def _name(entry: Entry) -> str:
-    return entry if isinstance(entry, str) else BESIDE.join(mixer.name for mixer in mixers_of(entry))
+    return (
+        entry if isinstance(entry, str) else BESIDE.join(mixer.name for mixer in mixers_of(entry))
+    )
 
 
 def _entry(entry: Entry | str, bases: Mapping[str, MixerOptions], given: Mapping[str, Any]) -> Any:
     """An entry of a pattern, or the mixers that its name has of `bases`, with the options that the keys give."""
     if entry in ALONE:
         return entry
-    parts = [bases.get(name, name) for name in entry.split(BESIDE)] if isinstance(entry, str) else mixers_of(entry)
+    parts = (
+        [bases.get(name, name) for name in entry.split(BESIDE)]
+        if isinstance(entry, str)
+        else mixers_of(entry)
+    )
     mixers = tuple(_mixer(part, given) for part in parts)
     return mixers if len(mixers) > 1 else mixers[0]
 
@@ -104,7 +128,9 @@ def _entry(entry: Entry | str, bases: Mapping[str, MixerOptions], given: Mapping
 def _mixer(base: MixerOptions | str, given: Mapping[str, Any]) -> Any:
     """A mixer with the options that the keys give; a name stands for one without a base."""
     name = base if isinstance(base, str) else base.name
-    return _with_options(MIXERS[name], None if isinstance(base, str) else base, given.get(name, {}), f"model.{name}")
+    return _with_options(
+        MIXERS[name], None if isinstance(base, str) else base, given.get(name, {}), f"model.{name}"
+    )
 
 
 def _with_options(kind: type[Options], base: Any, given: Mapping[str, Any], where: str) -> Options:
@@ -117,15 +143,21 @@ def _with_options(kind: type[Options], base: Any, given: Mapping[str, Any], wher
     options = {name: None if value == "" else value for name, value in given.items()}
     if isinstance(rope := options.get("rope_scaling"), dict):
         options["rope_scaling"] = _with_options(RopeScaling, None, rope, f"{where}.rope_scaling")
-    lacking = [name for name, field in known.items() if field.default is MISSING and name not in options]
+    lacking = [
+        name for name, field in known.items() if field.default is MISSING and name not in options
+    ]
     if base is None and lacking:
-        raise ValueError(f"{where} lacks {', '.join(lacking)}, which this model.flavor does not have; give them")
+        raise ValueError(
+            f"{where} lacks {', '.join(lacking)}, which this model.flavor does not have; give them"
+        )
     return kind(**options) if base is None else replace(base, **options)
 
 
 def flavors() -> str:
     """A table of all models, and the options of their parts, for people to read."""
-    lines = [f"{'model.name':<14}{'model.flavor':<20}{'layers':>6}{'dim':>7}{'vocabulary':>12}  layers of each kind"]
+    lines = [
+        f"{'model.name':<14}{'model.flavor':<20}{'layers':>6}{'dim':>7}{'vocabulary':>12}  layers of each kind"
+    ]
     for name, sizes in MODELS.items():
         for flavor, config in sizes.items():
             experts = f"; {config.moe.num_experts} experts" if config.moe else ""

@@ -13,11 +13,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Rotary = tuple[float, int, tuple[tuple[str, object], ...]]  # theta, rotated channels per head, fields of the scaling
+# theta, rotated channels per head, fields of the scaling
+Rotary = tuple[float, int, tuple[tuple[str, object], ...]]
 _LINEAR = ("rope_type", "factor")
 _RAMP = (*_LINEAR, "original_max_position_embeddings")
 _ON_SCORES = ("attention_factor", "mscale", "mscale_all_dim")
-_LEAST = {"factor": 1, "original_max_position_embeddings": 1, "beta_slow": 1e-6}  # values; of others 0
+# values; of others 0
+_LEAST = {"factor": 1, "original_max_position_embeddings": 1, "beta_slow": 1e-6}
 USES = {  # of each type the fields that it reads
     "linear": _LINEAR,
     "llama3": (*_RAMP, "low_freq_factor", "high_freq_factor"),
@@ -33,11 +35,13 @@ class RopeScaling:
     rope_type: Literal["linear", "llama3", "yarn"]
     factor: float
     original_max_position_embeddings: int | None = None  # the pretraining's context
-    low_freq_factor: float = 1.0  # turns, as below; between the two, frequencies are divided in part
+    # turns, as below; between the two, frequencies are divided in part
+    low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float | None = None  # on cos and sin; None: 0.1 ln factor + 1, or by mscale and mscale_all_dim
+    # on cos and sin; None: 0.1 ln factor + 1, or by mscale and mscale_all_dim
+    attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True  # whether YaRN begins and ends at whole channels
@@ -52,10 +56,17 @@ class RopeScaling:
             if isinstance(value, int | float) and not value >= least:
                 return f"rope_scaling {name} = {value!r}, which must be at least {least}"
         used = USES[self.rope_type]
-        unused = [f.name for f in fields(self) if f.name not in used and getattr(self, f.name) != f.default]
+        unused = [
+            f.name
+            for f in fields(self)
+            if f.name not in used and getattr(self, f.name) != f.default
+        ]
         if unused:
             return f"rope_scaling {', '.join(unused)}, which {self.rope_type!r} does not use"
-        if "original_max_position_embeddings" in used and self.original_max_position_embeddings is None:
+        if (
+            "original_max_position_embeddings" in used
+            and self.original_max_position_embeddings is None
+        ):
             return f"rope_scaling {self.rope_type!r} without original_max_position_embeddings"
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             if getattr(self, low) >= getattr(self, high):
@@ -65,13 +76,20 @@ class RopeScaling:
     @property
     def reached(self) -> float | None:
         """The longest text that it is for; None: unknown."""
-        return self.original_max_position_embeddings and self.factor * self.original_max_position_embeddings
+        return (
+            self.original_max_position_embeddings
+            and self.factor * self.original_max_position_embeddings
+        )
 
     def on_cos_and_sin(self) -> float:
         """The factor by which YaRN lets scores grow, once for the query and once for the key."""
         if self.rope_type != "yarn" or self.attention_factor is not None:
             return 1.0 if self.attention_factor is None else self.attention_factor
-        up, down = (self.mscale, self.mscale_all_dim) if self.mscale and self.mscale_all_dim else (1.0, 0.0)
+        up, down = (
+            (self.mscale, self.mscale_all_dim)
+            if self.mscale and self.mscale_all_dim
+            else (1.0, 0.0)
+        )
         return (0.1 * up * math.log(self.factor) + 1) / (0.1 * down * math.log(self.factor) + 1)
 
     def kept(self, frequencies: Tensor, theta: float) -> Tensor:
@@ -82,10 +100,14 @@ class RopeScaling:
             return torch.zeros_like(frequencies)
         if self.rope_type == "llama3":
             turns = context / (2 * math.pi) * frequencies
-            return ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+            return (
+                (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            ).clamp(0, 1)
         # The channels that turn beta_fast and beta_slow times.
         ends = (self.beta_fast, self.beta_slow)
-        first, last = (half * math.log(context / (2 * math.pi * turns)) / math.log(theta) for turns in ends)
+        first, last = (
+            half * math.log(context / (2 * math.pi * turns)) / math.log(theta) for turns in ends
+        )
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, 2 * half - 1)
@@ -94,7 +116,10 @@ class RopeScaling:
 
 
 def inverse_frequencies(
-    theta: float, dim: int, scaling: Iterable[tuple[str, object]] = (), device: torch.device | None = None
+    theta: float,
+    dim: int,
+    scaling: Iterable[tuple[str, object]] = (),
+    device: torch.device | None = None,
 ) -> tuple[Tensor, float]:
     """Angles per position [dim / 2] in float64, theta^(−2i / dim) unless scaled; and the factor on cos and sin."""
     half = dim // 2

@@ -11,7 +11,11 @@ from torch import Tensor
 
 from titan_linear.ops.exchange.allgather import GATHER_LIMIT, allgather_attention, slice_bytes
 from titan_linear.ops.exchange.ring import ring_attention
-from titan_linear.ops.exchange.ulysses import key_head_copies, ulysses_attention, ulysses_ring_attention
+from titan_linear.ops.exchange.ulysses import (
+    key_head_copies,
+    ulysses_attention,
+    ulysses_ring_attention,
+)
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.build_context import of_trees
 from titan_linear.ops.layout.context import SOFTMAX_METHODS, CPContext
@@ -65,16 +69,24 @@ def attention(
     """
     _check_tensors(q, k, v, causal)
     if impl not in IMPLS:
-        raise ValueError(f"impl = {impl!r} is unknown to attention; use {' or '.join(map(repr, IMPLS))}")
+        raise ValueError(
+            f"impl = {impl!r} is unknown to attention; use {' or '.join(map(repr, IMPLS))}"
+        )
     if method != "auto" and method not in METHODS:
-        raise ValueError(f"method = {method!r} is unknown; use 'auto', {', '.join(map(repr, METHODS))}")
+        raise ValueError(
+            f"method = {method!r} is unknown; use 'auto', {', '.join(map(repr, METHODS))}"
+        )
     cu_seqlens, cp_context = of_trees(parents, cu_seqlens, cp_context, q.device)
     scale = scale_of(scale, q)
     if not 0 < scale < math.inf:
-        raise ValueError(f"scale = {scale} must be above 0 and finite: some kernels give NaN for another")
+        raise ValueError(
+            f"scale = {scale} must be above 0 and finite: some kernels give NaN for another"
+        )
     if first_key is not None:
         if cu_seqlens is not None or cp_context is not None:
-            raise ValueError("first_key must not be given with cu_seqlens or cp_context: it is for decoding a batch")
+            raise ValueError(
+                "first_key must not be given with cu_seqlens or cp_context: it is for decoding a batch"
+            )
         return _decode(q, k, v, scale, first_key)
     if cp_context is None:
         documents = None if cu_seqlens is None else _documents(cu_seqlens, q, k)
@@ -90,7 +102,9 @@ def attention(
 def _chosen(cp: CPContext, q: Tensor, k: Tensor, v: Tensor) -> str:
     width = k.shape[-1] + v.shape[-1]
     ranks = cp.ranks.world_size, cp.ranks.node_size
-    return choose_method(*ranks, cp.cut.stream_tokens, q.shape[2], k.shape[2], width, k.dtype, cp.cut.joined)
+    return choose_method(
+        *ranks, cp.cut.stream_tokens, q.shape[2], k.shape[2], width, k.dtype, cp.cut.joined
+    )
 
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, scale: float, first_key: Tensor) -> Tensor:
@@ -102,12 +116,21 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, scale: float, first_key: Tensor) ->
     seen = torch.arange(Tk, device=q.device) >= first_key[:, None]  # [B, Tk]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with torch.autocast(q.device.type, enabled=False):
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], scale=scale, enable_gqa=True)
+        o = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen[:, None, None], scale=scale, enable_gqa=True
+        )
     return o.transpose(1, 2)
 
 
 def choose_method(
-    W: int, node_size: int, tokens: int, Hq: int, Hkv: int, width: int, dtype: torch.dtype, trees: bool = False
+    W: int,
+    node_size: int,
+    tokens: int,
+    Hq: int,
+    Hkv: int,
+    width: int,
+    dtype: torch.dtype,
+    trees: bool = False,
 ) -> str:
     """The method that "auto" stands for. tokens: those of all W ranks, `node_size` to a node; width = D + Dv.
 
@@ -119,7 +142,8 @@ def choose_method(
     gathered. The choice depends on shapes alone, so every rank makes the same.
     """
     copies = key_head_copies(Hq, Hkv, W)
-    sends_less = Hq + W <= W * Hkv  # q, o and W heads' K|V of 1/W of the stream, against all its K|V
+    # q, o and W heads' K|V of 1/W of the stream, against all its K|V
+    sends_less = Hq + W <= W * Hkv
     if copies == 1 or (copies and sends_less):
         return "ulysses"
     if trees or slice_bytes(tokens, 1, Hkv, width, dtype) <= GATHER_LIMIT:
@@ -144,38 +168,60 @@ def pairs_computed(cp: CPContext, method: str) -> float:
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4 or 0 in x.shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; give [B, T, heads, dim], none of them 0")
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}; give [B, T, heads, dim], none of them 0"
+            )
         if x.dtype != q.dtype or x.device != q.device or not x.is_floating_point():
-            raise ValueError(f"{name} is {x.dtype} on {x.device}; q, k and v need one float dtype and one device")
+            raise ValueError(
+                f"{name} is {x.dtype} on {x.device}; q, k and v need one float dtype and one device"
+            )
     B, Tq, Hq, D = q.shape
     if k.shape[0] != B or k.shape[3] != D:
-        raise ValueError(f"k has shape {tuple(k.shape)}; with q {tuple(q.shape)} it must be [{B}, Tk, Hkv, {D}]")
+        raise ValueError(
+            f"k has shape {tuple(k.shape)}; with q {tuple(q.shape)} it must be [{B}, Tk, Hkv, {D}]"
+        )
     if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v has shape {tuple(v.shape)}; with k {tuple(k.shape)} it must be [B, Tk, Hkv, Dv]")
+        raise ValueError(
+            f"v has shape {tuple(v.shape)}; with k {tuple(k.shape)} it must be [B, Tk, Hkv, Dv]"
+        )
     if Hq % k.shape[2]:
-        raise ValueError(f"q has {Hq} heads and k has {k.shape[2]}; the first must be a multiple of the second")
+        raise ValueError(
+            f"q has {Hq} heads and k has {k.shape[2]}; the first must be a multiple of the second"
+        )
     if causal and Tq > k.shape[1]:
         raise ValueError(f"q has {Tq} tokens and k has {k.shape[1]}; a causal mask needs Tq <= Tk")
 
 
 def _check_one_stream(what: str, q: Tensor, k: Tensor) -> None:
     if q.shape[0] != 1 or q.shape[1] != k.shape[1]:
-        raise ValueError(f"{what} needs B = 1 and Tq = Tk; q has shape {tuple(q.shape)}, k {tuple(k.shape)}")
+        raise ValueError(
+            f"{what} needs B = 1 and Tq = Tk; q has shape {tuple(q.shape)}, k {tuple(k.shape)}"
+        )
 
 
 def _documents(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> Boundaries:
     """The documents of a packed stream on one device; empty ones are left out."""
     _check_one_stream("cu_seqlens", q, k)
-    on_host = torch.from_numpy(distinct(checked("cu_seqlens", cu_seqlens, q.shape[1])).astype(np.int32))
-    return Boundaries(on_host.to(q.device, non_blocking=True), on_host, on_host.diff().max().long().view(1))
+    on_host = torch.from_numpy(
+        distinct(checked("cu_seqlens", cu_seqlens, q.shape[1])).astype(np.int32)
+    )
+    return Boundaries(
+        on_host.to(q.device, non_blocking=True), on_host, on_host.diff().max().long().view(1)
+    )
 
 
-def _check_context(cp: CPContext, cu_seqlens: Tensor | None, q: Tensor, k: Tensor, causal: bool) -> None:
+def _check_context(
+    cp: CPContext, cu_seqlens: Tensor | None, q: Tensor, k: Tensor, causal: bool
+) -> None:
     if not causal and cp.cut.joined:
-        raise ValueError("causal = False: in prefix trees a token sees what comes before it; give causal = True")
+        raise ValueError(
+            "causal = False: in prefix trees a token sees what comes before it; give causal = True"
+        )
     if cu_seqlens is not None:
         raise ValueError("cu_seqlens must not be given with cp_context, which holds the documents")
     _check_one_stream("cp_context", q, k)
     if q.shape[1] != cp.cut.tokens:
-        raise ValueError(f"q has {q.shape[1]} tokens; cp_context gives rank {cp.ranks.rank} {cp.cut.tokens}")
+        raise ValueError(
+            f"q has {q.shape[1]} tokens; cp_context gives rank {cp.ranks.rank} {cp.cut.tokens}"
+        )
     check_usable(cp, "q", q)

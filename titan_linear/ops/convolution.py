@@ -34,7 +34,9 @@ def _triton() -> Any:
 
 
 MAX_WIDTH = 8  # W of the kernels
-CONVOLUTION = Op("causal_conv1d", with_kernels(_triton, lambda: torch_conv1d, dims_up_to(MAX_WIDTH, "W")))
+CONVOLUTION = Op(
+    "causal_conv1d", with_kernels(_triton, lambda: torch_conv1d, dims_up_to(MAX_WIDTH, "W"))
+)
 
 
 def causal_conv1d(
@@ -72,7 +74,9 @@ def causal_conv1d(
     """
     refuse("add it to y", residual=residual)
     refuse("impl chooses", backend=backend)
-    refuse("leave it out, chunks are found from cu_seqlens on the device", chunk_indices=chunk_indices)
+    refuse(
+        "leave it out, chunks are found from cu_seqlens on the device", chunk_indices=chunk_indices
+    )
     B, T, D, W = _check_tensors(x, weight, bias)
     check_floats(x=x, weight=weight, bias=bias, initial_state=initial_state)
     cu_seqlens, cp_context = of_trees(parents, cu_seqlens, cp_context, x.device)
@@ -84,12 +88,18 @@ def causal_conv1d(
         check_cp("x", x, initial_state, output_final_state, cu_seqlens, cp_context)
         if cp_context.tables.conv1d_kernel_size not in (None, W):
             built = cp_context.tables.conv1d_kernel_size
-            raise ValueError(f"weight has W = {W}; cp_context was built with conv1d_kernel_size = {built}")
+            raise ValueError(
+                f"weight has W = {W}; cp_context was built with conv1d_kernel_size = {built}"
+            )
     _check_state(initial_state, check_boundaries(B, T, cu_seqlens, cu_seqlens_cpu), D, W)
     flat = x.flatten(0, 1)
     initial = None if initial_state is None else States(initial_state)
     boundaries = boundaries_of(x, cu_seqlens, cp_context, cu_seqlens_cpu)
-    if cp_context is not None and W > 1 and (cp_context.ranks.world_size > 1 or boundaries.tree is not None):
+    if (
+        cp_context is not None
+        and W > 1
+        and (cp_context.ranks.world_size > 1 or boundaries.tree is not None)
+    ):
         flat, initial = _with_halo(flat, W - 1, boundaries, cp_context)
     convolve = CONVOLUTION.load(CONVOLUTION.implementation(impl, x.device, x.dtype, W=W))
     bias = None if bias is None else bias.contiguous()
@@ -99,12 +109,16 @@ def causal_conv1d(
     return ys if widths is not None else ys[0], final
 
 
-def _with_halo(flat: Tensor, width: int, boundaries: Boundaries, cp_context: CPContext) -> tuple[Tensor, States]:
+def _with_halo(
+    flat: Tensor, width: int, boundaries: Boundaries, cp_context: CPContext
+) -> tuple[Tensor, States]:
     """flat [T, D], and for each entry its last `width` inputs before it, on other ranks or at the node's parent."""
     slots, rows = cp_context.cut.slots, cp_context.tables.forward_chains.entry_slots
     if boundaries.tree is not None:  # each entry has a halo
         slots, rows = len(boundaries), None
-    flat, halo = with_halo(flat, cp_context.halo_of(width), slots, width, cp_context.ranks.group_name)
+    flat, halo = with_halo(
+        flat, cp_context.halo_of(width), slots, width, cp_context.ranks.group_name
+    )
     return flat, States(halo.transpose(1, 2), rows)
 
 
@@ -132,9 +146,15 @@ def _check_state(initial_state: Tensor | None, N: int, D: int, W: int) -> None:
 
 def _check_parts(parts: list[int], D: int, norm_dim: int | None) -> None:
     if not 1 <= len(parts) <= 3 or min(parts) < 1 or sum(parts) != D:
-        raise ValueError(f"widths = {parts} must be those of one to three parts whose sum is D = {D}")
-    if norm_dim is not None and (len(parts) != 3 or norm_dim < 1 or any(width % norm_dim for width in parts[:2])):
-        raise ValueError(f"norm_dim = {norm_dim} needs widths of q, k and v, multiples of it for q and k, not {parts}")
+        raise ValueError(
+            f"widths = {parts} must be those of one to three parts whose sum is D = {D}"
+        )
+    if norm_dim is not None and (
+        len(parts) != 3 or norm_dim < 1 or any(width % norm_dim for width in parts[:2])
+    ):
+        raise ValueError(
+            f"norm_dim = {norm_dim} needs widths of q, k and v, multiples of it for q and k, not {parts}"
+        )
 
 
 # --- In plain PyTorch, differentiable by autograd --------------------------------------------------------------------
@@ -153,7 +173,9 @@ def lay_out(boundaries: Boundaries, W: int) -> Rows:
     device = boundaries.cu_seqlens.device
     N, lengths = len(edges) - 1, edges.diff()
     past = torch.arange(N)[:, None] * (W - 1) + edges[:-1, None] + torch.arange(W - 1)  # [N, W−1]
-    own = torch.arange(int(edges[-1])) + torch.repeat_interleave(torch.arange(1, N + 1), lengths) * (W - 1)
+    own = torch.arange(int(edges[-1])) + torch.repeat_interleave(
+        torch.arange(1, N + 1), lengths
+    ) * (W - 1)
     return Rows(*(i.to(device) for i in (past.flatten(), own, past + lengths[:, None])))
 
 
@@ -176,8 +198,11 @@ def torch_conv1d(
     wide = torch.promote_types(x.dtype, torch.float32)
     rows = x.new_zeros(len(own) + len(past), x.shape[1]).index_copy(0, own, x)
     if initial is not None:
-        rows = rows.index_copy(0, past, initial.of_entries(len(boundaries)).transpose(1, 2).flatten(0, 1).to(x.dtype))
-    y = F.conv1d(rows.T.to(wide).unsqueeze(0), weight.to(wide).unsqueeze(1), groups=x.shape[1])  # [1, D, rows−W+1]
+        rows = rows.index_copy(
+            0, past, initial.of_entries(len(boundaries)).transpose(1, 2).flatten(0, 1).to(x.dtype)
+        )
+    # [1, D, rows−W+1]
+    y = F.conv1d(rows.T.to(wide).unsqueeze(0), weight.to(wide).unsqueeze(1), groups=x.shape[1])
     y = y[0].T.index_select(0, own - (weight.shape[1] - 1))
     y = y if bias is None else y + bias.to(wide)
     parts = (F.silu(y) if options.silu else y).split(options.widths, 1)
@@ -185,4 +210,6 @@ def torch_conv1d(
         q, k, v = parts
         q, k = (l2norm(part.unflatten(1, (-1, options.norm_dim))).flatten(1) for part in (q, k))
         parts = q, k, v
-    return [part.to(x.dtype) for part in parts], rows[last].transpose(1, 2) if options.need_final else None
+    return [part.to(x.dtype) for part in parts], rows[last].transpose(
+        1, 2
+    ) if options.need_final else None

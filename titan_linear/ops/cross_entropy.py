@@ -31,7 +31,8 @@ class Rows(NamedTuple):
     lse: Tensor  # [n] log Σ exp z
     mean: Tensor | None  # [n] of z, if asked for
     entropy: Tensor | None  # [n] of softmax z, likewise; it has no gradient
-    logits: Tensor  # [n, vocab], this rank's part; they have none either, and are there for the call
+    # [n, vocab], this rank's part; they have none either, and are there for the call
+    logits: Tensor
 
     @property
     def logprobs(self) -> Tensor:
@@ -75,7 +76,9 @@ class ChunkedLogits:
     impl: str | Choice = "auto"
     more: tuple[Sum, ...] = ()
 
-    def sum(self, ids: Tensor, terms: Terms, statistics: bool = False, rows: Rows | None = None) -> Tensor:
+    def sum(
+        self, ids: Tensor, terms: Terms, statistics: bool = False, rows: Rows | None = None
+    ) -> Tensor:
         """Σ_t of the terms of tokens with a label, in float32 or wider; they are differentiated as functions of `Rows`.
 
         ids [T] or [T, k]: the label (−100: none), then others, whose logits the terms read. If gradients are
@@ -99,7 +102,10 @@ class ChunkedLogits:
             return rows.lse
 
         replace(self, token_losses=None).sum(ids, keep, statistics)
-        return Rows(*(None if part[0] is None else torch.cat(part) for part in zip(*parts)), logits=ids.new_empty(0))
+        return Rows(
+            *(None if part[0] is None else torch.cat(part) for part in zip(*parts)),
+            logits=ids.new_empty(0),
+        )
 
     @torch.no_grad()
     def top(self, ids: Tensor, k: int, vocab_size: int) -> tuple[Tensor, ...]:
@@ -113,11 +119,17 @@ class ChunkedLogits:
             picked, its_ids = largest(rows.logits, min(k, len(self.weight)))
             if self.ranks:
                 of_ranks = (picked, its_ids + before)
-                of_ranks = (gather_along(x.unsqueeze(0), 0, self.ranks.group, self.ranks.size) for x in of_ranks)
-                of_all, its_ids = (x.transpose(0, 1).flatten(1) for x in of_ranks)  # [chunk, size · k]
+                of_ranks = (
+                    gather_along(x.unsqueeze(0), 0, self.ranks.group, self.ranks.size)
+                    for x in of_ranks
+                )
+                # [chunk, size · k]
+                of_all, its_ids = (x.transpose(0, 1).flatten(1) for x in of_ranks)
                 picked, places = of_all.topk(k)
                 its_ids = its_ids.gather(1, places)
-            parts.append((rows.logprobs.view_as(ids[tokens]), its_ids.int(), picked - rows.lse.unsqueeze(1)))
+            parts.append(
+                (rows.logprobs.view_as(ids[tokens]), its_ids.int(), picked - rows.lse.unsqueeze(1))
+            )
             return rows.lse
 
         self.sum(ids, keep)
@@ -170,7 +182,10 @@ def _logits_gradient(
 
 
 # The dtype of the choice is that of the hidden states; logits are wider.
-CROSS_ENTROPY = Op("cross_entropy", with_kernels(_triton, lambda: (_row_statistics, _logits_gradient), slower="slower"))
+CROSS_ENTROPY = Op(
+    "cross_entropy",
+    with_kernels(_triton, lambda: (_row_statistics, _logits_gradient), slower="slower"),
+)
 
 
 def _logits(x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
@@ -193,7 +208,9 @@ def _of_all(statistics: Tensor, picked: Tensor, logits: Tensor, ranks: Ranks | N
     if ranks is None:
         lse, *means = statistics
     else:
-        parts = gather_along(torch.cat([statistics, picked.T]).unsqueeze(0), 0, ranks.group, ranks.size)
+        parts = gather_along(
+            torch.cat([statistics, picked.T]).unsqueeze(0), 0, ranks.group, ranks.size
+        )
         lse = parts[:, 0].logsumexp(0)
         picked = parts[:, len(statistics) :].sum(0).T
         shares = torch.exp(parts[:, 0] - lse)  # of the probability, [size, n]
@@ -210,7 +227,9 @@ def _own_ids(ids: Tensor, rows: int, ranks: Ranks | None) -> Tensor:
     return own.masked_fill((own < 0) | (own >= rows), ELSEWHERE).where(ids != IGNORE, IGNORE)
 
 
-def _differentiated(terms: Terms, rows: Rows, tokens: slice, none: Tensor, wanted: bool) -> tuple[Tensor, Rows | None]:
+def _differentiated(
+    terms: Terms, rows: Rows, tokens: slice, none: Tensor, wanted: bool
+) -> tuple[Tensor, Rows | None]:
     """The terms of a chunk, zero where `none` [n], and the derivatives of their sum."""
     leaves = [x if x is None else x.detach().requires_grad_(wanted) for x in rows[:3]]
     # On a thread of its own, autograd would keep the host busy twice as long.
@@ -226,7 +245,12 @@ def _differentiated(terms: Terms, rows: Rows, tokens: slice, none: Tensor, wante
 
 
 def _summed(
-    of: Sum, dx: Tensor | None, dweight: Tensor | None, weight: Tensor, head: ChunkedLogits, name: str
+    of: Sum,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    weight: Tensor,
+    head: ChunkedLogits,
+    name: str,
 ) -> Tensor:
     """A sum, and its gradients: of x in `dx`, of the weight added to `dweight`, where they are wanted."""
     x, ids = of.x, of.ids
@@ -251,12 +275,18 @@ def _summed(
             into = of.token_losses[tokens]  # of tokens, which further rows may follow
             into.copy_(cross_entropy(rows, tokens).masked_fill(none, 0)[: len(into)])
         if dx is not None:
-            b = None if by.mean is None else by.mean / (len(weight) * (head.ranks.size if head.ranks else 1))
+            b = (
+                None
+                if by.mean is None
+                else by.mean / (len(weight) * (head.ranks.size if head.ranks else 1))
+            )
             # Of several ids the gradients are added up before they are rounded, where the logits were.
             d = torch.empty_like(logits, dtype=x.dtype) if target.shape[1] == 1 else logits
             logits_gradient(d, logits, rows.lse, target[:, 0], by.lse, b, by.picked[:, 0])
             if target.shape[1] > 1:
-                d.scatter_add_(1, target[:, 1:].clamp(min=0), by.picked[:, 1:].where(target[:, 1:] >= 0, 0))
+                d.scatter_add_(
+                    1, target[:, 1:].clamp(min=0), by.picked[:, 1:].where(target[:, 1:] >= 0, 0)
+                )
             d = d.to(x.dtype)  # [chunk, vocab]
             torch.mm(d, weight, out=dx[tokens])
             if dweight is not None:
@@ -295,5 +325,7 @@ class _ChunkedSum(torch.autograd.Function):
         scale = scales.flatten()[0]
         if dweight is not None:
             # Rounded while it is written: the product on its own would be another [vocab, D] in float32.
-            dweight = torch.mul(dweight, scale, out=torch.empty_like(dweight, dtype=ctx.weight_dtype))
+            dweight = torch.mul(
+                dweight, scale, out=torch.empty_like(dweight, dtype=ctx.weight_dtype)
+            )
         return dweight, None, None, None, None, *((d * scale).to(d.dtype) for d in dx)

@@ -67,11 +67,18 @@ def _check_inputs(given: Inputs, options: DeltaRuleOptions) -> None:
     """Raise ValueError for shapes and switches that do not fit; the message says what would."""
     q, k, v, g, beta, A_log, dt_bias = given
     B, T, HV, K, _ = check_queries(q, k, v)
-    for name, x, shape in (("g", g, (B, T, HV) if g.dim() == 3 else (B, T, HV, K)), ("beta", beta, (B, T, HV))):
+    for name, x, shape in (
+        ("g", g, (B, T, HV) if g.dim() == 3 else (B, T, HV, K)),
+        ("beta", beta, (B, T, HV)),
+    ):
         if x.shape != shape:
-            raise ValueError(f"{name} {tuple(x.shape)} must be {shape} for B, T, HV, K = {B}, {T}, {HV}, {K}")
+            raise ValueError(
+                f"{name} {tuple(x.shape)} must be {shape} for B, T, HV, K = {B}, {T}, {HV}, {K}"
+            )
     if options.gate_in_kernel != (A_log is not None):
-        raise ValueError("use_gate_in_kernel = True and A_log [HV] go together; give both or neither")
+        raise ValueError(
+            "use_gate_in_kernel = True and A_log [HV] go together; give both or neither"
+        )
     if A_log is not None and A_log.numel() != HV:
         raise ValueError(f"A_log {tuple(A_log.shape)} must be [HV] = [{HV}]")
     if dt_bias is not None and not options.gate_in_kernel:
@@ -89,13 +96,19 @@ def is_bound(lower_bound: float) -> bool:
     return -5 <= lower_bound < 0
 
 
-def _check_gates(g: Tensor, dt_bias: Tensor | None, lower_bound: float | None, use_gate_in_kernel: bool) -> None:
+def _check_gates(
+    g: Tensor, dt_bias: Tensor | None, lower_bound: float | None, use_gate_in_kernel: bool
+) -> None:
     if g.dim() != 4:
         raise ValueError(f"g {tuple(g.shape)} must be [B, T, HV, K] for KDA")
     if lower_bound is not None and not (use_gate_in_kernel and is_bound(lower_bound)):
-        raise ValueError(f"lower_bound = {lower_bound}: must lie in [-5, 0) and comes with use_gate_in_kernel = True")
+        raise ValueError(
+            f"lower_bound = {lower_bound}: must lie in [-5, 0) and comes with use_gate_in_kernel = True"
+        )
     if dt_bias is not None and dt_bias.numel() != g.shape[2] * g.shape[3]:
-        raise ValueError(f"dt_bias {tuple(dt_bias.shape)} must be [HV·K] = [{g.shape[2] * g.shape[3]}]")
+        raise ValueError(
+            f"dt_bias {tuple(dt_bias.shape)} must be [HV·K] = [{g.shape[2] * g.shape[3]}]"
+        )
 
 
 def chunk_kda(
@@ -139,7 +152,10 @@ def chunk_kda(
 
     Returns: o [B, T, HV, V] in v's dtype; final states [N, HV, K, V] float32 (float64 for float64 inputs) or None.
     """
-    refuse("leave it out, only o and final states are returned", return_intermediate_states=return_intermediate_states)
+    refuse(
+        "leave it out, only o and final states are returned",
+        return_intermediate_states=return_intermediate_states,
+    )
     check_chunk_size(chunk_size)
     _check_gates(g, dt_bias, lower_bound, use_gate_in_kernel)
     if A_log is None and lower_bound is not None:
@@ -153,7 +169,14 @@ def chunk_kda(
         disable_recompute=disable_recompute,
     )
     sequences = Sequences(
-        initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method, parents
+        initial_state,
+        output_final_state,
+        state_v_first,
+        cu_seqlens,
+        cu_seqlens_cpu,
+        cp_context,
+        cp_method,
+        parents,
     )
     inputs = Inputs(q, k, v, g, beta, A_log, dt_bias)
     return _run(KDA, inputs, use_qk_l2norm_in_kernel, options, sequences, impl)
@@ -200,7 +223,9 @@ def chunk_gated_delta_rule(
     and sums gates over chunks of 64: a token that follows, in its chunk, n tokens that forget everything has a relative
     error of n · 5e-6.
     """
-    refuse("leave it out, chunks are found from cu_seqlens on the device", chunk_indices=chunk_indices)
+    refuse(
+        "leave it out, chunks are found from cu_seqlens on the device", chunk_indices=chunk_indices
+    )
     check_chunk_size(chunk_size)
     if g.dim() != 3:
         raise ValueError(f"g {tuple(g.shape)} must be [B, T, HV] for the gated delta rule")
@@ -213,7 +238,14 @@ def chunk_gated_delta_rule(
         disable_recompute=disable_recompute,
     )
     sequences = Sequences(
-        initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method, parents
+        initial_state,
+        output_final_state,
+        state_v_first,
+        cu_seqlens,
+        cu_seqlens_cpu,
+        cp_context,
+        cp_method,
+        parents,
     )
     inputs = Inputs(q, k, v, g, beta, A_log, dt_bias)
     return _run(GDN, inputs, use_qk_l2norm_in_kernel, options, sequences, impl)

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.recurrence import Recurrence, check_queries, rules, run
-from titan_linear.ops.runtime.options import DPLRInputs, DPLROptions, Result, Sequences, check_chunk_size, scale_of
+from titan_linear.ops.runtime.options import (
+    DPLRInputs,
+    DPLROptions,
+    Result,
+    Sequences,
+    check_chunk_size,
+    scale_of,
+)
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.torch.dplr import TorchDPLR, step
 from titan_linear.ops.triton.configs import delta_rule_needs, without_kernels
@@ -69,7 +76,14 @@ def chunk_dplr_delta_rule(
     least = _promised(safe_gate, lower_bound)
     options = DPLROptions(scale_of(scale, q), None, least >= SAFE, disable_recompute)
     sequences = Sequences(
-        initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method, parents
+        initial_state,
+        output_final_state,
+        False,
+        cu_seqlens,
+        cu_seqlens_cpu,
+        cp_context,
+        cp_method,
+        parents,
     )
     inputs = DPLRInputs(q, k, v, a, b, gk)
     _check(DPLR, inputs, least)
@@ -107,7 +121,14 @@ def chunk_rwkv7(
     rate = RWKV7_DECAY if use_gate_in_kernel else None
     options = DPLROptions(float(scale), rate, least >= SAFE, disable_recompute)
     sequences = Sequences(
-        initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method, parents
+        initial_state,
+        output_final_state,
+        False,
+        cu_seqlens,
+        cu_seqlens_cpu,
+        cp_context,
+        cp_method,
+        parents,
     )
     inputs = DPLRInputs(r, k, v, a, b, w)
     _check(RWKV7, inputs, least if rate is None else None)
@@ -117,7 +138,9 @@ def chunk_rwkv7(
 def _promised(safe_gate: bool, lower_bound: float | None) -> float:
     """The least log decay that there may be."""
     if lower_bound is not None and not lower_bound < 0:
-        raise ValueError(f"lower_bound = {lower_bound}: must be below 0, as log decays are; leave it out for none")
+        raise ValueError(
+            f"lower_bound = {lower_bound}: must be below 0, as log decays are; leave it out for none"
+        )
     return max(SAFE if safe_gate else -math.inf, -math.inf if lower_bound is None else lower_bound)
 
 
@@ -127,14 +150,20 @@ def _check(recurrence: Recurrence, given: DPLRInputs, least: float | None) -> No
     q, k, v, *_, gk = given
     check_queries(q, k, v)
     if v.shape[2] != q.shape[2]:
-        raise ValueError(f"v {tuple(v.shape)} must be [B, T, H, V] with the H = {q.shape[2]} of the queries")
+        raise ValueError(
+            f"v {tuple(v.shape)} must be [B, T, H, V] with the H = {q.shape[2]} of the queries"
+        )
     for name in ("a", "b", "gk"):
         if getattr(given, name).shape != q.shape:
             shape = tuple(getattr(given, name).shape)
-            raise ValueError(f"{recurrence.named(name)} {shape} must be [B, T, H, K] = {list(q.shape)}")
+            raise ValueError(
+                f"{recurrence.named(name)} {shape} must be [B, T, H, K] = {list(q.shape)}"
+            )
     if least is None or gk.device.type != "cpu" or torch.compiler.is_compiling():
         return
     if ((gk > 0) | (gk < least)).any():
         low, high = gk.amin().item(), gk.amax().item()
         name = recurrence.named("gk")
-        raise ValueError(f"{name} is in [{low:.4g}, {high:.4g}]; give natural logs of decays, in [{least}, 0]")
+        raise ValueError(
+            f"{name} is in [{low:.4g}, {high:.4g}]; give natural logs of decays, in [{least}, 0]"
+        )

@@ -14,7 +14,15 @@ from titan_linear.ops.exchange.collectives import sum_ranks
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import check_first_derivative, kept, operator
-from titan_linear.ops.runtime.support import Choice, Implementation, Op, Target, dtype_in, instead_of, on_gpu
+from titan_linear.ops.runtime.support import (
+    Choice,
+    Implementation,
+    Op,
+    Target,
+    dtype_in,
+    instead_of,
+    on_gpu,
+)
 from titan_linear.ops.torch import experts as in_torch
 from titan_linear.ops.triton.configs import with_kernels
 
@@ -62,7 +70,8 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 @operator(
-    fake=lambda scores, k, passes: scores.new_empty(scores.shape[0], k, dtype=torch.int64), kept_by=("selective",)
+    fake=lambda scores, k, passes: scores.new_empty(scores.shape[0], k, dtype=torch.int64),
+    kept_by=("selective",),
 )
 def top_k(scores: Tensor, k: int, passes: str) -> Tensor:
     """The indices [N, k] of the k largest of scores [N, E], largest first; of equal ones the lowest comes first."""
@@ -89,7 +98,8 @@ def loads(experts: Tensor, num_experts: int) -> Tensor:
 def by_expert(experts: Tensor, num_experts: int, rows: int) -> Copies:
     """Rows sorted by expert and, for each expert, by token. experts [N, k] int64, -1: no copy; rows: all others."""
     here = experts >= 0
-    keys = experts.where(here, num_experts).flatten().to(torch.int16)  # which a GPU sorts in two passes
+    # which a GPU sorts in two passes
+    keys = experts.where(here, num_experts).flatten().to(torch.int16)
     order = keys.sort(stable=True).indices
     return Copies(inverse(order).view_as(experts).where(here, -1), order[:rows])
 
@@ -110,18 +120,26 @@ def by_slot(slots: Tensor, rows: int) -> Copies:
 def spread(x: Tensor, copies: Copies, impl: str | Choice = "auto") -> Tensor:
     """The copies of x [N, D] -> [rows, D]. Differentiable in x; a token's gradients are added up in float32 or wider,
     in the order of its copies."""
-    return _Pass.apply(x, copies.slots, len(copies.order), COPIES.implementation(impl, x.device, x.dtype), False)
+    return _Pass.apply(
+        x, copies.slots, len(copies.order), COPIES.implementation(impl, x.device, x.dtype), False
+    )
 
 
 def collect(y: Tensor, copies: Copies, impl: str | Choice = "auto") -> Tensor:
     """x[n] = Σ_j y[slots[n, j]] in float32 or wider, in the order of j. y [rows, D] -> [N, D] in y's dtype."""
-    return _Pass.apply(y, copies.slots, len(copies.order), COPIES.implementation(impl, y.device, y.dtype), True)
+    return _Pass.apply(
+        y, copies.slots, len(copies.order), COPIES.implementation(impl, y.device, y.dtype), True
+    )
 
 
-def activate(y: Tensor, weights: Tensor, copies: Copies, gated: bool, impl: str | Choice = "auto") -> Tensor:
+def activate(
+    y: Tensor, weights: Tensor, copies: Copies, gated: bool, impl: str | Choice = "auto"
+) -> Tensor:
     """weights · silu(gate) · up of rows y [rows, 2 H] if gated, gates first, or weights · relu(y)² of y [rows, H], in
     float32 or wider. weights [N, k] of each token's copies -> [rows, H]. Differentiable in y and weights."""
-    return _Activate.apply(y, weights, *copies, gated, COPIES.implementation(impl, y.device, y.dtype))
+    return _Activate.apply(
+        y, weights, *copies, gated, COPIES.implementation(impl, y.device, y.dtype)
+    )
 
 
 class _Pass(torch.autograd.Function):
@@ -142,12 +160,18 @@ class _Pass(torch.autograd.Function):
 
 def _pass(x: Tensor, slots: Tensor, rows: int, name: str, sums: bool) -> Tensor:
     passes = COPIES.load(name)
-    return passes.collect(x.contiguous(), slots) if sums else passes.spread(x.contiguous(), slots, rows)
+    return (
+        passes.collect(x.contiguous(), slots)
+        if sums
+        else passes.spread(x.contiguous(), slots, rows)
+    )
 
 
 class _Activate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor, slots: Tensor, order: Tensor, gated: bool, name: str) -> Tensor:
+    def forward(
+        ctx: Any, y: Tensor, weights: Tensor, slots: Tensor, order: Tensor, gated: bool, name: str
+    ) -> Tensor:
         y, of_rows = y.contiguous(), weights.flatten()[order]
         ctx.save_for_backward(y, of_rows, slots)
         ctx.name, ctx.gated = name, gated
@@ -157,7 +181,9 @@ class _Activate(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
         check_first_derivative()
         y, of_rows, slots = ctx.saved_tensors
-        dy, dweights = COPIES.load(ctx.name).activate_backward(y, of_rows, dx.contiguous(), ctx.gated)
+        dy, dweights = COPIES.load(ctx.name).activate_backward(
+            y, of_rows, dx.contiguous(), ctx.gated
+        )
         return dy, F.pad(dweights, (0, 1))[slots], *[None] * 4  # slots of -1 read the 0
 
 
@@ -176,8 +202,10 @@ COPIES = Op("expert_copies", with_kernels(_triton, lambda: in_torch, slower="slo
 class Products(NamedTuple):
     """With one matrix per group of rows; a group's rows are adjacent, and groups in order."""
 
-    linear: Callable[[Tensor, Tensor, Tensor], Tensor]  # x [M, I], weight [E, O, I], counts [E] -> [M, O]
-    outer: Callable[[Tensor, Tensor, Tensor], Tensor]  # dy [M, O], x [M, I], counts [E] -> [E, O, I], sums over rows
+    # x [M, I], weight [E, O, I], counts [E] -> [M, O]
+    linear: Callable[[Tensor, Tensor, Tensor], Tensor]
+    # dy [M, O], x [M, I], counts [E] -> [E, O, I], sums over rows
+    outer: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def grouped_linear(
@@ -200,7 +228,9 @@ def grouped_linear(
     _, O, I = weight.shape
     products = GROUPED_LINEAR.implementation(products, x.device, x.dtype, I=I, O=O)
     passes = COPIES.implementation(passes, x.device, x.dtype)
-    return _Linear.apply(x, weight, counts, None if copies is None else copies.slots, products, passes, keep)
+    return _Linear.apply(
+        x, weight, counts, None if copies is None else copies.slots, products, passes, keep
+    )
 
 
 class _Linear(torch.autograd.Function):
@@ -218,7 +248,9 @@ class _Linear(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(x, weight, counts, slots)
         ctx.products, ctx.passes = products, passes
-        return (kept_product if keep else grouped_product)(x, weight, counts, slots, products, passes)
+        return (kept_product if keep else grouped_product)(
+            x, weight, counts, slots, products, passes
+        )
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -226,24 +258,32 @@ class _Linear(torch.autograd.Function):
         x, weight, counts, slots = ctx.saved_tensors
         dy = dy.contiguous() if slots is None else _pass(dy, slots, len(x), ctx.passes, False)
         of_x, of_weight, *_ = ctx.needs_input_grad
-        dx = grouped_product(dy, weight.mT, counts, None, ctx.products, ctx.passes) if of_x else None
+        dx = (
+            grouped_product(dy, weight.mT, counts, None, ctx.products, ctx.passes) if of_x else None
+        )
         return dx, outer_product(dy, x, counts, ctx.products) if of_weight else None, *[None] * 5
 
 
 # In `fake`, len() would fix a size that varies.
 
 
-def _product_fake(x: Tensor, weight: Tensor, counts: Tensor, slots: Tensor | None, *_: str) -> Tensor:
+def _product_fake(
+    x: Tensor, weight: Tensor, counts: Tensor, slots: Tensor | None, *_: str
+) -> Tensor:
     return x.new_empty((x if slots is None else slots).shape[0], weight.shape[1])
 
 
-def _product(x: Tensor, weight: Tensor, counts: Tensor, slots: Tensor | None, products: str, passes: str) -> Tensor:
+def _product(
+    x: Tensor, weight: Tensor, counts: Tensor, slots: Tensor | None, products: str, passes: str
+) -> Tensor:
     """As `grouped_linear`; rows as wide as tokens lie only inside."""
     y = GROUPED_LINEAR.load(products).linear(x, weight, counts)
     return y if slots is None else COPIES.load(passes).collect(y, slots)
 
 
-def _product_cost(outputs: tuple[Tensor], x: Tensor, weight: Tensor, slots: Tensor | None, **_: Any) -> costs.Grouped:
+def _product_cost(
+    outputs: tuple[Tensor], x: Tensor, weight: Tensor, slots: Tensor | None, **_: Any
+) -> costs.Grouped:
     inside = 0 if slots is None else len(x) * weight.shape[1] * x.element_size() + outputs[0].nbytes
     _, n, k = weight.shape
     return costs.Grouped(len(x), n, k, inside)
@@ -252,7 +292,9 @@ def _product_cost(outputs: tuple[Tensor], x: Tensor, weight: Tensor, slots: Tens
 _spec: dict[str, Any] = {
     "fake": _product_fake,
     "cost": _product_cost,
-    "temporary": lambda x, weight, slots, **_: 0 if slots is None else len(x) * weight.shape[1] * x.element_size(),
+    "temporary": lambda x, weight, slots, **_: (
+        0 if slots is None else len(x) * weight.shape[1] * x.element_size()
+    ),
 }
 kept_product = operator(_product, name="kept_product", kept_by=("selective",), **_spec)
 grouped_product = operator(_product, name="grouped_product", **_spec)
@@ -292,15 +334,23 @@ def _loop() -> Products:
 def rows_of_16_bytes(t: Target) -> str | None:
     """Rows of all matrices, gradients too, must be multiples of 16 bytes; each dim is the length of some rows."""
     step = 16 // t.dtype.itemsize
-    uneven = (f"rows of {n} are no multiple of {step} numbers (16 bytes)" for n in t.dims.values() if n % step)
+    uneven = (
+        f"rows of {n} are no multiple of {step} numbers (16 bytes)"
+        for n in t.dims.values()
+        if n % step
+    )
     return next(uneven, None)
 
 
 GROUPED_LINEAR = Op(
     "grouped_linear",
     {
-        "grouped_mm": Implementation(_grouped_mm, (on_gpu, dtype_in(torch.bfloat16), rows_of_16_bytes)),
-        "loop": Implementation(_loop, remark=instead_of("grouped_mm", "every layer with experts waits for the GPU")),
+        "grouped_mm": Implementation(
+            _grouped_mm, (on_gpu, dtype_in(torch.bfloat16), rows_of_16_bytes)
+        ),
+        "loop": Implementation(
+            _loop, remark=instead_of("grouped_mm", "every layer with experts waits for the GPU")
+        ),
     },
 )
 
@@ -313,6 +363,7 @@ GROUPED_LINEAR = Op(
 def stream_means(x: Tensor, num_streams: int, cp_context: CPContext | None) -> Tensor:
     """x [T, E], this rank's tokens, one stream after another -> [num_streams, E], means over whole streams."""
     means = x.unflatten(0, (num_streams, -1)).mean(1)
-    if cp_context is not None and cp_context.ranks.world_size > 1:  # ranks have equal parts of every stream
+    # ranks have equal parts of every stream
+    if cp_context is not None and cp_context.ranks.world_size > 1:
         means = sum_ranks(means, cp_context.ranks.group_name) / cp_context.ranks.world_size
     return means

@@ -41,15 +41,22 @@ def _cost(outputs: costs.Outputs, a: Tensor, b: Tensor, **_: Any) -> costs.Produ
     return costs.Product(len(a), len(b), a.shape[1])
 
 
-@operator(cost=_cost, fake=lambda a, b, scale_a, scale_b, dtype, emulate: a.new_empty(len(a), len(b), dtype=dtype))
-def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, emulate: bool) -> Tensor:
+@operator(
+    cost=_cost,
+    fake=lambda a, b, scale_a, scale_b, dtype, emulate: a.new_empty(len(a), len(b), dtype=dtype),
+)
+def scaled_product(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, emulate: bool
+) -> Tensor:
     """a [M, K], b [N, K] e4m3, scales of their rows [M, 1], [N, 1] -> a bᵀ [M, N] in `dtype`: bfloat16, or any float
     type if it is emulated, by a product in float32 or wider."""
     if emulate:
         wide = torch.promote_types(dtype, torch.float32)
         return (a.to(wide) @ b.to(wide).T * scale_a * scale_b.T).to(dtype)
     rows = F.ScalingType.RowWise
-    return F.scaled_mm(a, b.T, scale_a, rows, scale_b.T, rows, output_dtype=dtype, use_fast_accum=True)
+    return F.scaled_mm(
+        a, b.T, scale_a, rows, scale_b.T, rows, output_dtype=dtype, use_fast_accum=True
+    )
 
 
 def float8_linear(x: Tensor, weight: Tensor, emulate: bool = False) -> Tensor:

@@ -80,10 +80,12 @@ class Rule(Protocol):
 class Recurrence(Op):
     """An op that this driver runs."""
 
-    of_heads: tuple[str, ...]  # inputs [HV·…], the same for all tokens; the others are [T, heads, ...]
+    # inputs [HV·…], the same for all tokens; the others are [T, heads, ...]
+    of_heads: tuple[str, ...]
     step: Callable[[Any, Any, Tensor], tuple[Tensor, Tensor]]  # (inputs of one token of each of N
     # sequences, options, S [N,HV,K,V]) -> o [N,HV,V] and the next states
-    names: Mapping[str, str] = field(default_factory=dict)  # what the op calls its arguments, if not as the inputs here
+    # what the op calls its arguments, if not as the inputs here
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def named(self, argument: str) -> str:
         return self.names.get(argument, argument)
@@ -128,7 +130,8 @@ class Saved(NamedTuple):
     """What forward keeps for backward."""
 
     inputs: AnyInputs
-    states: Tensor | None  # the caller's [N,HV,K,V], or with several ranks those that enter slots [slots,HV,K,V]
+    # the caller's [N,HV,K,V], or with several ranks those that enter slots [slots,HV,K,V]
+    states: Tensor | None
     M: Tensor | None  # [slots,HV,K,K], or [slots,HV,K or 1]
     kept: tuple[Tensor, ...]  # what the rule keeps
 
@@ -145,7 +148,9 @@ class _Recurrence(torch.autograd.Function):
     """(initial_state [N,HV,K,V] or None, the fields of `call.inputs`) -> (o, final states)."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, initial_state: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, call: Call, initial_state: Tensor | None, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         inputs = call.inputs(*tensors)
         keep = call.options.disable_recompute and any(ctx.needs_input_grad)
         o, final, entering, M, of_rule, rule = _forward(call, inputs, initial_state, keep)
@@ -161,7 +166,9 @@ class _Recurrence(torch.autograd.Function):
         check_first_derivative()
         call = ctx.call
         inputs, states, M, kept = Saved.of(call.inputs, ctx.saved_tensors)
-        rule = ctx.rule or call.implementation(inputs, call.options, call.boundaries, differentiable=True, kept=kept)
+        rule = ctx.rule or call.implementation(
+            inputs, call.options, call.boundaries, differentiable=True, kept=kept
+        )
         ctx.rule = None  # what it holds serves one backward only
         do = torch.zeros_like(inputs.v) if do is None else do
         if tree := call.boundaries.tree:
@@ -173,7 +180,8 @@ class _Recurrence(torch.autograd.Function):
             d_leaving = incoming_states(dS_ext, M, chains, call.group, reverse=True)
             final = States(d_leaving, chains.entry_slots)
         else:
-            wanted = call.need_final and d_final is not None  # compiled code gives empty states an empty gradient
+            # compiled code gives empty states an empty gradient
+            wanted = call.need_final and d_final is not None
             final = States(d_final.to(state_dtype(inputs))) if wanted else None
         _, need_d_initial, *_ = ctx.needs_input_grad
         grads, d_initial = rule.backward(do, _initial(states, call, inputs), final, need_d_initial)
@@ -216,22 +224,35 @@ def _initial(states: Tensor | None, call: Call, inputs: AnyInputs) -> States | N
 
 
 def run(
-    recurrence: Recurrence, given: AnyInputs, options: AnyOptions, sequences: Sequences, impl: str | Choice
+    recurrence: Recurrence,
+    given: AnyInputs,
+    options: AnyOptions,
+    sequences: Sequences,
+    impl: str | Choice,
 ) -> Result:
     """What the public functions share, once they have checked the shapes of their inputs and filled in `options`.
 
     given: the caller's inputs, [B, T, ...].
     """
-    initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method, parents = (
-        sequences
-    )
+    (
+        initial_state,
+        output_final_state,
+        state_v_first,
+        cu_seqlens,
+        cu_seqlens_cpu,
+        cp_context,
+        cp_method,
+        parents,
+    ) = sequences
     check_floats(**{recurrence.named(name): x for name, x in given._asdict().items()})
     q, v = given.q, given.v
     cu_seqlens, cp_context = of_trees(parents, cu_seqlens, cp_context, q.device)
     if cp_method not in ("kcp", "ulysses"):
         raise ValueError(f"cp_method = {cp_method!r} is unknown; use 'kcp' or 'ulysses'")
     if cp_context is not None:
-        check_cp(recurrence.named("q"), q, initial_state, output_final_state, cu_seqlens, cp_context)
+        check_cp(
+            recurrence.named("q"), q, initial_state, output_final_state, cu_seqlens, cp_context
+        )
     B, T, _, K = q.shape
     N = check_boundaries(B, T, cu_seqlens, cu_seqlens_cpu)
     name = recurrence.named("initial_state")
@@ -243,14 +264,25 @@ def run(
         return _over_heads(recurrence, given, options, cp_context, impl), None
     inputs = _each(given, recurrence, lambda x: x.flatten(0, 1), lambda x: x.flatten().contiguous())
     rule = _implementation(recurrence, inputs, impl)
-    wants_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state))
+    wants_grad = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (*inputs, initial_state)
+    )
     if q.shape[1] == 1 and cu_seqlens is None and cp_context is None and not wants_grad:
         o, final = _decode(recurrence, inputs, options, initial_state)
     else:
         boundaries = boundaries_of(q, cu_seqlens, cp_context, cu_seqlens_cpu)
-        call = Call(type(given), rule, options, boundaries, cp_context if several else None, output_final_state)
+        call = Call(
+            type(given),
+            rule,
+            options,
+            boundaries,
+            cp_context if several else None,
+            output_final_state,
+        )
         o, final = _function(rule)(call, initial_state, *inputs)
-    return o.unflatten(0, q.shape[:2]), swapped(final, state_v_first) if output_final_state else None
+    return o.unflatten(0, q.shape[:2]), swapped(
+        final, state_v_first
+    ) if output_final_state else None
 
 
 def _each(
@@ -297,7 +329,11 @@ def _decode(
     dtype = state_dtype(inputs)
     N, HV, V = inputs.v.shape
     K = inputs.q.shape[2]
-    S = inputs.q.new_zeros(N, HV, K, V, dtype=dtype) if initial_state is None else initial_state.to(dtype)
+    S = (
+        inputs.q.new_zeros(N, HV, K, V, dtype=dtype)
+        if initial_state is None
+        else initial_state.to(dtype)
+    )
     with torch.autocast(inputs.q.device.type, enabled=False):
         o, S = recurrence.step(inputs, options, S)
     return o.to(inputs.v.dtype), S
@@ -306,14 +342,20 @@ def _decode(
 def check_queries(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
     """(B, T, HV, K, V). Raise ValueError unless q, k are [B, T, H, K] and v [B, T, HV, V], HV a multiple of H."""
     if q.dim() != 4 or k.shape != q.shape or 0 in q.shape:
-        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must both be [B, T, H, K], none of them 0")
+        raise ValueError(
+            f"q {tuple(q.shape)} and k {tuple(k.shape)} must both be [B, T, H, K], none of them 0"
+        )
     B, T, H, K = q.shape
     if v.dim() != 4 or 0 in v.shape or v.shape[:2] != (B, T) or v.shape[2] % H:
-        raise ValueError(f"v {tuple(v.shape)} must be [B, T, HV, V] = [{B}, {T}, a multiple of H = {H}, V]")
+        raise ValueError(
+            f"v {tuple(v.shape)} must be [B, T, HV, V] = [{B}, {T}, a multiple of H = {H}, V]"
+        )
     return B, T, v.shape[2], K, v.shape[3]
 
 
-def _check_state(name: str, states: Tensor | None, N: int, HV: int, K: int, V: int, v_first: bool) -> None:
+def _check_state(
+    name: str, states: Tensor | None, N: int, HV: int, K: int, V: int, v_first: bool
+) -> None:
     dims, shape = ("V, K", (N, HV, V, K)) if v_first else ("K, V", (N, HV, K, V))
     if states is not None and states.shape != shape:
         raise ValueError(f"{name} {tuple(states.shape)} must be [N, HV, {dims}] = {list(shape)}")

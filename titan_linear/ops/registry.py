@@ -18,7 +18,10 @@ from titan_linear.ops.swiglu import SWIGLU
 from titan_linear.ops.torch.attention_kernels import ATTENTION, whole_streams
 
 RECURRENCES = (KDA, GDN, SSD, SIMPLE_GLA, DPLR, RWKV7)
-OPS = {op.name: op for op in (*RECURRENCES, CONVOLUTION, ATTENTION, SWIGLU, COPIES, GROUPED_LINEAR, CROSS_ENTROPY)}
+OPS = {
+    op.name: op
+    for op in (*RECURRENCES, CONVOLUTION, ATTENTION, SWIGLU, COPIES, GROUPED_LINEAR, CROSS_ENTROPY)
+}
 
 
 def choose_implementations(
@@ -36,15 +39,22 @@ def choose_implementations(
     for name, dims in requests.items():
         op = OPS[name]
         try:
-            choices[name] = op.choose(impl if "triton" in op.implementations else "auto", device, dtype, **dims)
+            choices[name] = op.choose(
+                impl if "triton" in op.implementations else "auto", device, dtype, **dims
+            )
         except ValueError as error:
             raise ValueError(f"model.{error}") from None
     if ATTENTION.name in choices:
-        choices[ATTENTION.name] = whole_streams(choices[ATTENTION.name], device, dtype, requests[ATTENTION.name])
+        choices[ATTENTION.name] = whole_streams(
+            choices[ATTENTION.name], device, dtype, requests[ATTENTION.name]
+        )
     return choices
 
 
 def start_lines(choices: Mapping[str, Choice]) -> list[str]:
     """What a run prints about its ops: one line for all of them, then one for each that has a remark."""
     names = ", ".join(f"{op}: {choice.implementation}" for op, choice in choices.items())
-    return [f"ops {names}", *(f"  {choice.remark(op)}" for op, choice in choices.items() if choice.why)]
+    return [
+        f"ops {names}",
+        *(f"  {choice.remark(op)}" for op, choice in choices.items() if choice.why),
+    ]

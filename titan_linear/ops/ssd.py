@@ -59,7 +59,14 @@ def chunk_ssd(
     _check(x, dt, A, B, C, D, dt_bias, dt_limit)
     options = DecayOptions(1.0, dt_softplus, tuple(dt_limit), disable_recompute)
     sequences = Sequences(
-        initial_states, return_final_states, True, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method, parents
+        initial_states,
+        return_final_states,
+        True,
+        cu_seqlens,
+        cu_seqlens_cpu,
+        cp_context,
+        cp_method,
+        parents,
     )
     return run(SSD, DecayInputs(C, B, x, dt, A, D, dt_bias), options, sequences, impl)
 
@@ -78,7 +85,13 @@ def _check(
     if x.dim() != 4 or 0 in x.shape:
         raise ValueError(f"x {tuple(x.shape)} must be [b, T, heads, P], none of them 0")
     b, T, heads, P = x.shape
-    if B.dim() != 4 or C.shape != B.shape or 0 in B.shape or B.shape[:2] != (b, T) or heads % B.shape[2]:
+    if (
+        B.dim() != 4
+        or C.shape != B.shape
+        or 0 in B.shape
+        or B.shape[:2] != (b, T)
+        or heads % B.shape[2]
+    ):
         raise ValueError(
             f"B {tuple(B.shape)} and C {tuple(C.shape)} must both be [b, T, G, N] = [{b}, {T}, a divisor of heads = "
             f"{heads}, N]"
@@ -89,6 +102,8 @@ def _check(
         if given is not None and given.shape != (heads,):
             raise ValueError(f"{name} {tuple(given.shape)} must be [heads] = [{heads}]")
     if D is not None and D.shape not in ((heads,), (heads, P)):
-        raise ValueError(f"D {tuple(D.shape)} must be [heads] = [{heads}] or [heads, P] = {[heads, P]}")
+        raise ValueError(
+            f"D {tuple(D.shape)} must be [heads] = [{heads}] or [heads, P] = {[heads, P]}"
+        )
     if not dt_limit[0] <= dt_limit[1]:
         raise ValueError(f"dt_limit = {tuple(dt_limit)} must be (the lower, the upper) limit of dt")

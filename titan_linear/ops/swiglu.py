@@ -57,7 +57,13 @@ SWIGLU = Op("swiglu", with_kernels(_triton, lambda: in_torch, slower="slower"))
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate_up: Tensor, weight: Tensor, lora_A: Tensor | None, name: str, product: Product, factor: float
+        ctx: Any,
+        gate_up: Tensor,
+        weight: Tensor,
+        lora_A: Tensor | None,
+        name: str,
+        product: Product,
+        factor: float,
     ) -> Tensor | Pair:
         ctx.save_for_backward(gate_up, weight, lora_A)
         ctx.name, ctx.product, ctx.factor = name, product, factor
@@ -74,7 +80,9 @@ class _SwiGLU(torch.autograd.Function):
         if lora_A is not None:
             dactivated = dactivated + dlow @ lora_A
         backward = SWIGLU.load(ctx.name).activate_backward
-        d, activated = backward(gate_up.contiguous(), None, dactivated.contiguous(), True, ctx.factor)
+        d, activated = backward(
+            gate_up.contiguous(), None, dactivated.contiguous(), True, ctx.factor
+        )
         _, of_weight, of_A, *_ = ctx.needs_input_grad
         x = activated.reshape(-1, activated.shape[-1])
         dweight = dy.reshape(-1, dy.shape[-1]).T @ x if of_weight else None

@@ -64,8 +64,10 @@ class Call:
 class Work:
     """The work of one pass through a layer, forward or backward."""
 
-    products: Counter[Size] = field(default_factory=Counter)  # [m, k] @ [k, n] as (m, n, k) → number of them
-    wide_products: Counter[Size] = field(default_factory=Counter)  # those of them in float32, or wider
+    # [m, k] @ [k, n] as (m, n, k) → number of them
+    products: Counter[Size] = field(default_factory=Counter)
+    # those of them in float32, or wider
+    wide_products: Counter[Size] = field(default_factory=Counter)
     multiplications: int = 0  # calls that compute these products; a batched one is one call
     calls: list[Call] = field(default_factory=list)
     elementwise: int = 0  # bytes read and written where operations run one by one
@@ -122,7 +124,8 @@ def count(block: Block, x: Tensor, plan: BatchPlan, values: Tensor | None = None
     kept = sum(size for key, size in saved.items() if key not in parameters)
     leaves = (seen.leaves(saved) | {seen.key(x)}) - parameters
     for key in leaves:
-        seen.compiled_lives[key][1] = seen.place  # a compiled backward pass holds all of them until it ends
+        # a compiled backward pass holds all of them until it ends
+        seen.compiled_lives[key][1] = seen.place
     kept_compiled = sum(seen.nbytes(key) for key in leaves)
     selected = [call for call in seen.forward.calls if "selective" in call.spec.kept_by]
     others = [call for call in selected if not call.spec.of_driver]
@@ -146,15 +149,20 @@ class _Seen(TorchDispatchMode):
         self.backward = Work()
         self.work, self.place = self.forward, 0  # place: incremented at each product and operator
         self.storages: dict[int, torch.UntypedStorage] = {}
-        self.made_of: dict[int, set[int]] = {}  # elementwise result → the tensors that it is made of
+        # elementwise result → the tensors that it is made of
+        self.made_of: dict[int, set[int]] = {}
         self.of_forward: set[int] = set()  # in backward: the results in `made_of` that forward made
-        self.done: set[tuple[str, int, int]] = set()  # counted already: once per place, or once per pass
-        self.lives: dict[int, list[int]] = {self.key(x): [0, 0]}  # first and last place, if not compiled
+        # counted already: once per place, or once per pass
+        self.done: set[tuple[str, int, int]] = set()
+        # first and last place, if not compiled
+        self.lives: dict[int, list[int]] = {self.key(x): [0, 0]}
         self.compiled_lives: dict[int, list[int]] = {self.key(x): [0, 0]}
         self.temporaries: Counter[int] = Counter()  # by place
         self.turned = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
         out = function(*args, **(kwargs or {}))
         inputs = _tensors((args, kwargs))
         outputs = _tensors(out)
@@ -267,7 +275,9 @@ class _Seen(TorchDispatchMode):
         for leaf in self.leaves([key]):
             self._live(self.compiled_lives, leaf)
             if self._first("read", leaf, self.place):
-                self.work.fused += min(self.nbytes(leaf), x.nbytes) if leaf == key else self.nbytes(leaf)
+                self.work.fused += (
+                    min(self.nbytes(leaf), x.nbytes) if leaf == key else self.nbytes(leaf)
+                )
 
     def _first(self, what: str, key: int, where: int) -> bool:
         new = (what, key, where) not in self.done
@@ -282,7 +292,9 @@ def _tensors(tree: Any) -> list[Tensor]:
 class _OneKernelNorms(TorchFunctionMode):
     """Run RMSNorm as one operation that saves its input, as on a GPU; the meta device would decompose it."""
 
-    def __torch_function__(self, function: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
         if function is F.rms_norm:
             return _Norm.apply(args[0], kwargs["weight"])
         return function(*args, **(kwargs or {}))

@@ -24,7 +24,8 @@ SHIPPED = Path(__file__).parent / "rates"
 # Seconds by which each further rank, and each further node, delays a ring: as NCCL estimates them, not measured.
 HOP, HOP_BETWEEN_NODES = 2e-6, 4e-6
 
-ByHeadDim = Annotated[dict[str, tuple[Above0, Above0]], Field(min_length=1)]  # TFLOP/s forward, forward and backward
+# TFLOP/s forward, forward and backward
+ByHeadDim = Annotated[dict[str, tuple[Above0, Above0]], Field(min_length=1)]
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -66,11 +67,14 @@ class Rates:
     sources: dict[str, str]
     offload: Offload | None = None  # None: not measured
     float8: list[tuple[Above0, Above0]] | None = None  # as `products`; None: not measured
-    grouped: list[tuple[Above0, Above0]] | None = None  # of rows by expert; None: not measured, as `products`
+    # of rows by expert; None: not measured, as `products`
+    grouped: list[tuple[Above0, Above0]] | None = None
 
     @pydantic.field_validator("operators")
     @classmethod
-    def _with_convolution(cls, operators: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    def _with_convolution(
+        cls, operators: dict[str, tuple[float, float]]
+    ) -> dict[str, tuple[float, float]]:
         if not {"conv1d", "conv1d_backward"} <= operators.keys():
             raise ValueError("conv1d and conv1d_backward are missing")
         return operators
@@ -115,7 +119,8 @@ class Group:
     """The exchanges of a group of ranks: seconds, and bytes per second that a rank sends."""
 
     message: float  # seconds before what a rank sends to others directly is there
-    ring: float  # and of an all-gather or reduce-scatter, which passes through all ranks, one after the other
+    # and of an all-gather or reduce-scatter, which passes through all ranks, one after the other
+    ring: float
     all_gather: float
     reduce_scatter: float
     all_to_all: float
@@ -127,14 +132,17 @@ class Machine:
     rates: Rates
     node_size: int  # GPUs per node
     network: float  # bytes per second that a GPU sends to other nodes
-    attention: str  # the kernel; "flash" stands in for "cudnn" where lengths do not recur, or heads are wider
+    # the kernel; "flash" stands in for "cudnn" where lengths do not recur, or heads are wider
+    attention: str
 
     def attention_rates(self, D: int, Dv: int, recurring: bool) -> tuple[float, float]:
         """TFLOP/s of forward, and of both passes, on heads of D and Dv channels: those of the least measured width that
         holds both, without the work on padding."""
         wide = max(D, Dv)
         kernel = self.attention
-        if kernel == "cudnn" and not (recurring and wide <= max(map(int, self.rates.attention[kernel]))):
+        if kernel == "cudnn" and not (
+            recurring and wide <= max(map(int, self.rates.attention[kernel]))
+        ):
             kernel = "flash" if "flash" in self.rates.attention else kernel
         computed = 2 * wide if kernel == "flash" else sum(flash4.widths(D, Dv))
         by_width = {int(width): rates for width, rates in self.rates.attention[kernel].items()}
@@ -163,9 +171,15 @@ class Machine:
         here = min(max(self.node_size // stride, 1), ranks)  # the group's ranks on a node
         if here == ranks:
             return Group(
-                node.latency, node.latency, node.all_gather, node.reduce_scatter, node.all_to_all, node.all_gather
+                node.latency,
+                node.latency,
+                node.all_gather,
+                node.reduce_scatter,
+                node.all_to_all,
+                node.all_gather,
             )
-        nodes, rings = -(-ranks // here), here * self.network  # one ring through each rank's link to other nodes
+        # one ring through each rank's link to other nodes
+        nodes, rings = -(-ranks // here), here * self.network
         return Group(
             message=node.latency + FARTHER,
             ring=node.latency + (ranks - nodes) * HOP + nodes * HOP_BETWEEN_NODES,

@@ -64,9 +64,19 @@ from titan_linear.step.optimizer import hidden_matrices
 
 GIB = 2**30
 META = torch.device("meta")
-PARTS = ("parameters", "gradients", "optimizer", "copies", "activations", "working", "head", "logits")
+PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "copies",
+    "activations",
+    "working",
+    "head",
+    "logits",
+)
 SPARE = 0.1  # of a GPU
-MUON_WORKING = 10  # bytes per element: in bfloat16 a rank's parts, whole matrices, and three copies in torch's Muon
+# bytes per element: in bfloat16 a rank's parts, whole matrices, and three copies in torch's Muon
+MUON_WORKING = 10
 
 
 # --- A rank's part of the model --------------------------------------------------------------------------------------
@@ -85,7 +95,8 @@ class Units:
     trained: tuple[int, ...]  # of these
     vocabulary: int  # of the head, likewise; the embedding has the same number
     trained_head: int
-    stored: int  # bytes of an element of parameters, their gradients, each of AdamW's two moments, Muon's momentum
+    # bytes of an element of parameters, their gradients, each of AdamW's two moments, Muon's momentum
+    stored: int
     compute: int  # of copies for compute
     reduce: int  # of gradients that ranks sum
     sharded: bool  # FSDP2 manages the parameters
@@ -110,7 +121,9 @@ def units(config: Config, model: ModelConfig, gpus: int) -> Units:
         whole=sum(p.numel() for p in whole if p.requires_grad),
         frozen_whole=sum(p.numel() for p in whole if not p.requires_grad),
         layers=tuple(sum(p.numel() for p in _sharded(layer)) for layer in decoder.layers),
-        trained=tuple(sum(p.numel() for p in _sharded(layer) if p.requires_grad) for layer in decoder.layers),
+        trained=tuple(
+            sum(p.numel() for p in _sharded(layer) if p.requires_grad) for layer in decoder.layers
+        ),
         vocabulary=decoder.head.weight.numel(),
         trained_head=decoder.head.weight.numel() * decoder.head.weight.requires_grad,
         stored=DTYPES[t.dtype].itemsize,
@@ -139,7 +152,9 @@ def parameters(model: ModelConfig) -> int:
     return sum(p.numel() for p in _parts(model, 1, 1)[0].parameters())
 
 
-def _on_a_rank(model: ModelConfig, dtype: torch.dtype, tp: int, ep: int, **parallelism: str) -> Decoder:
+def _on_a_rank(
+    model: ModelConfig, dtype: torch.dtype, tp: int, ep: int, **parallelism: str
+) -> Decoder:
     """A rank's part of the model under tp and ep, on the meta device. Rows for experts stay on this rank: with equal
     loads it receives the number of rows that it sends."""
     decoder = unallocated(model, dtype)
@@ -225,7 +240,9 @@ def documents_of(seq_len: int, streams: int, mean: Mean) -> Nodes:
     edges = [np.arange(streams + 1) * seq_len]
     if mean is not None:
         draw = np.random.Generator(np.random.Philox(key=seq_len))
-        lengths = 1 + draw.exponential(mean, size=2 + 8 * streams * seq_len // mean).astype(np.int64)
+        lengths = 1 + draw.exponential(mean, size=2 + 8 * streams * seq_len // mean).astype(
+            np.int64
+        )
         edges.append(lengths.cumsum().clip(max=streams * seq_len))
     return Nodes.apart(np.unique(np.concatenate(edges)))
 
@@ -261,7 +278,8 @@ def context(batch: Batch) -> CPContext:
     )
     if batch.cp > 1:
         planned = {"group": "planned", "group_name": "planned"}  # no exchange runs on it
-        for cp in (described, *([] if described.cut.nodes.joined else [described.of_nodes])):  # no ring knows trees
+        # no ring knows trees
+        for cp in (described, *([] if described.cut.nodes.joined else [described.of_nodes])):
             cp.ranks = replace(cp.ranks, **planned)
     return described
 
@@ -276,16 +294,24 @@ def layers(model: ModelConfig, batch: Batch) -> list[Layer]:
         target = Target("meta", None, batch.dtype, dims)
         kernels = op.implementations.get("triton")
         if kernels and (reason := op.reason_against("triton", target)):
-            raise ValueError(f"{name} is planned as the GPU's kernels compute it: {reason}; use a model that they take")
+            raise ValueError(
+                f"{name} is planned as the GPU's kernels compute it: {reason}; use a model that they take"
+            )
     alike, of_kind = batch._replace(ep=1), model.layers
     firsts = [of_kind.index(layer) for layer in of_kind]
-    return [_layer(model.first_layers(n + 1), n, alike, i - n if batch.float8 else 0) for i, n in enumerate(firsts)]
+    return [
+        _layer(model.first_layers(n + 1), n, alike, i - n if batch.float8 else 0)
+        for i, n in enumerate(firsts)
+    ]
 
 
 @cache
 def _layer(model: ModelConfig, n: int, batch: Batch, shift: int) -> Layer:
     """Layer n. shift: of the layers' numbers, by which float8.filter_fqns knows them."""
-    methods = {"context_parallel_method": batch.softmax_method, "context_parallel_linear_method": batch.linear_method}
+    methods = {
+        "context_parallel_method": batch.softmax_method,
+        "context_parallel_linear_method": batch.linear_method,
+    }
     decoder = _on_a_rank(model, batch.dtype, batch.tp, 1, **methods)
     block = decoder.layers[n]
     width = model.dim * (2 if block.options.joins else 1)
@@ -295,7 +321,9 @@ def _layer(model: ModelConfig, n: int, batch: Batch, shift: int) -> Layer:
     cp = context(batch)
     width = sum(options.takes for options in block.options.mixers) // batch.tp
     values = x.new_empty(1, len(cp.position_ids), width, requires_grad=True) if width else None
-    return count(block, x, BatchPlan(cp.position_ids, cp_context=cp, num_streams=batch.streams), values)
+    return count(
+        block, x, BatchPlan(cp.position_ids, cp_context=cp, num_streams=batch.streams), values
+    )
 
 
 # --- Memory ----------------------------------------------------------------------------------------------------------
@@ -306,7 +334,9 @@ def memory(config: Config, model: ModelConfig, gpus: int, mean: Mean = None) -> 
     return max(moments(config, model, gpus, mean).values(), key=lambda moment: sum(moment.values()))
 
 
-def moments(config: Config, model: ModelConfig, gpus: int, mean: Mean = None) -> dict[str, dict[str, float]]:
+def moments(
+    config: Config, model: ModelConfig, gpus: int, mean: Mean = None
+) -> dict[str, dict[str, float]]:
     """Bytes by PARTS at each moment that may be the peak."""
     u = units(config, model, gpus)
     batch = Batch.of(config, mean)
@@ -331,7 +361,10 @@ def moments(config: Config, model: ModelConfig, gpus: int, mean: Mean = None) ->
     # Only the first layer and the embedding have no gradients yet; the second layer's are being reduced.
     last = u.layers[0] + u.vocabulary
     missing = 0 if u.offloaded else last // u.shards * u.stored
-    ends = {"gradients": accumulated or stored - missing, "copies": _copies(u, last, max(u.trained[:2]))}
+    ends = {
+        "gradients": accumulated or stored - missing,
+        "copies": _copies(u, last, max(u.trained[:2])),
+    }
     ends |= {"activations": held[0] + again[0], "working": stream + working[0]}
     update = {"gradients": stored, "copies": copies, "working": u.muon * MUON_WORKING}
     if copies and not u.sharded:
@@ -341,14 +374,18 @@ def moments(config: Config, model: ModelConfig, gpus: int, mean: Mean = None) ->
         update["copies"] = (3 if accumulates else 2) * copies
     by_moment = {
         "head": begins | _head(config, model, u, batch),
-        "fullest layer": begins | {"activations": held[fullest] + again[fullest], "working": around + working[fullest]},
+        "fullest layer": begins
+        | {"activations": held[fullest] + again[fullest], "working": around + working[fullest]},
         "first layer": ends,
         "update": update,
     }
     frozen = 0 if u.offloaded else u.frozen * u.compute
     frozen += u.frozen_whole * widened(DTYPES[config.training.mixed_precision_param]).itemsize
     always = {"parameters": stored + frozen, "optimizer": optimizer}
-    return {name: {part: float((moment | always).get(part, 0)) for part in PARTS} for name, moment in by_moment.items()}
+    return {
+        name: {part: float((moment | always).get(part, 0)) for part in PARTS}
+        for name, moment in by_moment.items()
+    }
 
 
 def host_memory(config: Config, model: ModelConfig, gpus: int) -> int:
@@ -359,7 +396,9 @@ def host_memory(config: Config, model: ModelConfig, gpus: int) -> int:
         return 0
     elements = _local(model, u.shards, p.tensor_parallel_degree, p.expert_parallel_degree)
     each = [size * u.stored for parameter, size in elements.items() if parameter.requires_grad]
-    frozen = [size * u.compute for parameter, size in elements.items() if not parameter.requires_grad]
+    frozen = [
+        size * u.compute for parameter, size in elements.items() if not parameter.requires_grad
+    ]
     pinned = sum(1 << (n - 1).bit_length() for n in each * 2 + frozen)
     return pinned + 2 * sum(each) - u.muon * u.stored
 
@@ -372,8 +411,13 @@ def saved(config: Config, counted: list[Layer]) -> list[tuple[int, ...]]:
         of = layer.compiled if config.compile.enable else layer.plain
         mode = layer_checkpointing(config.activation_checkpoint, i)
         kept = {"selective": of.selective, "attention": of.attention, "full": 0}
-        again = of.kept - kept.get(mode, 0)  # what was kept is taken, and freed where nothing else holds it
-        found.append((of.kept, 0, of.working) if mode == "none" else (layer.input + kept[mode], again, of.working))
+        # what was kept is taken, and freed where nothing else holds it
+        again = of.kept - kept.get(mode, 0)
+        found.append(
+            (of.kept, 0, of.working)
+            if mode == "none"
+            else (layer.input + kept[mode], again, of.working)
+        )
     return [*zip(*found, strict=True)]
 
 
@@ -407,7 +451,9 @@ def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> dict[st
     stream = model.dim * (4 * batch.tokens + 2 * compute * tokens)
     stream *= 1 + model.mtp_layers
     rows = u.vocabulary // model.dim
-    logits = min(tokens_at_once(config.training.loss_chunk_size, rows), tokens) * rows * (4 + compute)
+    logits = (
+        min(tokens_at_once(config.training.loss_chunk_size, rows), tokens) * rows * (4 + compute)
+    )
     weight = u.trained_head * 4 + (u.vocabulary * compute if u.sharded else 0)
     return {"head": stream + weight, "logits": logits}
 
@@ -415,8 +461,11 @@ def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> dict[st
 def checkpointings(model: ModelConfig) -> list[list[ActivationCheckpoint]]:
     """The ways that differ for this model, in groups: in each from the one that keeps most, and recomputes least."""
     layers = len(model.layers)
-    every = {layers // n: n for n in range(layers, 1, -1)}  # by the number of layers that are recomputed
-    nth = [ActivationCheckpoint(mode="selective", selective_ac_option=str(n)) for n in every.values()]
+    # by the number of layers that are recomputed
+    every = {layers // n: n for n in range(layers, 1, -1)}
+    nth = [
+        ActivationCheckpoint(mode="selective", selective_ac_option=str(n)) for n in every.values()
+    ]
     by_op = ("selective", "attention") if model.softmax else ("selective",)
     return [
         [ActivationCheckpoint(), *nth, ActivationCheckpoint(mode="full")],

@@ -159,7 +159,9 @@ def longest(splits: list[Split], setting: Setting) -> str:
 
 def _of_length(splits: list[Split], setting: Setting, length: int) -> Iterator[Config]:
     """Configurations with which a stream of this length fits, the largest cp first."""
-    for split in sorted(splits, key=lambda split: -split.config.parallelism.context_parallel_degree):
+    for split in sorted(
+        splits, key=lambda split: -split.config.parallelism.context_parallel_degree
+    ):
         config = changed(
             split.config,
             {
@@ -200,5 +202,9 @@ def degrees_of(config: Config, gpus: int) -> str:
         "fsdp": fsdp if copies > replicas else 1,
     }
     layout = f" ({p.context_parallel_layout})" if p.context_parallel_degree > 1 else ""
-    shown = [f"{name} {degree}{layout if name == 'cp' else ''}" for name, degree in degrees.items() if degree > 1]
+    shown = [
+        f"{name} {degree}{layout if name == 'cp' else ''}"
+        for name, degree in degrees.items()
+        if degree > 1
+    ]
     return ", ".join(shown) or "one GPU"

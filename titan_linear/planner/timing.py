@@ -29,7 +29,13 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from titan_linear.config import Config, fsdp_degrees, layer_checkpointing, micro_steps, replicas_wait
+from titan_linear.config import (
+    Config,
+    fsdp_degrees,
+    layer_checkpointing,
+    micro_steps,
+    replicas_wait,
+)
 from titan_linear.losses import build_loss
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.ops.cross_entropy import tokens_at_once
@@ -52,7 +58,16 @@ from titan_linear.ops.runtime.costs import (
 )
 from titan_linear.planner.counting import Call, Layer, Work
 from titan_linear.planner.machine import Machine
-from titan_linear.planner.memory import Batch, Mean, Units, context, documents_of, hidden_shapes, layers, units
+from titan_linear.planner.memory import (
+    Batch,
+    Mean,
+    Units,
+    context,
+    documents_of,
+    hidden_shapes,
+    layers,
+    units,
+)
 from titan_linear.step.flops import training_flops
 
 PARTS = (
@@ -67,9 +82,11 @@ PARTS = (
 )
 DIM = 128  # K and V at which the delta rule's rates are measured
 SLICE = 64  # columns
-WIDE = 15  # products in bfloat16 that take as long as one in float32, which tensor cores do not compute
+# products in bfloat16 that take as long as one in float32, which tensor cores do not compute
+WIDE = 15
 LAUNCHES = 4  # per operator, on average
-ORTHOGONAL = 0.38e-3  # seconds of the host for a matrix that torch's Muon takes: 288 of KDA 340M, an H200, 2026-11-26
+# seconds of the host for a matrix that torch's Muon takes: 288 of KDA 340M, an H200, 2026-11-26
+ORTHOGONAL = 0.38e-3
 SLICES = 4  # number of slices in which keys travel around the ring: the first one is waited for
 
 
@@ -115,7 +132,9 @@ class Clock:
     def of(self, work: Work, calls: Sequence[Call]) -> Pass:
         """The time of this work. calls: those of `work` that run."""
         parts = dict.fromkeys(PARTS, 0.0)
-        times = work.products + Counter({size: (WIDE - 1) * n for size, n in work.wide_products.items()})
+        times = work.products + Counter(
+            {size: (WIDE - 1) * n for size, n in work.wide_products.items()}
+        )
         parts["products"] = sum(self.rates.product(size) * n for size, n in times.items())
         if self.compiled:
             parts["elementwise"] = work.fused / self.rates.fused
@@ -151,7 +170,10 @@ class Clock:
                 yield "communication", self._incoming(cost)
             case _:  # also tables and folds, which are small, and what was not measured
                 inputs = [x for x in tree_leaves(call.arguments) if isinstance(x, Tensor)]
-                yield "elementwise", sum(x.nbytes for x in (*inputs, *call.outputs)) / self.rates.fused
+                yield (
+                    "elementwise",
+                    sum(x.nbytes for x in (*inputs, *call.outputs)) / self.rates.fused,
+                )
 
     def _attention(self, cost: Attention) -> float:
         pairs_of_ranks, _ = self.gathered.pairs.tolist()
@@ -161,7 +183,8 @@ class Clock:
             case Gathered(pairs=pairs):  # balanced
                 pass
             case Ring(stride=stride):
-                pairs = sum(pairs_of_ranks[self.batch.cp - stride :])  # of the ranks that are one on it
+                # of the ranks that are one on it
+                pairs = sum(pairs_of_ranks[self.batch.cp - stride :])
         flops = 2 * (cost.D + cost.Dv) * cost.heads * pairs
         forward, both = self.machine.attention_rates(cost.D, cost.Dv, self.batch.mean is None)
         seconds = flops / forward / 1e12
@@ -173,7 +196,9 @@ class Clock:
             case None:
                 return 0.0
             case Gathered(nbytes, share, slices):  # in backward also a reduce-scatter
-                seconds = slices * (1 + backward) * self.cp.ring + nbytes * share / self.cp.all_gather
+                seconds = (
+                    slices * (1 + backward) * self.cp.ring + nbytes * share / self.cp.all_gather
+                )
             case Ring(nbytes, stride):
                 slices = SLICES
                 hops = self.batch.cp // stride - 1
@@ -183,7 +208,9 @@ class Clock:
     def _recurrence(self, name: str, cost: Recurrence, segments: int) -> float:
         """Seconds for all heads, plus the time by which one head's scan outlasts what the GPU needs for all of them."""
         operators = self.rates.operators
-        each, of_chain = operators.get(f"{name} any", operators[name]) if cost.any_gate else operators[name]
+        each, of_chain = (
+            operators.get(f"{name} any", operators[name]) if cost.any_gate else operators[name]
+        )
         tokens, heads, K, V, _ = cost
         chain = tokens / segments if segments else self.longest
         alone = max(chain - tokens * heads * V / 64 / PROGRAMS, 0.0)
@@ -205,7 +232,9 @@ class Clock:
             case "scatter":
                 return tp.ring + nbytes * others_of_tp / tp.reduce_scatter
             case "sum":
-                return 2 * tp.ring + nbytes * others_of_tp * (1 / tp.all_gather + 1 / tp.reduce_scatter)
+                return 2 * tp.ring + nbytes * others_of_tp * (
+                    1 / tp.all_gather + 1 / tp.reduce_scatter
+                )
 
     def _incoming(self, cost: Incoming) -> float:
         """Seconds to bring the states that enter a rank's fragments there, and to fold them."""
@@ -214,8 +243,13 @@ class Clock:
         sizes = sizes_of(cost.S_ext, cost.M)
         node = math.gcd(W, max(self.machine.node_size // self.batch.tp, 1))
         levels = route(most, W, node, sizes)
-        exchange = messages(levels, node, sizes) if levels else direct_messages(most, W, node, sizes)
-        return duration(exchange, Network(self.rates.node.latency, self.rates.node.all_to_all, self.machine.network))
+        exchange = (
+            messages(levels, node, sizes) if levels else direct_messages(most, W, node, sizes)
+        )
+        return duration(
+            exchange,
+            Network(self.rates.node.latency, self.rates.node.all_to_all, self.machine.network),
+        )
 
 
 # --- A step ----------------------------------------------------------------------------------------------------------
@@ -245,7 +279,9 @@ class Step:
         return self.flops / self.seconds / self.gpus / self.peak_tflops / 1e12
 
 
-def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: Mean = None) -> Step:
+def step(
+    config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: Mean = None
+) -> Step:
     batch = Batch.of(config, mean, machine.node_size)
     t = config.training
     u = units(config, model, gpus)
@@ -263,26 +299,36 @@ def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: 
         if gpus > 1:
             link = machine.group(gpus, 1)
             parts["communication"] += 2 * (link.message + 2 * u.muon / link.all_to_all)
-    parts["communication"] += times * (_shared(config, u, machine, passes) + _experts(config, model, batch, machine))
+    parts["communication"] += times * (
+        _shared(config, u, machine, passes) + _experts(config, model, batch, machine)
+    )
     sums = 1 if replicas_wait(t) else times
     parts["communication"] += sums * _replicas(config, u, gpus, machine, passes)
     if u.offloaded:
         parts["communication"] += (times - 1) * u.local * u.stored / machine.offload.to_host
     chunk = tokens_at_once(t.loss_chunk_size, u.vocabulary // model.dim)
-    chunks = -(-batch.tokens * batch.tp // chunk) * (1 + model.mtp_layers + _readings(config, model))
-    launches = times * (sum(p.launches for p in everything) + 7 * chunks)  # 7 for each chunk of logits
+    chunks = -(-batch.tokens * batch.tp // chunk) * (
+        1 + model.mtp_layers + _readings(config, model)
+    )
+    # 7 for each chunk of logits
+    launches = times * (sum(p.launches for p in everything) + 7 * chunks)
     spent = sum(parts.values())
     parts["launches"] = max(machine.rates.gap * launches, machine.rates.host * launches - spent)
     nodes = documents_of(t.seq_len, t.local_batch_size, mean)
     one = Documents.of(nodes.edges, nodes.depth)
     documents = Documents(*(n * t.global_batch_size // t.local_batch_size for n in one))
-    return Step(parts, documents.tokens, training_flops(model, documents), gpus, machine.rates.peak_tflops)
+    return Step(
+        parts, documents.tokens, training_flops(model, documents), gpus, machine.rates.peak_tflops
+    )
 
 
 def passes_of(clock: Clock, config: Config, model: ModelConfig) -> list[tuple[Pass, Pass]]:
     """Forward and backward of each layer."""
     modes = [layer_checkpointing(config.activation_checkpoint, i) for i in range(len(model.layers))]
-    return [_passes(clock, mode, layer) for mode, layer in zip(modes, layers(model, clock.batch), strict=True)]
+    return [
+        _passes(clock, mode, layer)
+        for mode, layer in zip(modes, layers(model, clock.batch), strict=True)
+    ]
 
 
 def _passes(clock: Clock, mode: str, layer: Layer) -> tuple[Pass, Pass]:
@@ -361,10 +407,13 @@ def _shared(config: Config, u: Units, machine: Machine, passes: list[tuple[Pass,
         link = machine.group(n, stride)
         part = (n - 1) / n
         sizes, trained = (*u.layers, u.vocabulary), (*u.trained, u.trained_head)
-        comes = u.stored / n / machine.offload.to_device if u.offloaded else 0.0  # seconds per element
+        # seconds per element
+        comes = u.stored / n / machine.offload.to_device if u.offloaded else 0.0
         goes = u.stored / n / machine.offload.to_host if u.offloaded else 0.0
         gather = [link.ring + size * (u.compute * part / link.all_gather + comes) for size in sizes]
-        reduce = [link.ring + size * (u.reduce * part / link.reduce_scatter + goes) for size in trained]
+        reduce = [
+            link.ring + size * (u.reduce * part / link.reduce_scatter + goes) for size in trained
+        ]
         exposed += gather[0] + gather[-1] + reduce[0] + reduce[-1]
         freed = p.fsdp_reshard_after_forward == "always"
         for i in range(1, len(u.layers)):
@@ -377,14 +426,18 @@ def _shared(config: Config, u: Units, machine: Machine, passes: list[tuple[Pass,
     return exposed
 
 
-def _replicas(config: Config, u: Units, gpus: int, machine: Machine, passes: list[tuple[Pass, Pass]]) -> float:
+def _replicas(
+    config: Config, u: Units, gpus: int, machine: Machine, passes: list[tuple[Pass, Pass]]
+) -> float:
     """Exposed seconds of summing gradients over copies of shards: what the layers' backward does not hide."""
     replicas, shards = fsdp_degrees(config, gpus)
     if replicas == 1:
         return 0.0
     link = machine.group(replicas, shards * config.parallelism.tensor_parallel_degree)
     sums = 2 * u.local * u.reduce * (replicas - 1) / replicas / link.reduce_scatter
-    return 2 * link.ring + max(sums - sum(backward.seconds for _, backward in passes), sums / len(u.layers))
+    return 2 * link.ring + max(
+        sums - sum(backward.seconds for _, backward in passes), sums / len(u.layers)
+    )
 
 
 def _experts(config: Config, model: ModelConfig, batch: Batch, machine: Machine) -> float:

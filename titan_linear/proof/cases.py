@@ -36,7 +36,11 @@ from titan_linear.ops import (
 from titan_linear.ops.reference.attention import attention as direct_attention
 from titan_linear.ops.reference.convolution import direct_causal_conv1d
 from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
-from titan_linear.ops.reference.linear_attention import recurrent_dplr, recurrent_simple_gla, recurrent_ssd
+from titan_linear.ops.reference.linear_attention import (
+    recurrent_dplr,
+    recurrent_simple_gla,
+    recurrent_ssd,
+)
 
 Tensors = dict[str, Tensor]
 DELTA, EXACT = 1e-9, 1e-10  # bounds in float64, of recurrences and of softmax attention
@@ -68,19 +72,24 @@ class Case:
     name: str  # "chunk_kda", "mixer kda"
     tokens: Tensors  # [1, T, ...] float64
     dy: Tensor  # [1, T, ...] float64, the output's gradient
-    run: Callable[[Tensors, BatchPlan, str], Tensor]  # x (tokens and parameters), plan, impl -> [1, T, ...]
+    # x (tokens and parameters), plan, impl -> [1, T, ...]
+    run: Callable[[Tensors, BatchPlan, str], Tensor]
     oracle: Callable[[Tensors, Tensor], Tensor] | None  # an op's definition: x, cu_seqlens
-    units: Mapping[str, float]  # bounds of results in other dtypes than float64, in UNITs; "": all others
+    # bounds of results in other dtypes than float64, in UNITs; "": all others
+    units: Mapping[str, float]
     bound: float = DELTA  # in float64
     parameters: Tensors = field(default_factory=dict)  # float64
     wide: tuple[str, ...] = ()  # parameters that are never narrower than float32
-    usual: Tensors = field(default_factory=dict)  # parameters instead of those that amplify rounding
+    # parameters instead of those that amplify rounding
+    usual: Tensors = field(default_factory=dict)
     by_head: bool = True  # the output and its inputs are [1, T, heads, ...]
     layers: tuple[int, ...] = ()
     first: int = 0  # where its tokens begin in the batch
 
     def __str__(self) -> str:
-        return f"{self.name}, layer{'s' * (len(self.layers) > 1)} {', '.join(map(str, self.layers))}"
+        return (
+            f"{self.name}, layer{'s' * (len(self.layers) > 1)} {', '.join(map(str, self.layers))}"
+        )
 
 
 @singledispatch
@@ -108,7 +117,9 @@ def _(mixer: ShortConv, draw: Draws) -> Iterator[Case]:
     yield _convolution(draw, (mixer.channels,), mixer.conv_size, activation=None)
 
 
-def _attention(draw: Draws, heads: int, kv_heads: int, D: int, Dv: int, scale: float | None = None) -> Case:
+def _attention(
+    draw: Draws, heads: int, kv_heads: int, D: int, Dv: int, scale: float | None = None
+) -> Case:
     def run(x, plan, impl):
         return attention(**x, scale=scale, method=draw.cp_method, **plan.documents)
 
@@ -141,7 +152,9 @@ def _convolution(
     parameters = {"weight": draw("weight", D, W) / 2} | ({"bias": draw("bias", D)} if bias else {})
     tokens = draw.tokens(x=(D,), dy=(D,))
     dy = tokens.pop("dy")
-    return Case("causal_conv1d", tokens, dy, run, oracle, {"": 1.5}, parameters=parameters, by_head=False)
+    return Case(
+        "causal_conv1d", tokens, dy, run, oracle, {"": 1.5}, parameters=parameters, by_head=False
+    )
 
 
 # --- Recurrences -----------------------------------------------------------------------------------------------------
@@ -179,16 +192,23 @@ def _delta_rule(
 
     def run(x, plan, impl):
         x = x | {name: l2norm(x[name]).to(x[name].dtype) for name in "qk"}
-        how = {"allow_neg_eigval": mixer.beta_range == 2.0, "impl": impl, "cp_method": draw.cp_method}
+        how = {
+            "allow_neg_eigval": mixer.beta_range == 2.0,
+            "impl": impl,
+            "cp_method": draw.cp_method,
+        }
         return op(**x, **how, **plan.documents, **IN_KERNEL, **options)[0]
 
     def oracle(x, cu_seqlens):
         g = gate(x["g"], x["A_log"], x["dt_bias"], **options)
         beta = mixer.beta_range * x["beta"].sigmoid()
-        return recurrent_delta_rule(l2norm(x["q"]), l2norm(x["k"]), x["v"], g, beta, cu_seqlens=cu_seqlens)[0]
+        return recurrent_delta_rule(
+            l2norm(x["q"]), l2norm(x["k"]), x["v"], g, beta, cu_seqlens=cu_seqlens
+        )[0]
 
     tokens = draw.tokens(q=(H, K), k=(H, K), v=(HV, V), g=gates, beta=(HV,), dy=(HV, V))
-    units = {"": 1.5, "g": 3.0, "beta": 3.0, "A_log": 6.0, "dt_bias": 6.0}  # the last two are sums that cancel
+    # the last two are sums that cancel
+    units = {"": 1.5, "g": 3.0, "beta": 3.0, "A_log": 6.0, "dt_bias": 6.0}
     more = {"parameters": slow, "wide": ("A_log", "dt_bias"), "usual": {"dt_bias": dt_bias}}
     yield Case(mixer.op, tokens, tokens.pop("dy"), run, oracle, units, **more)
     yield _convolution(draw, (H * K, H * K, HV * V), mixer.conv_size, norm_dim=K)
@@ -201,7 +221,9 @@ def _(mixer: Lightning, draw: Draws) -> Iterator[Case]:
 
     def run(x, plan, impl):
         x = x | {"g": -F.softplus(widen(x["g"]) - 7)}
-        return chunk_simple_gla(**x, scale=1.0, impl=impl, cp_method=draw.cp_method, **plan.documents)[0]
+        return chunk_simple_gla(
+            **x, scale=1.0, impl=impl, cp_method=draw.cp_method, **plan.documents
+        )[0]
 
     def oracle(x, cu_seqlens):
         x = x | {"g": -F.softplus(x["g"] - 7)}

@@ -55,7 +55,8 @@ def layers(subject: Subject) -> Findings:
         error, size = (sum(of_ranks) for of_ranks in zip(*of_all_ranks(squares, host), strict=True))
         what = f"{name} of {len(got[0].losses)} batches, {split}, against uncompiled layers"
         yield Finding(check, what, math.sqrt(error / size), bound)
-    first = 1 if subject.degrees.ep > 1 else 0  # experts' rows vary: the second batch compiles for any number
+    # experts' rows vary: the second batch compiles for any number
+    first = 1 if subject.degrees.ep > 1 else 0
     graphs = got[-1].graphs
     more = max(of_all_ranks(graphs[-1] - graphs[first], host))
     yield Finding("compiled", f"graphs that batches after the first {first + 1} compile", more, 0)
@@ -67,12 +68,20 @@ def _steps(subject: Subject, dims: ParallelDims | None, enable: bool) -> list[Me
     torch.compiler.reset()
     if dims is not None:
         config = changed(subject.config, {"compile.enable": enable})
-        return [_measured(passes_of_process(replace(subject, config=config), dims, micro_steps=1), BATCHES)]
+        return [
+            _measured(
+                passes_of_process(replace(subject, config=config), dims, micro_steps=1), BATCHES
+            )
+        ]
     whole = subject.whole(DTYPES[subject.config.training.dtype])
 
     def on_rank(dims: LocalDims) -> Measured:
-        model = model_of(subject, whole, dims, compiled=enable and dims.rank == subject.degrees.ranks - 1)
-        return _measured(passes_of(subject, model, dims, dims.groups["world"], micro_steps=1), IN_ONE_PROCESS)
+        model = model_of(
+            subject, whole, dims, compiled=enable and dims.rank == subject.degrees.ranks - 1
+        )
+        return _measured(
+            passes_of(subject, model, dims, dims.groups["world"], micro_steps=1), IN_ONE_PROCESS
+        )
 
     return on_ranks(subject.degrees, on_rank)
 

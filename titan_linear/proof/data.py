@@ -30,7 +30,8 @@ def labels(subject: Subject) -> Findings:
         stream = subject.streams[i]
         want = np.append(stream.tokens[1:], _first_of_next(subject, i))
         labelled = stream.labels != IGNORE
-        ends = np.zeros(len(want), dtype=bool)  # of documents, except the last, which may go on in the next stream
+        # of documents, except the last, which may go on in the next stream
+        ends = np.zeros(len(want), dtype=bool)
         ends[stream.cu_seqlens[1:-1] - 1] = True
         if BACK in stream.columns:
             ends = np.roll(stream.columns[BACK], -1) != 1
@@ -46,7 +47,13 @@ def labels(subject: Subject) -> Findings:
             at = int(np.flatnonzero(bad | absent)[0])
             n = int(np.searchsorted(stream.cu_seqlens, at, side="right")) - 1
             where = f"stream {i}, document {n}, token {at - int(stream.cu_seqlens[n])}"
-    yield Finding("labels", f"of {of} tokens, labels that are not the next token of their document", wrong, 0, where)
+    yield Finding(
+        "labels",
+        f"of {of} tokens, labels that are not the next token of their document",
+        wrong,
+        0,
+        where,
+    )
     yield Finding("labels", "tokens within a document that have none", missing, 0, where)
 
 
@@ -60,11 +67,14 @@ def targets(subject: Subject) -> Findings:
         starts, lengths = source.runs(number)
         documents = np.searchsorted(corpus.offsets, starts, side="right") - 1
         first = documents[:: corpus.group] // corpus.group * corpus.group
-        if source.targets.group and not np.array_equal(documents, np.add.outer(first, range(corpus.group)).ravel()):
+        if source.targets.group and not np.array_equal(
+            documents, np.add.outer(first, range(corpus.group)).ravel()
+        ):
             apart.append(f"stream {i}")
         for n, (start, end) in enumerate(zip(starts, np.cumsum(lengths))):
             rows = np.flatnonzero(stream.labels[end - lengths[n] : end] != IGNORE)
-            rows = rows[rows + 1 < lengths[n]]  # what follows in the stream may continue another document
+            # what follows in the stream may continue another document
+            rows = rows[rows + 1 < lengths[n]]
             for column in source.targets.columns:
                 numbers = stream.columns[column][end - lengths[n] + rows]
                 if (numbers != corpus.columns[column][start + rows + 1]).any():
@@ -73,11 +83,19 @@ def targets(subject: Subject) -> Findings:
         said = "streams with a text that is not beside its other one, the chosen one first"
         yield Finding("pairs", said, len(apart), 0, (apart or [""])[0])
     if subject.config.loss.name != "cross_entropy":
-        yield Finding("columns", "documents with a number that is not its label's", len(wrong), 0, (wrong or [""])[0])
+        yield Finding(
+            "columns",
+            "documents with a number that is not its label's",
+            len(wrong),
+            0,
+            (wrong or [""])[0],
+        )
 
 
 def _all_trained_on(subject: Subject) -> bool:
-    return all("weights" not in streams.corpus.columns for streams in subject.streams.sources.values())
+    return all(
+        "weights" not in streams.corpus.columns for streams in subject.streams.sources.values()
+    )
 
 
 def _first_of_next(subject: Subject, i: int) -> int:
@@ -93,7 +111,10 @@ def cut(subject: Subject) -> Findings:
         batch = next(iter(subject.loader(dims.dp_rank, dims.dp)))
         micro = sharding_of(subject, dims, subject.dtype)(batch)
         context = micro.plan.cp_context
-        parts = {name: x[0] for name, x in {"tokens": micro.tokens, "labels": micro.labels, **micro.columns}.items()}
+        parts = {
+            name: x[0]
+            for name, x in {"tokens": micro.tokens, "labels": micro.labels, **micro.columns}.items()
+        }
         parts["position_ids"] = micro.plan.position_ids
         parts |= _by_depth(micro.plan.later)
         starts = [int(a) for a in context.cu_seqlens_cpu[:-1]]
@@ -102,7 +123,11 @@ def cut(subject: Subject) -> Findings:
     batch, degrees = subject.batch, subject.degrees
     bounds = batch.cu_seqlens.numpy().astype(np.int64)
     position = np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
-    want = {"tokens": batch.tokens[0], "labels": batch.labels[0], "position_ids": torch.from_numpy(position)}
+    want = {
+        "tokens": batch.tokens[0],
+        "labels": batch.labels[0],
+        "position_ids": torch.from_numpy(position),
+    }
     want |= _by_depth(later(batch, subject.model.mtp_layers))
     want |= {name: column[0] for name, column in batch.columns.items()}
     wrong = dict.fromkeys([*want, "documents"], 0)
@@ -114,14 +139,22 @@ def cut(subject: Subject) -> Findings:
             wrong[name] += int(bad.sum())
             if bad.any() and not where[name]:
                 where[name] = f"rank {rank}, {subject.document(int(mine[int(bad.nonzero()[0])]))}"
-        begins = torch.isin(mine, torch.from_numpy(bounds)) | (torch.arange(len(mine)) % _fragment(subject) == 0)
+        begins = torch.isin(mine, torch.from_numpy(bounds)) | (
+            torch.arange(len(mine)) % _fragment(subject) == 0
+        )
         missing = sorted(set(begins.nonzero().flatten().tolist()) ^ set(starts))
         wrong["documents"] += len(missing)
         if missing and not where["documents"]:
             where["documents"] = f"rank {rank}, {subject.document(int(mine[missing[0]]))}"
     for name, count in wrong.items():
         what = "boundaries of documents" if name == "documents" else name
-        yield Finding("cut", f"{what} of {degrees.ranks} ranks that differ from the streams'", count, 0, where[name])
+        yield Finding(
+            "cut",
+            f"{what} of {degrees.ranks} ranks that differ from the streams'",
+            count,
+            0,
+            where[name],
+        )
 
 
 def later(batch: Batch, depth: int) -> Later | None:
@@ -131,7 +164,11 @@ def later(batch: Batch, depth: int) -> Later | None:
     weights = torch.zeros(tokens.shape)
     for a, b in pairwise(batch.cu_seqlens.tolist()):
         for k in range(1, min(depth, b - a - 1) + 1):
-            for x, of in ((tokens, batch.tokens), (labels, batch.labels), (weights, batch.columns["weights"])):
+            for x, of in (
+                (tokens, batch.tokens),
+                (labels, batch.labels),
+                (weights, batch.columns["weights"]),
+            ):
                 x[k - 1, a : b - k] = of[0, a + k : b]
     return Later(tokens, labels, weights) if depth else None
 
@@ -166,7 +203,11 @@ def stream(subject: Subject) -> Findings:
     """Together the ranks take each stream of a step once, whatever the data-parallel degree, the micro-batch, and the
     step from which the run resumes."""
     G = subject.run.training.global_batch_size
-    want = {i: subject.streams[i].tokens for step in range(STEPS) for i in range(step * G, step * G + min(G, COMPARED))}
+    want = {
+        i: subject.streams[i].tokens
+        for step in range(STEPS)
+        for i in range(step * G, step * G + min(G, COMPARED))
+    }
     for dp, local in _splits(G):
         wrong, where = 0, ""
         for step in range(STEPS):
@@ -185,10 +226,16 @@ def stream(subject: Subject) -> Findings:
 
 def _splits(G: int) -> list[tuple[int, int]]:
     """The splits to try: (data-parallel degree, streams per micro-batch)."""
-    return list(dict.fromkeys((dp, local) for dp in (1, 2, G) for local in (1, 2) if G % (dp * local) == 0 and dp <= 8))
+    return list(
+        dict.fromkeys(
+            (dp, local) for dp in (1, 2, G) for local in (1, 2) if G % (dp * local) == 0 and dp <= 8
+        )
+    )
 
 
-def _taken(subject: Subject, G: int, dp: int, local: int, dp_rank: int, step: int) -> list[tuple[int, np.ndarray]]:
+def _taken(
+    subject: Subject, G: int, dp: int, local: int, dp_rank: int, step: int
+) -> list[tuple[int, np.ndarray]]:
     """A rank's streams of a step, and their tokens, in a run that has resumed at that step."""
     loader = StreamLoader(
         subject.streams,
@@ -199,4 +246,8 @@ def _taken(subject: Subject, G: int, dp: int, local: int, dp_rank: int, step: in
         next_stream=step * G,
     )
     batches: list[Batch] = list(islice(iter(loader), G // (dp * local)))
-    return [(i, x) for b in batches for i, x in zip(b.streams, b.tokens[0].numpy().reshape(local, -1), strict=True)]
+    return [
+        (i, x)
+        for b in batches
+        for i, x in zip(b.streams, b.tokens[0].numpy().reshape(local, -1), strict=True)
+    ]

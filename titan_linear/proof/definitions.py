@@ -22,7 +22,8 @@ from titan_linear.proof.subject import Subject
 
 TOKENS, VOCAB = 200, 4096  # VOCAB: the most rows of the head; all are computed alike
 OF_LOSS = 3.0  # units that the loss and its gradients may be off
-PER_ADDITION, ADDITION = 32, 2.0**-13  # terms that Hopper adds at a time, and what it then drops (DeepSeek-V3, 3.3.2)
+# terms that Hopper adds at a time, and what it then drops (DeepSeek-V3, 3.3.2)
+PER_ADDITION, ADDITION = 32, 2.0**-13
 
 
 def loss(subject: Subject) -> Findings:
@@ -38,13 +39,30 @@ def loss(subject: Subject) -> Findings:
     pairs = ((torch.float64, "torch"), (subject.dtype, subject.config.model.impl))
 
     def results(dtype: torch.dtype, of: Callable[..., Tensor]) -> dict[str, Tensor]:
-        leaves = [t.to(subject.dtype).to(dtype, copy=True).requires_grad_() for t in (x, weight * dim**-0.5)]
+        leaves = [
+            t.to(subject.dtype).to(dtype, copy=True).requires_grad_()
+            for t in (x, weight * dim**-0.5)
+        ]
         value = of(*leaves)
-        return dict(zip(("loss", "dx", "dW"), (value.detach(), *torch.autograd.grad(value, leaves)), strict=True))
+        return dict(
+            zip(
+                ("loss", "dx", "dW"),
+                (value.detach(), *torch.autograd.grad(value, leaves)),
+                strict=True,
+            )
+        )
 
-    exact = results(torch.float64, lambda x, W: F.cross_entropy(x @ W.T, labels, ignore_index=IGNORE, reduction="sum"))
+    exact = results(
+        torch.float64,
+        lambda x, W: F.cross_entropy(x @ W.T, labels, ignore_index=IGNORE, reduction="sum"),
+    )
     for dtype, impl in dict.fromkeys(pairs):
-        got = results(dtype, lambda x, W, impl=impl: ChunkedLogits(x, W, chunk, impl=impl).sum(labels, cross_entropy))
+        got = results(
+            dtype,
+            lambda x, W, impl=impl: ChunkedLogits(x, W, chunk, impl=impl).sum(
+                labels, cross_entropy
+            ),
+        )
         errors = {name: off(got[name], exact[name]) for name in exact}
         bounds = dict.fromkeys(errors, DELTA if dtype == torch.float64 else OF_LOSS * UNIT[dtype])
         name = worst(errors, bounds)
@@ -58,11 +76,19 @@ def float8(subject: Subject) -> Findings:
     if not run.enable:
         return
     rng = generator(subject.config.debug.seed, "proof", "float8")
-    x, weight = (torch.randn(n, SMALLEST, generator=rng).to(subject.device, subject.dtype) for n in (TOKENS, SMALLEST))
+    x, weight = (
+        torch.randn(n, SMALLEST, generator=rng).to(subject.device, subject.dtype)
+        for n in (TOKENS, SMALLEST)
+    )
     for what, w in (("x", weight), ("dy", weight.T)):
         error = off(float8_linear(x, w, run.emulate), emulated_linear(x.double(), w.double()))
         bound = OF_LOSS * UNIT[subject.dtype] + SMALLEST / PER_ADDITION * ADDITION
-        yield Finding(f"float8, {short(subject.dtype)}", f"products with {what}, against float64", error, bound)
+        yield Finding(
+            f"float8, {short(subject.dtype)}",
+            f"products with {what}, against float64",
+            error,
+            bound,
+        )
 
 
 def positions(subject: Subject) -> Findings:
@@ -71,13 +97,22 @@ def positions(subject: Subject) -> Findings:
     for mixer in subject.model.mixers:
         if mixer.rotary is not None:
             theta, dim, scaling = mixer.rotary
-            at = torch.tensor([0, 1, 2, 1000, subject.run.training.seq_len - 1], device=subject.device)
+            at = torch.tensor(
+                [0, 1, 2, 1000, subject.run.training.seq_len - 1], device=subject.device
+            )
             rng = generator(subject.config.debug.seed, "proof", "positions")
             x = torch.randn(1, len(at), 2, dim, generator=rng).double().to(subject.device)
             got = rotate(x, *BatchPlan(at).angles(mixer.rotary, torch.float64))
             unscaled = theta ** -(torch.arange(0, dim, 2, device=at.device).double() / dim), 1.0
-            frequencies, factor = inverse_frequencies(*mixer.rotary, at.device) if scaling else unscaled
+            frequencies, factor = (
+                inverse_frequencies(*mixer.rotary, at.device) if scaling else unscaled
+            )
             turn = factor * torch.exp(1j * at[:, None].double() * frequencies)
             turned = torch.view_as_complex(torch.stack(x.chunk(2, -1), -1)) * turn[:, None]
             error = off(got, torch.cat([turned.real, turned.imag], -1))
-            yield Finding("implementation, float64", f"positions, {mixer.name}, against the definition", error, DELTA)
+            yield Finding(
+                "implementation, float64",
+                f"positions, {mixer.name}, against the definition",
+                error,
+                DELTA,
+            )

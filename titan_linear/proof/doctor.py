@@ -62,9 +62,13 @@ def guarded(name: str, check: Callable[[], Findings]) -> Findings:
     try:
         yield from check()
     except Exception as error:
-        if isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError) or isinstance(
+            error.__cause__, torch.OutOfMemoryError
+        ):
             raise
-        yield Finding(name, "cannot be computed", float("inf"), 0, f"{type(error).__name__}: {error}")
+        yield Finding(
+            name, "cannot be computed", float("inf"), 0, f"{type(error).__name__}: {error}"
+        )
 
 
 def main(argv: list[str]) -> int:
@@ -74,7 +78,8 @@ def main(argv: list[str]) -> int:
         return 0
     ignore_warnings_of_torch()
     warnings.filterwarnings("ignore", message=".*deterministic")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms require it
+    # deterministic algorithms require it
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         subject = subject_of(load_config(argv))
         first = os.environ.get("RANK", "0") == "0"
@@ -105,7 +110,11 @@ def _at_most(patience: timedelta) -> Iterator[None]:
     def end() -> None:
         rank = os.environ["RANK"]
         seconds = patience.total_seconds()
-        print(f"error: rank {rank}: the proofs of processes hang, {seconds:.0f} s so far", file=sys.stderr, flush=True)
+        print(
+            f"error: rank {rank}: the proofs of processes hang, {seconds:.0f} s so far",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(FAILED)
 
     timer = threading.Timer(patience.total_seconds(), end)

@@ -20,7 +20,8 @@ from titan_linear.run.build import allocated
 from titan_linear.storage.hf_io import load_weights, read_config, read_model
 
 TOKENS = 100  # that are compared, as one document
-DEPARTURES = {  # of transformers from published code and us: what, and an option of mixers that it has at this value
+# of transformers from published code and us: what, and an option of mixers that it has at this value
+DEPARTURES = {
     "MiniMaxForCausalLM": (
         "rotates whole heads; the published code, as we, `rotary_dim` channels",
         ("rotary_fraction", 1.0),
@@ -48,7 +49,9 @@ def logits(subject: Subject) -> Findings:
         return
     told = {}
     if option == "dt_max":
-        least = max((mixer.dt_min for mixer in config.mixers if isinstance(mixer, Mamba2)), default=0.0)
+        least = max(
+            (mixer.dt_min for mixer in config.mixers if isinstance(mixer, Mamba2)), default=0.0
+        )
         told["time_step_min"] = least or sys.float_info.min
         yield Note(f"hugging face: transformers {departs}; compared with {told}")
     from transformers import AutoModelForCausalLM, logging
@@ -61,12 +64,22 @@ def logits(subject: Subject) -> Findings:
     ours.use("torch", subject.device, torch.float32)
     bounds = torch.tensor([0, T], dtype=torch.int32, device=subject.device)
     got = ours(tokens, BatchPlan(torch.arange(T, device=subject.device), cu_seqlens=bounds))
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **told).to(subject.device).eval()
+    theirs = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **told)
+        .to(subject.device)
+        .eval()
+    )
     want = theirs(tokens, use_cache=False).logits
     bound = bound_of_model(torch.float32, config.num_layers)
     wrong = (got - want).abs().amax((0, 2))
     where = f"token {int(wrong.argmax())} of {T}"
-    yield Finding("hugging face", f"logits of {family} against transformers', float32", off(got, want), bound, where)
+    yield Finding(
+        "hugging face",
+        f"logits of {family} against transformers', float32",
+        off(got, want),
+        bound,
+        where,
+    )
 
 
 def _reason_against(folder: Path, size: int, device: torch.device) -> str:

@@ -44,12 +44,15 @@ class Trace:
 
     def __init__(self, model: Decoder):
         n = model.config.num_layers
-        self.modules = [*model.layers[:n], model.head, *model.layers[n:]]  # in the order of computation
+        # in the order of computation
+        self.modules = [*model.layers[:n], model.head, *model.layers[n:]]
         self.between: list[list[Tensor]] = [[] for _ in self.modules]  # by module and micro-step
         self.backward: list[list[Tensor]] = [[] for _ in self.modules]
 
     def __enter__(self) -> Trace:
-        self.hooks = [m.register_forward_pre_hook(self._keep(i)) for i, m in enumerate(self.modules)]
+        self.hooks = [
+            m.register_forward_pre_hook(self._keep(i)) for i, m in enumerate(self.modules)
+        ]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -79,15 +82,29 @@ def in_one_process(subject: Subject, whole: Decoder) -> Step:
     bounds = batch.cu_seqlens
     weight = batch.weight or 1.0
     device = subject.device
-    plan = plan_of(subject, bounds, batch.num_streams, to_device(later(batch, subject.model.mtp_layers), device))
+    plan = plan_of(
+        subject,
+        bounds,
+        batch.num_streams,
+        to_device(later(batch, subject.model.mtp_layers), device),
+    )
     columns = {name: column.to(device) for name, column in batch.columns.items()}
     micro = MicroBatch(
-        batch.tokens.to(device), batch.labels.to(device), plan, batch.streams, columns, batch.num_documents
+        batch.tokens.to(device),
+        batch.labels.to(device),
+        plan,
+        batch.streams,
+        columns,
+        batch.num_documents,
     )
     whole.use(subject.config.model.impl, device, subject.dtype).zero_grad(set_to_none=True)
     micro = with_reference(whole, micro, ComputeCopies(whole, subject.dtype))
     of = partial(build_loss(subject.config), batch=micro)
-    with torch.autograd.set_multithreading_enabled(False), Trace(whole) as trace, ComputeCopies(whole, subject.dtype):
+    with (
+        torch.autograd.set_multithreading_enabled(False),
+        Trace(whole) as trace,
+        ComputeCopies(whole, subject.dtype),
+    ):
         balance = weight / batch.tokens.numel()
         loss = whole(micro.tokens, plan, loss=of, balance_weight=balance).flatten()[0] / weight
         loss.backward()
@@ -101,7 +118,8 @@ class Split:
     """The results of a step on the run's ranks."""
 
     loss: Tensor
-    copies: list[tuple[int, Tensors]]  # (rank, whole gradients), for each set of ranks that holds them
+    # (rank, whole gradients), for each set of ranks that holds them
+    copies: list[tuple[int, Tensors]]
     passed: list[Tensor]  # what passes between layers, for all tokens
 
 
@@ -137,8 +155,11 @@ def traced_tokens(subject: Subject, dims: LocalDims | ParallelDims) -> Tensor:
     """[T_local] int64: indices in the batch of a rank's tokens between layers, one micro-step's stream after the
     other."""
     cp_rank, tp_rank = dims.cp_group.rank(), dims.tp_group.rank()
-    streams = range(dims.dp_rank, STREAMS * subject.degrees.dp, subject.degrees.dp)  # one per micro-step
-    return torch.cat([tokens_in(subject, [i], cp_rank).chunk(subject.degrees.tp)[tp_rank] for i in streams])
+    # one per micro-step
+    streams = range(dims.dp_rank, STREAMS * subject.degrees.dp, subject.degrees.dp)
+    return torch.cat(
+        [tokens_in(subject, [i], cp_rank).chunk(subject.degrees.tp)[tp_rank] for i in streams]
+    )
 
 
 def split(subject: Subject) -> Findings:
@@ -156,7 +177,9 @@ def split(subject: Subject) -> Findings:
     total /= math.sqrt(sum(want.gradients[n].norm().item() ** 2 for n in errors))
     bound = bound_of_model(subject.dtype, subject.model.num_layers)
     what = "gradient of one process against float64"
-    yield Finding(f"one process, {short(subject.dtype)}", what, total, bound, max(errors, key=errors.get))
+    yield Finding(
+        f"one process, {short(subject.dtype)}", what, total, bound, max(errors, key=errors.get)
+    )
     yield from _compared(subject, on_all_ranks(subject, whole), want, one)
 
 
@@ -169,7 +192,9 @@ def _compared(subject: Subject, got: Split, want: Step, one: Step | None) -> Fin
         for rank, gradients in got.copies
         for name, x in want.gradients.items()
     }
-    yield from of_step(f"split, {short(dtype)}", str(subject.degrees), got.loss, errors, wrong, want, dtype, one)
+    yield from of_step(
+        f"split, {short(dtype)}", str(subject.degrees), got.loss, errors, wrong, want, dtype, one
+    )
 
 
 def of_step(
@@ -187,7 +212,9 @@ def of_step(
     where = wrong.where if wrong else ""
     bound = _bound(dtype, one and one.loss, want.loss)
     yield Finding(check, f"loss, {what}", off(loss, want.loss), bound, where)
-    of_name = {name: _bound(dtype, one and one.gradients[name], x) for name, x in want.gradients.items()}
+    of_name = {
+        name: _bound(dtype, one and one.gradients[name], x) for name, x in want.gradients.items()
+    }
     bounds = {key: of_name[key[0]] for key in errors}
     name, rank = key = worst(errors, bounds)
     said = f"{name}, rank {rank}"
@@ -220,8 +247,11 @@ def stations(subject: Subject, want: Step, dtype: torch.dtype, one: Step | None)
         for layer, name in zip(subject.model.layers[n:], ["", *more])
     ]
     names = [f"{name}, forward" for name in ("the embedding", *trunk, *entered)]
-    names += [f"{name}, backward" for name in (*reversed(more), "the head or the loss", *reversed(trunk))]
-    names = names[: len(want.passed)]  # what a frozen embedding gives has no gradient, which would be the last
+    names += [
+        f"{name}, backward" for name in (*reversed(more), "the head or the loss", *reversed(trunk))
+    ]
+    # what a frozen embedding gives has no gradient, which would be the last
+    names = names[: len(want.passed)]
     of_one = one.passed if one else [None] * len(names)
     bounds = [_bound(dtype, x, y) for x, y in zip(of_one, want.passed, strict=True)]
     back = [name.endswith("backward") for name in names]
@@ -260,7 +290,12 @@ def documents(subject: Subject) -> Findings:
     order = sorted(pairwise(bounds), key=lambda d: d[1] - d[0])
     figure, where = 0.0, ""
     for a, b in dict.fromkeys([*order[: ALONE // 2], *order[-ALONE // 2 :]]):
-        alone = _forward(subject, whole, subject.batch.tokens[:, a:b], torch.tensor([0, b - a], dtype=torch.int32))
+        alone = _forward(
+            subject,
+            whole,
+            subject.batch.tokens[:, a:b],
+            torch.tensor([0, b - a], dtype=torch.int32),
+        )
         for i, (x, y) in enumerate(zip(packed, alone, strict=True)):
             error = off(x[:, a:b], y, SMALL * x.norm().item())
             if not error <= max(figure, DELTA):
@@ -284,7 +319,11 @@ def repeated(subject: Subject) -> Findings:
     with repeatable(may_differ(subject, range(len(subject.model.layers)))):
         first, again = (on_all_ranks(subject, whole) for _ in range(2))
     differ = [] if torch.equal(first.loss, again.loss) else ["loss"]
-    differ += [name for name, x in first.copies[0][1].items() if not torch.equal(x, again.copies[0][1][name])]
+    differ += [
+        name
+        for name, x in first.copies[0][1].items()
+        if not torch.equal(x, again.copies[0][1][name])
+    ]
     what = "a step: loss and gradients that differ in their bits when it runs again"
     more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
     yield Finding("repeated", what, len(differ), 0, ", ".join(differ[:3]) + more)

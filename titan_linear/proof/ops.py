@@ -43,8 +43,13 @@ def cases(subject: Subject) -> Iterator[Case]:
         layers = tuple(i for i, layer in enumerate(subject.model.layers) if kind in layer.mixers)
         method = cp_method(kind, subject.config.parallelism)
         draw = Draws(T, subject.config.debug.seed, kind.name, subject.device, method)
-        of_first = zip(subject.model.layers[layers[0]].mixers, whole.layers[layers[0]].mixers, strict=True)
-        for case in (*of_ops(kind, draw), _mixer(kind, draw, subject.model.dim, dict(of_first)[kind])):
+        of_first = zip(
+            subject.model.layers[layers[0]].mixers, whole.layers[layers[0]].mixers, strict=True
+        )
+        for case in (
+            *of_ops(kind, draw),
+            _mixer(kind, draw, subject.model.dim, dict(of_first)[kind]),
+        ):
             yield replace(case, layers=layers)
 
 
@@ -59,7 +64,9 @@ def _mixer(kind: MixerOptions, draw: Draws, dim: int, mixer: nn.Module) -> Case:
             del module._parameters[leaf]
             setattr(module, leaf, p)
         copied.cp_method = draw.cp_method
-        copied.implementations = choose_implementations(kind.ops, impl, arguments[0].device, arguments[0].dtype)
+        copied.implementations = choose_implementations(
+            kind.ops, impl, arguments[0].device, arguments[0].dtype
+        )
         x, *taken = arguments
         y = copied(x, plan, None, *taken)
         return y if isinstance(y, Tensor) else y[0]
@@ -98,16 +105,26 @@ def _dtype_of(case: Case, name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def computed(
-    case: Case, dtype: torch.dtype, plan: BatchPlan, impl: str = "torch", mine: Tensor | slice = slice(None)
+    case: Case,
+    dtype: torch.dtype,
+    plan: BatchPlan,
+    impl: str = "torch",
+    mine: Tensor | slice = slice(None),
 ) -> Results:
     """Compute the case in `dtype`, on the tokens `mine`."""
     tokens = {n: x[:, mine].to(dtype, copy=True).requires_grad_() for n, x in case.tokens.items()}
-    parameters = {n: x.to(_dtype_of(case, n, dtype), copy=True).requires_grad_() for n, x in case.parameters.items()}
+    parameters = {
+        n: x.to(_dtype_of(case, n, dtype), copy=True).requires_grad_()
+        for n, x in case.parameters.items()
+    }
     y = case.run(tokens | parameters, plan, impl)
-    grads = torch.autograd.grad(y, [*tokens.values(), *parameters.values()], case.dy[:, mine].to(dtype))
+    grads = torch.autograd.grad(
+        y, [*tokens.values(), *parameters.values()], case.dy[:, mine].to(dtype)
+    )
     gradients = dict(zip([*tokens, *parameters], grads, strict=True))
     return Results(
-        {"y": y.detach()} | {f"d{n}": gradients[n] for n in tokens}, {f"d{n}": gradients[n] for n in parameters}
+        {"y": y.detach()} | {f"d{n}": gradients[n] for n in tokens},
+        {f"d{n}": gradients[n] for n in parameters},
     )
 
 
@@ -123,14 +140,20 @@ def split_among_ranks(subject: Subject, case: Case, dtype: torch.dtype, impl: st
     def on_rank(dims: LocalDims) -> Results:
         batch = next(iter(subject.loader(0, subject.degrees.dp)))
         plan = sharding_of(subject, dims, dtype)(batch).plan
-        return computed(case, dtype, plan, impl, tokens_of(subject, 0, dims.rank).to(subject.device))
+        return computed(
+            case, dtype, plan, impl, tokens_of(subject, 0, dims.rank).to(subject.device)
+        )
 
     ranks = on_ranks(degrees, on_rank)
-    whole = {name: x.new_empty(1, case.dy.shape[1], *x.shape[2:]) for name, x in ranks[0].tokens.items()}
+    whole = {
+        name: x.new_empty(1, case.dy.shape[1], *x.shape[2:]) for name, x in ranks[0].tokens.items()
+    }
     for rank, results in enumerate(ranks):
         for name, x in results.tokens.items():
             whole[name][:, tokens_of(subject, 0, rank).to(x.device)] = x
-    return Results(whole, {n: sum(r.parameters[n].double() for r in ranks) for n in ranks[0].parameters})
+    return Results(
+        whole, {n: sum(r.parameters[n].double() for r in ranks) for n in ranks[0].parameters}
+    )
 
 
 def _bounds(subject: Subject) -> Tensor:
@@ -139,10 +162,14 @@ def _bounds(subject: Subject) -> Tensor:
     return bounds[bounds <= STREAMS * subject.config.training.seq_len]
 
 
-def plan_of(subject: Subject, bounds: Tensor, num_streams: int = 1, later: Later | None = None) -> BatchPlan:
+def plan_of(
+    subject: Subject, bounds: Tensor, num_streams: int = 1, later: Later | None = None
+) -> BatchPlan:
     """The plan of documents with these boundaries, by hand."""
     positions = torch.cat([torch.arange(n) for n in bounds.diff().tolist()]).to(subject.device)
-    return BatchPlan(positions, cu_seqlens=bounds.to(subject.device), num_streams=num_streams, later=later)
+    return BatchPlan(
+        positions, cu_seqlens=bounds.to(subject.device), num_streams=num_streams, later=later
+    )
 
 
 # --- What is compared ------------------------------------------------------------------------------------------------
@@ -156,8 +183,14 @@ def _compared(
     errors = {name: off(x, both[1][name]) for name, x in both[0].items()}
     bounds = {name: _bound(case, name, dtype) for name in errors}
     # If results are out of bounds, name the first that says where: results by token, the output before gradients.
-    name = next((name for name in got.tokens if not errors[name] <= bounds[name]), worst(errors, bounds))
-    return errors[name], bounds[name], _where(subject, case, name, both[0][name], both[1][name], name in got.tokens)
+    name = next(
+        (name for name in got.tokens if not errors[name] <= bounds[name]), worst(errors, bounds)
+    )
+    return (
+        errors[name],
+        bounds[name],
+        _where(subject, case, name, both[0][name], both[1][name], name in got.tokens),
+    )
 
 
 def _bound(case: Case, name: str, dtype: torch.dtype) -> float:
@@ -166,7 +199,9 @@ def _bound(case: Case, name: str, dtype: torch.dtype) -> float:
     return case.units.get(name if name == "y" else name[1:], case.units[""]) * UNIT[dtype]
 
 
-def _where(subject: Subject, case: Case, name: str, got: Tensor, want: Tensor, of_tokens: bool) -> str:
+def _where(
+    subject: Subject, case: Case, name: str, got: Tensor, want: Tensor, of_tokens: bool
+) -> str:
     """In words: the result, its worst head, and the rank and document where the error begins."""
     wrong = (got.double() - want.double()).abs().nan_to_num(torch.inf, torch.inf)
     said = [name]
@@ -176,7 +211,9 @@ def _where(subject: Subject, case: Case, name: str, got: Tensor, want: Tensor, o
         return ", ".join(said)
     if case.by_head:
         said.append(f"head {int(wrong.transpose(0, 2).flatten(1).amax(1).argmax())}")
-    return ", ".join([*said, _place(subject, case.first + begins(wrong[0].flatten(1).amax(1), name != "y"))])
+    return ", ".join(
+        [*said, _place(subject, case.first + begins(wrong[0].flatten(1).amax(1), name != "y"))]
+    )
 
 
 def begins(wrong: Tensor, backward: bool) -> int:
@@ -242,7 +279,9 @@ def documents(subject: Subject, case: Case) -> Findings:
             error = off(whole[:, document], x, SMALL * whole.norm().item())
             if not error <= worst_of[0]:
                 worst_of = error, f"{name}, {subject.document(document.start)}"
-    yield Finding("documents", f"{case}, packed and alone, float64", worst_of[0], case.bound, worst_of[1])
+    yield Finding(
+        "documents", f"{case}, packed and alone, float64", worst_of[0], case.bound, worst_of[1]
+    )
     what = f"{case}, cp {subject.degrees.cp}: what changing one document changes of others, {short(subject.dtype)}"
     most, where = 0.0, ""
     with repeatable():
@@ -252,7 +291,9 @@ def documents(subject: Subject, case: Case) -> Findings:
                 if not change.max() <= most:
                     most = change.max().item()
                     token = int(change[0].flatten(1).amax(1).argmax())
-                    where = f"{name}, {_place(subject, token)}, by {subject.document(int(bounds[n]))}"
+                    where = (
+                        f"{name}, {_place(subject, token)}, by {subject.document(int(bounds[n]))}"
+                    )
     yield Finding("documents", what, most, 0.0, where)
     if may_differ(subject, case.layers):  # by kernels of its own, whose sums are in any order
         _, before, after = next(_changed(subject, case, [order[0]]))
@@ -275,7 +316,9 @@ def after_change(subject: Subject, case: Case, rows: slice) -> Tensors:
     return split_among_ranks(subject, changed, subject.dtype, subject.config.model.impl).tokens
 
 
-def _changed(subject: Subject, case: Case, documents: list[int]) -> Iterator[tuple[int, Results, Results]]:
+def _changed(
+    subject: Subject, case: Case, documents: list[int]
+) -> Iterator[tuple[int, Results, Results]]:
     """For each of these documents: it, what all tokens give, and what those of others give after it is changed."""
     bounds = _bounds(subject)
     before = split_among_ranks(subject, case, subject.dtype, subject.config.model.impl)

@@ -47,7 +47,9 @@ def split(subject: Subject) -> Findings:
         if this.dtype != torch.float64:
             one = in_one_process(this, this.whole(DTYPES[this.config.training.dtype]))
         compared = _of_processes(this, dims, exact, one)
-        yield from of_step(f"processes, {short(this.dtype)}", dims.description, *compared, exact, this.dtype, one)
+        yield from of_step(
+            f"processes, {short(this.dtype)}", dims.description, *compared, exact, this.dtype, one
+        )
 
 
 def _of_processes(
@@ -64,16 +66,22 @@ def _of_processes(
     sum_gradients(gradient_sums(model, dims))
     dist.all_reduce(loss)
     ranks = of_all_ranks(_errors(model, want.gradients), host)
-    errors = {(name, rank): of_rank[name] for name in want.gradients for rank, of_rank in enumerate(ranks)}
+    errors = {
+        (name, rank): of_rank[name] for name in want.gradients for rank, of_rank in enumerate(ranks)
+    }
     here = _first_wrong(subject, dims, trace, stations(subject, want, subject.dtype, one))
     wrong = [place for place in of_all_ranks(here, host) if place]
     return loss, errors, min(wrong, key=lambda place: (place.station, -place.error), default=None)
 
 
-def _first_wrong(subject: Subject, dims: ParallelDims, trace: Trace, stations: list[Station]) -> Wrong | None:
+def _first_wrong(
+    subject: Subject, dims: ParallelDims, trace: Trace, stations: list[Station]
+) -> Wrong | None:
     """`first_wrong` for this rank's tokens."""
     mine = traced_tokens(subject, dims).to(subject.device)
-    wholes = (at.exact.index_copy(1, mine, x) for at, x in zip(stations, trace.passed(), strict=True))
+    wholes = (
+        at.exact.index_copy(1, mine, x) for at, x in zip(stations, trace.passed(), strict=True)
+    )
     return first_wrong(subject, wholes, stations)
 
 
@@ -100,7 +108,9 @@ def _errors(model: Decoder, want: Tensors) -> dict[str, float]:
     for name, exact in want.items():
         part, box = _part(whole(model, name, grads[name]))
         error = part.to(exact.device, torch.float64) - exact[box]
-        errors[name] = (error.norm() / exact.norm()).nan_to_num(torch.inf).item() if part.numel() else 0.0
+        errors[name] = (
+            (error.norm() / exact.norm()).nan_to_num(torch.inf).item() if part.numel() else 0.0
+        )
     return errors
 
 

@@ -38,28 +38,39 @@ def on_ranks(degrees: Degrees, on_rank: Callable[[LocalDims], T]) -> list[T]:
         "tp": grid.flatten(0, 1),
         "data": data.T,
         "ep": experts.transpose(1, 2).flatten(0, 1),
-        "experts": experts.movedim(0, -1).flatten(0, 1),  # ranks of a data group that have the same experts
+        # ranks of a data group that have the same experts
+        "experts": experts.movedim(0, -1).flatten(0, 1),
     }
     with ExitStack() as stack:
         dims = [LocalDims(**asdict(degrees), rank=rank, groups={}) for rank in range(degrees.ranks)]
         for name, rows in members.items():
             for row in rows.tolist():
-                for rank, group in zip(row, stack.enter_context(local_groups(len(row))), strict=True):
+                for rank, group in zip(
+                    row, stack.enter_context(local_groups(len(row))), strict=True
+                ):
                     dims[rank].groups[name] = group
         return take_turns([partial(on_rank, each) for each in dims])
 
 
 def sharding_of(subject: Subject, dims: LocalDims, dtype: torch.dtype) -> BatchSharding:
     """How the run cuts batches for this rank."""
-    return replace(build_sharding(subject.config, subject.model, dims, subject.device), compute_dtype=dtype)
+    return replace(
+        build_sharding(subject.config, subject.model, dims, subject.device), compute_dtype=dtype
+    )
 
 
 def passes_of(
-    subject: Subject, model: Decoder, dims: LocalDims | ParallelDims, host: dist.ProcessGroup, micro_steps: int
+    subject: Subject,
+    model: Decoder,
+    dims: LocalDims | ParallelDims,
+    host: dist.ProcessGroup,
+    micro_steps: int,
 ) -> Passes:
     """Those of a rank's model, on its streams."""
     batches = iter(subject.loader(dims.dp_rank, dims.dp, 1))
-    return build_passes(subject.config, model, dims, subject.device, batches, micro_steps=micro_steps, host=host)
+    return build_passes(
+        subject.config, model, dims, subject.device, batches, micro_steps=micro_steps, host=host
+    )
 
 
 def model_of(subject: Subject, whole: Decoder, dims: LocalDims, compiled: bool = False) -> Decoder:
@@ -68,7 +79,11 @@ def model_of(subject: Subject, whole: Decoder, dims: LocalDims, compiled: bool =
         model = Decoder(whole.config)
     for name, p in whole.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(p.detach(), requires_grad=p.requires_grad))
+        setattr(
+            model.get_submodule(owner),
+            leaf,
+            nn.Parameter(p.detach(), requires_grad=p.requires_grad),
+        )
     for local, layer in zip(model.layers, whole.layers, strict=True):
         if isinstance(local.mlp, MoE):
             local.mlp.loads = torch.zeros_like(layer.mlp.loads)
@@ -85,10 +100,14 @@ def sum_as_fsdp(model: Decoder, dims: LocalDims) -> None:
     for name, p in model.named_parameters():
         if p.requires_grad and id(p) not in whole:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad.to(p.dtype)
-            dist.all_reduce(p.grad, group=dims.groups["experts" if name in model.parts.experts else "data"])
+            dist.all_reduce(
+                p.grad, group=dims.groups["experts" if name in model.parts.experts else "data"]
+            )
 
 
-def whole_gradients(parts: Sequence[tuple[LocalDims, Decoder]]) -> list[tuple[int, dict[str, Tensor]]]:
+def whole_gradients(
+    parts: Sequence[tuple[LocalDims, Decoder]],
+) -> list[tuple[int, dict[str, Tensor]]]:
     """Join every parameter's gradient from the ranks that hold its parts: (first rank, gradients) for each set of ranks
     that together hold all of them."""
     sets: dict[int, list[tuple[LocalDims, Decoder]]] = {}
@@ -100,13 +119,17 @@ def whole_gradients(parts: Sequence[tuple[LocalDims, Decoder]]) -> list[tuple[in
 def _joined(ranks: list[tuple[LocalDims, Decoder]]) -> dict[str, Tensor]:
     tp, joined = ranks[0][0].tp, {}
     parts: Any = ranks[0][1].parts
-    grads: list[dict[str, Any]] = [{name: p.grad for name, p in model.named_parameters()} for _, model in ranks]
+    grads: list[dict[str, Any]] = [
+        {name: p.grad for name, p in model.named_parameters()} for _, model in ranks
+    ]
     for name, grad in grads[0].items():
         if grad is None:
             continue
         rows = [g[name] for g in grads]
         if name in parts.splits:
-            rows = [torch.cat(rows[i : i + tp], parts.splits[name]) for i in range(0, len(rows), tp)]
+            rows = [
+                torch.cat(rows[i : i + tp], parts.splits[name]) for i in range(0, len(rows), tp)
+            ]
         else:
             rows = rows[::tp]
         joined[name] = torch.cat(rows) if name in parts.experts else rows[0]

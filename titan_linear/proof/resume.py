@@ -52,7 +52,13 @@ class Run:
         """Take batches from the loader's next stream on."""
         config = self.subject.config
         self.passes = build_passes(
-            config, self.model, self.dims, self.subject.device, iter(self.loader), micro_steps=STREAMS, host=self.host
+            config,
+            self.model,
+            self.dims,
+            self.subject.device,
+            iter(self.loader),
+            micro_steps=STREAMS,
+            host=self.host,
         )
         self.update = Update(config, self.model, self.dims, self.optimizer)
 
@@ -72,7 +78,9 @@ class Run:
         copies = {f"weight {name}": local_tensor(p).detach().clone() for name, p in weights.items()}
         for name, p in self.model.named_parameters():
             for key, x in self.optimizer.state.get(p, {}).items():
-                copies[f"optimizer state {key} of {name}"] = local_tensor(torch.as_tensor(x)).detach().clone()
+                copies[f"optimizer state {key} of {name}"] = (
+                    local_tensor(torch.as_tensor(x)).detach().clone()
+                )
         return copies
 
 
@@ -80,14 +88,19 @@ def resume(subject: Subject) -> Findings:
     """Saved after some steps and loaded into a new model, a run has the same state and takes the same next step."""
     one = replace(subject, config=_on_one_rank(subject.config))
     offload = one.config.training.enable_cpu_offload
-    yield from _resumed("resume", one, build_mesh(subject.device.type, 1, 1, 1, cpu_offload=offload), host_group())
+    yield from _resumed(
+        "resume", one, build_mesh(subject.device.type, 1, 1, 1, cpu_offload=offload), host_group()
+    )
 
 
 def of_processes(subject: Subject) -> Findings:
     """The same for the run's own processes and split, under torchrun. Every rank calls this, for the same findings."""
     dims = build_dims(subject.config, subject.device)
     yield from _resumed(
-        f"resume, {dims.description}", replace(subject, config=_taken(subject.config, dims.dp)), dims, host_group()
+        f"resume, {dims.description}",
+        replace(subject, config=_taken(subject.config, dims.dp)),
+        dims,
+        host_group(),
     )
 
 
@@ -96,14 +109,18 @@ def _resumed(check: str, subject: Subject, dims: ParallelDims, host: dist.Proces
     subject, config = replace(subject, model=model), subject.config
     with _shared_folder(host) as folder, repeatable():
         if folder is None:
-            yield Note(f"{check}: processes of several machines have no folder in common to save in")
+            yield Note(
+                f"{check}: processes of several machines have no folder in common to save in"
+            )
             return
         run = _new(subject, dims, host)
         run.begin()
         for _ in range(BEFORE):
             run.next_step()
         saved = run.tensors()
-        checkpointer = Checkpointer(folder, async_mode=config.checkpoint.async_mode, group=host_group())
+        checkpointer = Checkpointer(
+            folder, async_mode=config.checkpoint.async_mode, group=host_group()
+        )
         checkpointer.save(run.step, run.model, run.optimizer, Progress(step=run.step), run.loader)
         checkpointer.wait()
         loss, streams = run.next_step()
@@ -120,7 +137,11 @@ def _resumed(check: str, subject: Subject, dims: ParallelDims, host: dist.Proces
         other.begin()
         loss_again, streams_again = other.next_step()
         wrong = len(set(streams) ^ set(streams_again))
-        where = f"the next stream {next_stream} gives streams {streams_again}, not {streams}" if wrong else ""
+        where = (
+            f"the next stream {next_stream} gives streams {streams_again}, not {streams}"
+            if wrong
+            else ""
+        )
         yield Finding(check, "streams of the next step that are others", wrong, 0, where)
         yield Finding(check, "the next step's loss, difference", abs(loss - loss_again), 0)
         yield _compared(check, "what the next step leaves", run.tensors(), other)
@@ -130,7 +151,11 @@ def _resumed(check: str, subject: Subject, dims: ParallelDims, host: dist.Proces
 def _shared_folder(host: dist.ProcessGroup) -> Iterator[Path | None]:
     """A temporary folder for all ranks; None: not all of them see it."""
     first = dist.get_rank(host) == 0
-    with tempfile.TemporaryDirectory(prefix="titan_linear-doctor-") if first else nullcontext() as made:
+    with (
+        tempfile.TemporaryDirectory(prefix="titan_linear-doctor-")
+        if first
+        else nullcontext() as made
+    ):
         folder = Path(of_all_ranks(made, host)[0])
         yield folder if all(of_all_ranks(folder.is_dir(), host)) else None
         dist.barrier(host)
@@ -139,11 +164,21 @@ def _shared_folder(host: dist.ProcessGroup) -> Iterator[Path | None]:
 def _compared(check: str, what: str, want: dict[str, Tensor], run: Run) -> Finding:
     """Compare what all ranks have in `run` with what they had."""
     got = run.tensors()
-    differing = [n for n in dict.fromkeys([*want, *got]) if n not in got or n not in want or not _same(want[n], got[n])]
+    differing = [
+        n
+        for n in dict.fromkeys([*want, *got])
+        if n not in got or n not in want or not _same(want[n], got[n])
+    ]
     ranks = of_all_ranks(differing, run.host)
-    wrong = [f"{n}, rank {rank}" if len(ranks) > 1 else n for rank, names in enumerate(ranks) for n in names]
+    wrong = [
+        f"{n}, rank {rank}" if len(ranks) > 1 else n
+        for rank, names in enumerate(ranks)
+        for n in names
+    ]
     where = ", ".join(wrong[:2]) + (f" and {len(wrong) - 2} more" if len(wrong) > 2 else "")
-    return Finding(check, f"{what}: of {len(want)} weights and optimizer states, others", len(wrong), 0, where)
+    return Finding(
+        check, f"{what}: of {len(want)} weights and optimizer states, others", len(wrong), 0, where
+    )
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -165,5 +200,9 @@ def _on_one_rank(config: Config) -> Config:
 
 def _taken(config: Config, dp: int) -> Config:
     """The config uncompiled, with a global batch for `dp` data-parallel ranks."""
-    batch = {"training.global_batch_size": STREAMS * dp, "training.local_batch_size": 1, "training.num_workers": 0}
+    batch = {
+        "training.global_batch_size": STREAMS * dp,
+        "training.local_batch_size": 1,
+        "training.num_workers": 0,
+    }
     return changed(config, batch | {"compile.enable": False})

@@ -26,13 +26,21 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
 from titan_linear.models.init import count_parameters, initialise
 from titan_linear.ops.layout.boundaries import CHUNK
-from titan_linear.run.build import DTYPES, allocated, implementations, model_config, open_tokenizer, unallocated
+from titan_linear.run.build import (
+    DTYPES,
+    allocated,
+    implementations,
+    model_config,
+    open_tokenizer,
+    unallocated,
+)
 from titan_linear.run.data import build_streams, check_size, open_corpora, tokens_of
 from titan_linear.run.preflight import check_float8, check_float8_device, check_splits
 
 LENGTH = {"cpu": 256, "cuda": 2048}  # tokens of a stream, at least
 CPU_PARAMETERS = 4_000_000  # with this many, a few float64 passes take two cores seconds
-STREAMS = 2  # per data-parallel rank; every second one of all is cut into more documents than the corpus has
+# per data-parallel rank; every second one of all is cut into more documents than the corpus has
+STREAMS = 2
 MOST_RANKS = 64  # in one process
 ROOM = 0.6  # share of the free memory that proofs may use
 
@@ -47,7 +55,8 @@ class Subject:
     streams: Streams
     device: torch.device
     said: tuple[str, ...]  # how it differs from the run
-    on_trees: bool = False  # batches are of prefix trees, if streams are; else their nodes are documents
+    # batches are of prefix trees, if streams are; else their nodes are documents
+    on_trees: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -57,7 +66,11 @@ class Subject:
     @property
     def in_float64(self) -> Subject:
         """The same, computed exactly: by PyTorch's operations, uncompiled."""
-        types = ("training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce")
+        types = (
+            "training.dtype",
+            "training.mixed_precision_param",
+            "training.mixed_precision_reduce",
+        )
         more = dict.fromkeys(types, "float64") | {"model.impl": "torch", "compile.enable": False}
         return replace(self, config=changed(self.config, more))
 
@@ -70,7 +83,9 @@ class Subject:
         """A data-parallel rank's batches of `local` streams, from the first step on."""
         streams = self.streams if self.on_trees else MoreDocuments(self.streams)
         step = STREAMS * self.degrees.dp
-        return StreamLoader(streams, global_batch_size=step, local_batch_size=local, dp_rank=dp_rank, dp_degree=dp)
+        return StreamLoader(
+            streams, global_batch_size=step, local_batch_size=local, dp_rank=dp_rank, dp_degree=dp
+        )
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
@@ -160,7 +175,8 @@ def subject_of(config: Config) -> Subject:
     said = {
         f"dp {dp} → {degrees.dp}": dp != degrees.dp,
         f"ep {p.expert_parallel_degree} → {degrees.ep}": degrees.ep != p.expert_parallel_degree,
-        f"layers {layers} → {model.num_layers}, one period of their pattern": layers > model.num_layers,
+        f"layers {layers} → {model.num_layers}, one period of their pattern": layers
+        > model.num_layers,
         f"widths / {factor}: dim {full.dim} → {model.dim}": factor > 1,
         f"training.seq_len {t.seq_len} → {seq_len}": seq_len != t.seq_len,
         "training.seq_len_schedule left out": t.seq_len_schedule,
@@ -199,7 +215,11 @@ def _degrees(config: Config, processes: int) -> Degrees:
     cp = p.context_parallel_degree
     tp = p.tensor_parallel_degree
     dp = processes // (cp * tp)
-    if dp == 1 and p.data_parallel_shard_degree == -1 and not {"NGPU", "WORLD_SIZE"} & os.environ.keys():
+    if (
+        dp == 1
+        and p.data_parallel_shard_degree == -1
+        and not {"NGPU", "WORLD_SIZE"} & os.environ.keys()
+    ):
         dp = 2  # -1 is the rest of the GPUs, whose number is not known
     dp = min(dp, 2, max(MOST_RANKS // (cp * tp), 1))
     return Degrees(dp, cp, tp, math.gcd(p.expert_parallel_degree, dp * cp))
@@ -208,20 +228,30 @@ def _degrees(config: Config, processes: int) -> Degrees:
 def _one_period(model: ModelConfig) -> ModelConfig:
     """The first layers, until their pattern repeats."""
     layers = replace(model, mtp_layers=0).layers
-    n = next(n for n in range(1, len(layers) + 1) if all(layers[i] == layers[i % n] for i in range(len(layers))))
+    n = next(
+        n
+        for n in range(1, len(layers) + 1)
+        if all(layers[i] == layers[i % n] for i in range(len(layers)))
+    )
     if n == len(layers):  # no period: until every kind has occurred
         n = max(layers.index(kind) for kind in set(layers)) + 1
     cut = replace(model.first_layers(n), mtp_layers=model.mtp_layers)
-    if model.adapter and not any(p.requires_grad for p in unallocated(cut, torch.float32).parameters()):
-        return replace(cut, adapter=replace(model.adapter, targets=()))  # the run's are of later layers
+    if model.adapter and not any(
+        p.requires_grad for p in unallocated(cut, torch.float32).parameters()
+    ):
+        # the run's are of later layers
+        return replace(cut, adapter=replace(model.adapter, targets=()))
     return cut
 
 
-def fitting(model: ModelConfig, config: Config, degrees: Degrees, device: torch.device) -> tuple[ModelConfig, int]:
+def fitting(
+    model: ModelConfig, config: Config, degrees: Degrees, device: torch.device
+) -> tuple[ModelConfig, int]:
     """The model, or a narrower one of which this device holds the copies that proofs need; and the divisor."""
     most = CPU_PARAMETERS
     if device.type == "cuda":
-        most = torch.cuda.mem_get_info(device)[0] * ROOM / (24 + 8 * degrees.ranks)  # gradients, mostly
+        # gradients, mostly
+        most = torch.cuda.mem_get_info(device)[0] * ROOM / (24 + 8 * degrees.ranks)
     thinner, factor = narrowed(model, config, most)
     if device.type == "cuda" and (least := count_parameters(thinner)) > most:
         raise ValueError(

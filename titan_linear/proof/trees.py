@@ -19,13 +19,17 @@ def trees(subject: Subject, case: Case) -> Findings:
     they change of others are neither outputs but their own, nor gradients but those of their path."""
     subject = replace(subject, on_trees=True)
     nodes = next(iter(subject.loader(0, subject.degrees.dp))).nodes
-    leaves = sorted(nodes.leaves[nodes.parents[nodes.leaves] >= 0], key=np.diff(nodes.edges).__getitem__)
+    leaves = sorted(
+        nodes.leaves[nodes.parents[nodes.leaves] >= 0], key=np.diff(nodes.edges).__getitem__
+    )
     error, alone_at, change, changed_at = 0.0, "", 0.0, ""
     with repeatable():
         before = split_among_ranks(subject, case, subject.dtype, subject.config.model.impl)
         for leaf in dict.fromkeys([*leaves[:1], *leaves[len(leaves) // 2 :][:1], *leaves[-1:]]):
             own = slice(*nodes.edges[leaf : leaf + 2])
-            path = np.concatenate([np.arange(*nodes.edges[n : n + 2]) for n in nodes.on_paths(leaf[None])[1]])
+            path = np.concatenate(
+                [np.arange(*nodes.edges[n : n + 2]) for n in nodes.on_paths(leaf[None])[1]]
+            )
             dy = torch.zeros_like(case.dy)
             dy[:, path] = case.dy[:, path]
             shares = split_among_ranks(subject, replace(case, dy=dy), torch.float64, "torch").tokens
@@ -34,12 +38,23 @@ def trees(subject: Subject, case: Case) -> Findings:
                 difference = (x.double() - before.tokens[name].double()).abs()
                 difference[:, own if name == "y" else path] = 0
                 if not difference.max() <= change:
-                    change, changed_at = difference.max().item(), f"{name}, by {subject.document(own.start)}"
-                apart = off(shares[name][:, path], of_path[name], SMALL * shares[name].norm().item())
+                    change, changed_at = (
+                        difference.max().item(),
+                        f"{name}, by {subject.document(own.start)}",
+                    )
+                apart = off(
+                    shares[name][:, path], of_path[name], SMALL * shares[name].norm().item()
+                )
                 if not apart <= error:
                     error, alone_at = apart, f"{name}, {subject.document(own.start)}"
     what = f"{case}, cp {subject.degrees.cp}"
-    yield Finding("trees", f"{what}, in a prefix tree and alone, float64", error, case.bound, alone_at)
     yield Finding(
-        "trees", f"{what}: what changing a leaf changes of others, {short(subject.dtype)}", change, 0.0, changed_at
+        "trees", f"{what}, in a prefix tree and alone, float64", error, case.bound, alone_at
+    )
+    yield Finding(
+        "trees",
+        f"{what}: what changing a leaf changes of others, {short(subject.dtype)}",
+        change,
+        0.0,
+        changed_at,
     )

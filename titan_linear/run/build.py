@@ -13,7 +13,14 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from titan_linear.config import BYTES, Config, data_parallel_degrees, hf_assets, hf_weights, replicas_wait
+from titan_linear.config import (
+    BYTES,
+    Config,
+    data_parallel_degrees,
+    hf_assets,
+    hf_weights,
+    replicas_wait,
+)
 from titan_linear.data import Batch, Tokenizer, build_tokenizer
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
@@ -31,8 +38,10 @@ from titan_linear.storage.hf_io import CONFIG, download, read_model
 from titan_linear.storage.hf_writing import Files, find_family
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-VOCAB_MULTIPLE = 64  # rounds up a vocabulary that follows the tokenizer: whole tiles of a product, and even shards
-FAMILY_OF = {"qwen3-next": "Qwen3NextForCausalLM"}  # by model.name, if several architectures can hold the model
+# rounds up a vocabulary that follows the tokenizer: whole tiles of a product, and even shards
+VOCAB_MULTIPLE = 64
+# by model.name, if several architectures can hold the model
+FAMILY_OF = {"qwen3-next": "Qwen3NextForCausalLM"}
 T = TypeVar("T")
 
 
@@ -60,7 +69,8 @@ def open_tokenizer(config: Config) -> Tokenizer:
         raise ValueError(
             f"{key} = {folder!r} is no folder; give one with a Hugging Face model: {download(Path(folder))}"
         )
-    model_without_tokenizer(config)  # a model that we do not have is said before its tokenizer is missed
+    # a model that we do not have is said before its tokenizer is missed
+    model_without_tokenizer(config)
     return build_tokenizer(tokenizer_path(config))
 
 
@@ -71,7 +81,9 @@ def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
     """
     model = model_without_tokenizer(config)
     if model.vocab_size < tokenizer.vocab_size and follows_tokenizer(config):
-        model = replace(model, vocab_size=-(-tokenizer.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
+        model = replace(
+            model, vocab_size=-(-tokenizer.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        )
     if model.vocab_size < tokenizer.vocab_size:
         what = f"model.vocab_size = {model.vocab_size}"
         remedy = f"model.vocab_size to at least {tokenizer.vocab_size}"
@@ -79,14 +91,18 @@ def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
             what = f"the vocabulary of '{hf_assets(config)}/config.json', {model.vocab_size},"
             remedy = "model.tokenizer_path (titan-linear generate: --tokenizer) to the tokenizer of this model"
         whose = repr(path) if (path := tokenizer_path(config)) else "of bytes"
-        raise ValueError(f"{what} is smaller than that of the tokenizer {whose}, {tokenizer.vocab_size}; set {remedy}")
+        raise ValueError(
+            f"{what} is smaller than that of the tokenizer {whose}, {tokenizer.vocab_size}; set {remedy}"
+        )
     return model
 
 
 def model_without_tokenizer(config: Config) -> ModelConfig:
     """`model_config` before the tokenizer is known: a preset with its own vocabulary."""
     if config.model.flavor == "hf":
-        _, model = under_key("model.flavor = 'hf'", read_model, Path(hf_assets(config)), config.model.mtp_layers)
+        _, model = under_key(
+            "model.flavor = 'hf'", read_model, Path(hf_assets(config)), config.model.mtp_layers
+        )
     else:
         model = preset(config.model.name, config.model.flavor)
     model = resized(model, config.model.model_dump())
@@ -133,7 +149,9 @@ def with_adapter(model: ModelConfig, config: Config) -> ModelConfig:
     return replace(model, adapter=adapter, moe=moe)
 
 
-def family_of(model: ModelConfig, config: Config, like: str = "", tokenizer: Files | None = None) -> str:
+def family_of(
+    model: ModelConfig, config: Config, like: str = "", tokenizer: Files | None = None
+) -> str:
     """The architecture under which the model is saved: that of the folder `like`, or of its own, if that is there, or
     the first that holds it and the tokenizer. ValueError: none does."""
     folder = Path(like or hf_assets(config) or "/")
@@ -151,12 +169,19 @@ def follows_tokenizer(config: Config) -> bool:
 def balance_experts(model: ModelConfig, config: Config) -> ModelConfig:
     """Return the model with the experts' loads balanced as the configuration says; unset keys leave it as it is."""
     t = config.training
-    asked = {"balance_coefficient": t.expert_balance_coefficient, "bias_update_rate": t.expert_bias_update_rate}
+    asked = {
+        "balance_coefficient": t.expert_balance_coefficient,
+        "bias_update_rate": t.expert_bias_update_rate,
+    }
     asked = {field: value for field, value in asked.items() if value >= 0}
     if not asked:
         return model
     if model.moe is None or (t.expert_bias_update_rate > 0 and not model.moe.selection_bias):
-        key, what = (next(iter(asked)), "experts") if model.moe is None else ("bias_update_rate", "selection bias")
+        key, what = (
+            (next(iter(asked)), "experts")
+            if model.moe is None
+            else ("bias_update_rate", "selection bias")
+        )
         raise ValueError(
             f"training.expert_{key} is set, but model.name = {config.model.name!r}, model.flavor = "
             f"{config.model.flavor!r} has no {what}; leave it at -1"
@@ -164,7 +189,9 @@ def balance_experts(model: ModelConfig, config: Config) -> ModelConfig:
     return replace(model, moe=replace(model.moe, **asked))
 
 
-def unallocated(model: ModelConfig, dtype: torch.dtype, frozen: torch.dtype | None = None) -> Decoder:
+def unallocated(
+    model: ModelConfig, dtype: torch.dtype, frozen: torch.dtype | None = None
+) -> Decoder:
     """The decoder on the meta device, its parameters in `dtype` (gate parameters in float32 or wider). frozen: the
     dtype of those that adapters leave so; by default the same."""
     with torch.device("meta"):
@@ -196,7 +223,9 @@ def build_dims(config: Config, device: torch.device) -> ParallelDims:
     )
 
 
-def build_sharding(config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device) -> BatchSharding:
+def build_sharding(
+    config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device
+) -> BatchSharding:
     """How batches are cut for this rank, and planned for this model."""
     p = config.parallelism
     return BatchSharding.of(
@@ -218,7 +247,9 @@ def implementations(config: Config, model: ModelConfig, device: torch.device) ->
     return choose_implementations(ops, config.model.impl, device, dtype)
 
 
-def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device) -> Decoder:
+def build_model(
+    config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device
+) -> Decoder:
     """The decoder as the ranks train it: unallocated → parallelize → allocate. Its weights are still to be set."""
     t = config.training
     decoder = unallocated(model, DTYPES[t.dtype], DTYPES[t.mixed_precision_param])
@@ -260,7 +291,13 @@ def build_passes(
     return Passes(model, feed, precision, build_loss(config), watching, replicas_once)
 
 
-def mixed_precision(config: Config, model: Decoder, dims: ParallelDims) -> AbstractContextManager[object]:
+def mixed_precision(
+    config: Config, model: Decoder, dims: ParallelDims
+) -> AbstractContextManager[object]:
     """A reusable context in which `model` computes in training.mixed_precision_param; an empty one with FSDP2, which
     sees to it."""
-    return nullcontext() if dims.sharded else ComputeCopies(model, DTYPES[config.training.mixed_precision_param])
+    return (
+        nullcontext()
+        if dims.sharded
+        else ComputeCopies(model, DTYPES[config.training.mixed_precision_param])
+    )

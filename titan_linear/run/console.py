@@ -23,20 +23,36 @@ from titan_linear.models.mixers.recurrent import RecurrentOptions
 from titan_linear.ops.layout.fragments import cut_streams
 from titan_linear.ops.layout.trees import exchanged, tree_of
 from titan_linear.ops.registry import start_lines
-from titan_linear.run.build import VOCAB_MULTIPLE, follows_tokenizer, model_without_tokenizer, unallocated
+from titan_linear.run.build import (
+    VOCAB_MULTIPLE,
+    follows_tokenizer,
+    model_without_tokenizer,
+    unallocated,
+)
 from titan_linear.run.export import is_exported
 from titan_linear.step.feed import BatchSharding
 from titan_linear.step.flops import no_peak, peak_tflops
 from titan_linear.storage.hf_io import read_model
 from titan_linear.storage.run_manifest import write_manifest
-from titan_linear.storage.rundir import BOARD, checkpoint_folder, set_run_aside, starts_anew, write_config
+from titan_linear.storage.rundir import (
+    BOARD,
+    checkpoint_folder,
+    set_run_aside,
+    starts_anew,
+    write_config,
+)
 from titan_linear.storage.tensors import named_parameters
 
 ROOT = Path(__file__).parents[2]  # where the package lies
 
 
 def write_down(
-    config: Config, model: Decoder, dims: ParallelDims, sharding: BatchSharding, device: torch.device, step: int
+    config: Config,
+    model: Decoder,
+    dims: ParallelDims,
+    sharding: BatchSharding,
+    device: torch.device,
+    step: int,
 ) -> None:
     """Write and print what the run is made of. On rank 0.
 
@@ -77,7 +93,9 @@ def model_name(config: Config) -> str:
         architecture, _ = read_model(Path(hf_assets(config)))
         name = f"{architecture} of '{hf_assets(config)}'"
     sizes = ("dim", "num_layers", "hidden_dim", "pattern", "moe")
-    changed_keys = {key: getattr(m, key) for key in sizes if getattr(m, key) != getattr(default, key)}
+    changed_keys = {
+        key: getattr(m, key) for key in sizes if getattr(m, key) != getattr(default, key)
+    }
     changes = [f"{key} = {toml_value(value)}" for key, value in (changed_keys | m.mixers).items()]
     return name + (f" with {', '.join(changes)}" if changes else "")
 
@@ -85,7 +103,9 @@ def model_name(config: Config) -> str:
 def first_weights(config: Config) -> str:
     """A console line: where the weights of a new run are from."""
     path = hf_weights(config) or (config.checkpoint.enable and config.checkpoint.initial_load_path)
-    return f"weights of '{path}'" if path else f"weights drawn from debug.seed = {config.debug.seed}"
+    return (
+        f"weights of '{path}'" if path else f"weights drawn from debug.seed = {config.debug.seed}"
+    )
 
 
 def vocabulary(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> str:
@@ -105,7 +125,12 @@ def exchanged_of_trees(config: Config, model: ModelConfig, streams: Streams) -> 
     p = config.parallelism
     trees = any(isinstance(source, TreeStreams) for source in streams.sources.values())
     recurrent = [mixer for mixer in model.mixers if isinstance(mixer, RecurrentOptions)]
-    if not (trees and recurrent and p.context_parallel_degree > 1 and p.context_parallel_linear_method == "kcp"):
+    if not (
+        trees
+        and recurrent
+        and p.context_parallel_degree > 1
+        and p.context_parallel_linear_method == "kcp"
+    ):
         return ""
     nodes = micro_batch(streams, 0, 1, 0, 1).nodes
     if not nodes.joined:
@@ -113,7 +138,8 @@ def exchanged_of_trees(config: Config, model: ModelConfig, streams: Streams) -> 
     parents = torch.from_numpy(nodes.parents)
     cut = cut_streams(nodes.edges, 1, p.context_parallel_degree, p.context_parallel_layout, parents)
     points, folds = exchanged(tree_of(nodes, cut.owners, cut.fragments[0].end, 0))
-    entries = max(m.heads * m.ops[m.op]["K"] * sum(m.ops[m.op].values()) for m in recurrent)  # of a state and an M
+    # of a state and an M
+    entries = max(m.heads * m.ops[m.op]["K"] * sum(m.ops[m.op].values()) for m in recurrent)
     size = points * entries * 4 / p.tensor_parallel_degree / 2**20
     return f"prefix trees of stream 0: in a linear layer a rank sends {points} states ({size:.2g} MiB), folds: {folds}"
 
@@ -156,7 +182,8 @@ def program(name: str, module: str) -> str:
         return name
     if script.exists():
         return shlex.quote(os.path.relpath(script))
-    return f"PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)} -m {module}"  # it is not installed
+    # it is not installed
+    return f"PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)} -m {module}"
 
 
 def finished(config: Config, step: int) -> str:
@@ -164,10 +191,16 @@ def finished(config: Config, step: int) -> str:
     folder = shlex.quote(config.job.dump_folder)
     ours = program("titan-linear", "titan_linear")
     of_code = config.training.dataset == "stdlib" and not config.training.mixture
-    prompt = shlex.quote(config.sample.prompt) if of_code or config.sample != Config().sample else "TEXT"
-    lines = [f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}"]
+    prompt = (
+        shlex.quote(config.sample.prompt) if of_code or config.sample != Config().sample else "TEXT"
+    )
+    lines = [
+        f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}"
+    ]
     if config.metrics.enable_tensorboard:
-        lines.append(f"see its curves:  {program('tensorboard', 'tensorboard.main')} --logdir {folder}/{BOARD}")
+        lines.append(
+            f"see its curves:  {program('tensorboard', 'tensorboard.main')} --logdir {folder}/{BOARD}"
+        )
     if config.checkpoint.enable:
         lines.append(f"let it write:    {ours} generate {folder} --prompt {prompt}")
     if config.checkpoint.enable and not is_exported(config, step):

@@ -58,7 +58,9 @@ def open_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus]:
     wanted = [(texts_of(source, config, tokenizer), groups) for source in sources(config)]
     if v.enable and v.dataset_path:
         own = texts_of(config.training, config, tokenizer)
-        wanted.append((replace(own, path=v.dataset_path, path_key="validation.dataset_path"), False))
+        wanted.append(
+            (replace(own, path=v.dataset_path, path_key="validation.dataset_path"), False)
+        )
     corpora = [open_corpus(texts, with_paths=with_paths) for texts, with_paths in wanted]
     temperature = getattr(getattr(config, config.loss.name), "temperature", 1.0)
     return with_scores(corpora, filter(None, config.loss.scores.split(",")), temperature)
@@ -101,7 +103,9 @@ def tokens_of(streams: Streams) -> int:
     return sum(source.num_tokens for source in streams.sources.values())
 
 
-def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress | None) -> tuple[Streams, Streams | None]:
+def build_streams(
+    config: Config, tokenizer: Tokenizer, progress: Progress | None
+) -> tuple[Streams, Streams | None]:
     """Endless streams to train on, and one pass over those to validate on.
 
     progress: what is saved in the checkpoint that the run resumes from; None: a new run.
@@ -116,36 +120,49 @@ def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress | Non
     loss = build_loss(config)
     normalise = config.loss.normalise
     auto = "document" if loss.group else "token"
-    columns = tuple(name for name in loss.columns if name != "reference" or config.loss.reference == "column")
+    columns = tuple(
+        name for name in loss.columns if name != "reference" or config.loss.reference == "column"
+    )
     if config.loss.reference == "base" and "reference" not in loss.columns:
-        raise ValueError(f"loss.reference = 'base': {config.loss.name}, by its keys, reads no reference; remove it")
+        raise ValueError(
+            f"loss.reference = 'base': {config.loss.name}, by its keys, reads no reference; remove it"
+        )
     targets = Targets(auto if normalise == "auto" else normalise, columns, loss.group)
     for corpus in corpora:
         check_columns(config, loss, targets, corpus)
     holdout = v.holdout if v.enable and not own else 0.0
 
     def sides(split: str) -> list[Side]:
-        return [_side(source, corpus, holdout, split) for source, corpus in zip(given, trained, strict=True)]
+        return [
+            _side(source, corpus, holdout, split)
+            for source, corpus in zip(given, trained, strict=True)
+        ]
 
     def make(side: Side, **options: Any) -> PackedStreams:
         return streams_of(side, seq_len=t.seq_len, seed=seed, targets=targets, **options)
 
     packed = [make(side) for side in sides("train")]
-    streams = _mixed(config, packed, progress) if t.mixture else packed[0].of_lengths(lengths(config))
+    streams = (
+        _mixed(config, packed, progress) if t.mixture else packed[0].of_lengths(lengths(config))
+    )
     if not v.enable:
         return streams, None
     held_out = [split_corpus(corpus, 0.0, "train") for corpus in own] or sides("validation")
     passes = [make(side, repeat=False) for side in held_out]
     if not t.mixture:
         return streams, passes[0]
-    return streams, MixedStreams(dict(zip(streams.sources, passes, strict=True)), seed=seed, repeat=False)
+    return streams, MixedStreams(
+        dict(zip(streams.sources, passes, strict=True)), seed=seed, repeat=False
+    )
 
 
 def check_columns(config: Config, loss: Loss, targets: Targets, corpus: Corpus) -> None:
     """Raise ValueError if a corpus has not what the loss reads."""
     name = f"loss.name = {config.loss.name!r}"
     if config.training.seq_len_schedule and loss.group:
-        raise ValueError(f"training.seq_len_schedule cuts documents, and {name} takes them whole; remove it")
+        raise ValueError(
+            f"training.seq_len_schedule cuts documents, and {name} takes them whole; remove it"
+        )
     if BACK in corpus.columns:
         _check_trees(config, targets, corpus)
     if corpus.pairs != (loss.group == 2):
@@ -158,7 +175,10 @@ def check_columns(config: Config, loss: Loss, targets: Targets, corpus: Corpus) 
             f"{name} reads the column {missing[0]!r}, and {corpus.folder} has none; name the records' field in "
             "training.dataset_columns, or have titan-linear score write it"
         )
-    most, widths = loss.most_numbers, {name: sum(corpus.columns[name].shape[1:]) for name in targets.columns}
+    most, widths = (
+        loss.most_numbers,
+        {name: sum(corpus.columns[name].shape[1:]) for name in targets.columns},
+    )
     for column, width in widths.items():
         if not min(most, 1) <= width <= most or width != next(iter(widths.values())):
             fits = f"1 to {most}, as many ids as log-probabilities" if most else "1"
@@ -179,20 +199,29 @@ def _check_trees(config: Config, targets: Targets, corpus: Corpus) -> None:
         ),
     ):
         if not fits:
-            raise ValueError(f"{key} = {keys[key]!r} is not for prefix trees, which {corpus.folder} holds; change one")
+            raise ValueError(
+                f"{key} = {keys[key]!r} is not for prefix trees, which {corpus.folder} holds; change one"
+            )
 
 
 def _side(source: Training | Source, corpus: Corpus, holdout: float, split: str) -> Side:
     if isinstance(source, Source):
-        return under_key(f"training.mixture, source {source.name!r}", split_corpus, corpus, holdout, split)
+        return under_key(
+            f"training.mixture, source {source.name!r}", split_corpus, corpus, holdout, split
+        )
     return split_corpus(corpus, holdout, split)
 
 
 def _mixed(config: Config, packed: list[PackedStreams], progress: Progress | None) -> MixedStreams:
     """The mixture of these sources, in the order of training.mixture."""
     if len({isinstance(streams, TreeStreams) for streams in packed}) > 1:
-        raise ValueError("training.mixture has prefix trees beside other documents; give these as trees of one node")
-    named = {source.name: streams for source, streams in zip(config.training.mixture, packed, strict=True)}
+        raise ValueError(
+            "training.mixture has prefix trees beside other documents; give these as trees of one node"
+        )
+    named = {
+        source.name: streams
+        for source, streams in zip(config.training.mixture, packed, strict=True)
+    }
     known = progress.content.corpora if progress else None
     phases = mixture_phases(config, progress)
     return MixedStreams(named, phases, seed=config.debug.seed, known=known, lengths=lengths(config))
@@ -225,7 +254,9 @@ def mixture_phases(config: Config, progress: Progress | None) -> list[Phase]:
     if phases[-1].weights == weights:
         return phases
     if t.mixture_from_step != progress.step:
-        of_run, given = ([{"name": n, "weight": w} for n, w in x.items()] for x in (phases[-1].weights, weights))
+        of_run, given = (
+            [{"name": n, "weight": w} for n, w in x.items()] for x in (phases[-1].weights, weights)
+        )
         raise ValueError(
             f"training.mixture is another than that of the run in {config.job.dump_folder!r} at step {progress.step} "
             f"({difference(of_run, given)}); restore it, or say that it changes here: "
@@ -239,7 +270,12 @@ def mixture_phases(config: Config, progress: Progress | None) -> list[Phase]:
 
 
 def content_of(
-    config: Config, tokenizer: Tokenizer, model: ModelConfig, streams: Streams, held_out: Streams | None, base: str
+    config: Config,
+    tokenizer: Tokenizer,
+    model: ModelConfig,
+    streams: Streams,
+    held_out: Streams | None,
+    base: str,
 ) -> Content:
     """What a checkpoint records to identify data and model by their content. base: as `base_of`."""
     own = config.validation.enable and config.validation.dataset_path
@@ -280,7 +316,12 @@ def check_content(config: Config, known: Content, given: Content) -> None:
         ("training.dataset_path", "corpus", known.corpora.get(""), given.corpora.get("")),
         ("validation.dataset_path", "validation corpus", known.validation, given.validation),
         ("model.tokenizer_path", "tokenizer", known.tokenizer, given.tokenizer),
-        ("checkpoint.initial_load_path or model.hf_assets_path", "base of its adapters", known.base, given.base),
+        (
+            "checkpoint.initial_load_path or model.hf_assets_path",
+            "base of its adapters",
+            known.base,
+            given.base,
+        ),
         ("model.name, flavor, sizes or hf_assets_path", "model", known.model, given.model),
     ):
         if before and now and before != now:
@@ -295,7 +336,10 @@ def check_alike(config: Config, content: Content, host: dist.ProcessGroup) -> No
     differ."""
     own = keys_with(Rule.OF_A_NODE)
     keys = {key: value for key, value in flat_keys(config).items() if key not in own}
-    ranks = of_all_ranks(keys | {f"the content of {name}": value for name, value in content.model_dump().items()}, host)
+    ranks = of_all_ranks(
+        keys | {f"the content of {name}": value for name, value in content.model_dump().items()},
+        host,
+    )
     for rank, of_rank in enumerate(ranks):
         for name, value in of_rank.items():
             if value != ranks[0].get(name):
@@ -305,7 +349,9 @@ def check_alike(config: Config, content: Content, host: dist.ProcessGroup) -> No
                 )
 
 
-def other_tokenizer(known: str | None, tokenizer: Tokenizer, weights: str, key: str = "model.tokenizer_path") -> str:
+def other_tokenizer(
+    known: str | None, tokenizer: Tokenizer, weights: str, key: str = "model.tokenizer_path"
+) -> str:
     """A warning if the weights were trained with another tokenizer than that of `key`, which may be meant; else "".
 
     known: the fingerprint of the weights' tokenizer; None: they do not know it.

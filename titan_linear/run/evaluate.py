@@ -50,7 +50,9 @@ def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
     e, side = config.evaluation, text_of(config, tokenizer)
     around = ("", "")
     if e.chat:
-        asked = Conversations(tokenizer, "evaluation.chat = true").prompt([{"role": "user", "content": MARK}])
+        asked = Conversations(tokenizer, "evaluation.chat = true").prompt(
+            [{"role": "user", "content": MARK}]
+        )
         before, _, after = tokenizer.decode(asked, special=True).partition(MARK)
         around = before, after
     questions = Questions(tokenizer, side, config.debug.seed, around)
@@ -59,7 +61,9 @@ def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
 
 def stream_length(config: Config, longest: int) -> int:
     """One that the ranks can cut, at least that of training."""
-    even = 2 * config.parallelism.context_parallel_degree * config.parallelism.tensor_parallel_degree
+    even = (
+        2 * config.parallelism.context_parallel_degree * config.parallelism.tensor_parallel_degree
+    )
     return -(-max(config.training.seq_len, longest) // even) * even
 
 
@@ -96,7 +100,9 @@ def examine(
     return [record for i in sorted(shown) for record in shown[i]]
 
 
-def _answered(logits: ChunkedLogits, labels: Tensor, columns: dict[str, Tensor], vocab_size: int) -> tuple[Tensor]:
+def _answered(
+    logits: ChunkedLogits, labels: Tensor, columns: dict[str, Tensor], vocab_size: int
+) -> tuple[Tensor]:
     """Of each label [n, 5 + others] float64: prompt, position, which answer, whether it is the likeliest token, its
     log p, and those of the tokens in its place (NaN: none)."""
     answers = columns["answers"]
@@ -129,7 +135,11 @@ def means(records: Iterable[Record], *keys: str) -> dict[tuple[Any, ...], dict[s
     for record in records:
         grouped.setdefault(tuple(record.get(key) for key in keys), []).append(record)
     return {
-        of: {name: float(np.mean([record[name] for record in some])) for name in NUMBERS if name in some[0]}
+        of: {
+            name: float(np.mean([record[name] for record in some]))
+            for name in NUMBERS
+            if name in some[0]
+        }
         for of, some in grouped.items()
     }
 
@@ -138,7 +148,11 @@ def tiles(records: Iterable[Record]) -> tuple[list[int], list[float], np.ndarray
     """Lengths, depths, and scores by both [depths, lengths]."""
     of = means(records, "length", "depth")
     lengths, depths = (sorted({*places}) for places in zip(*of))
-    return lengths, depths, np.array([[of[length, depth]["score"] for length in lengths] for depth in depths])
+    return (
+        lengths,
+        depths,
+        np.array([[of[length, depth]["score"] for length in lengths] for depth in depths]),
+    )
 
 
 def write_down(records: Iterable[Record], step: int, folder: Path) -> None:

@@ -37,7 +37,14 @@ from titan_linear.run.build import (
 )
 from titan_linear.run.data import base_of
 from titan_linear.run.reading import config_for
-from titan_linear.storage.hf_io import CONFIG, INDEX, RowReader, check_folder, read_config, read_model
+from titan_linear.storage.hf_io import (
+    CONFIG,
+    INDEX,
+    RowReader,
+    check_folder,
+    read_config,
+    read_model,
+)
 from titan_linear.storage.hf_writing import check_tokenizer, gather, write_folder
 from titan_linear.storage.peft import (
     PEFT_CONFIG,
@@ -95,7 +102,9 @@ def export_family(config: Config, model: ModelConfig, tokenizer: Tokenizer, like
     files = {} if model.adapter else tokenizer.hugging_face_files()  # which do not go with adapters
     like = like or hf_weights(config)
     family = family_of(model.base, config, like, files)
-    check_tokenizer(family, read_config(Path(like)) if like else config_to_hf(family, model.base), files)
+    check_tokenizer(
+        family, read_config(Path(like)) if like else config_to_hf(family, model.base), files
+    )
     return family
 
 
@@ -127,12 +136,15 @@ def export(
         if not dist.is_initialized() or dist.get_rank() == 0:
             write_peft(path, names, tensors, base)
             known = like and (Path(like) / CONFIG).is_file()
-            if line := not_served(names, read_config(Path(like))["architectures"][0] if known else ""):
+            if line := not_served(
+                names, read_config(Path(like))["architectures"][0] if known else ""
+            ):
                 print(line)
         return
     like = like or hf_weights(config)
     tokens = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id, "pad_token_id": None}
-    if like and tokenizer_path(config) == str(Path(like) / "tokenizer.json"):  # its own: it has others of them
+    # its own: it has others of them
+    if like and tokenizer_path(config) == str(Path(like) / "tokenizer.json"):
         tokens = {name: token for name, token in tokens.items() if token is not None}
     write_folder(
         path,
@@ -163,12 +175,16 @@ def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, like: str = ""
     verify(checkpoint)
     run = config_of(checkpoint)
     if dtype == "source" and not (like or hf_weights(run)):
-        raise ValueError("--export-dtype source: this run did not begin from a Hugging Face folder; name one by --like")
+        raise ValueError(
+            "--export-dtype source: this run did not begin from a Hugging Face folder; name one by --like"
+        )
     tokenizer = open_tokenizer(run)
     model = model_config(run, tokenizer)
     check_weights(checkpoint, unallocated(model, torch.float32))
     base = read_progress(checkpoint).content.base if model.adapter else ""
-    export(folder, run, model, tokenizer, stored_weights(checkpoint), dtype=dtype, like=like, base=base)
+    export(
+        folder, run, model, tokenizer, stored_weights(checkpoint), dtype=dtype, like=like, base=base
+    )
 
 
 def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
@@ -182,7 +198,9 @@ def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
     if (source / PEFT_CONFIG).is_file():
         named = Path(base or settings_of(source).get("base_model_name_or_path") or "")
         if not (named / CONFIG).is_file():
-            raise ValueError(f"'{named}', the base of '{source}', is no Hugging Face folder; give it by --base")
+            raise ValueError(
+                f"'{named}', the base of '{source}', is no Hugging Face folder; give it by --base"
+            )
         depth = mtp_depth(read_config(named))
         family, theirs = read_model(named, depth)
         options = options_of(source, theirs, family)
@@ -197,13 +215,19 @@ def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
         verify(checkpoint)
         run = config_of(checkpoint)
         if base:
-            key = "checkpoint.initial_load_path" if run.checkpoint.initial_load_path else "model.hf_assets_path"
+            key = (
+                "checkpoint.initial_load_path"
+                if run.checkpoint.initial_load_path
+                else "model.hf_assets_path"
+            )
             run = changed(run, {key: base})
         model = model_config(run, open_tokenizer(run))
         check_base(read_progress(checkpoint).content.base, base_of(run), checkpoint)
         trained = stored_weights(checkpoint)
     if not model.adapter:
-        raise ValueError(f"'{source}' has no adapters; titan-linear convert to-hf exports a whole model")
+        raise ValueError(
+            f"'{source}' has no adapters; titan-linear convert to-hf exports a whole model"
+        )
     with ExitStack() as files:
         get = merged(model, base_weights(run, model, files), trained)
         if not hf_weights(run):
@@ -211,9 +235,13 @@ def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
             return export(folder, run, model.base, open_tokenizer(run), get, dtype=dtype)
         like = Path(hf_weights(run))
         family, _ = read_model(like)
-        beside = (file for kind in ("*.json", "*.txt", "*.model", "*.jinja") for file in like.glob(kind))
+        beside = (
+            file for kind in ("*.json", "*.txt", "*.model", "*.jinja") for file in like.glob(kind)
+        )
         own = {file.name: file.read_bytes() for file in beside if file.name not in (CONFIG, INDEX)}
-        write_folder(folder, model.base, family, get, dtype=EXPORT_DTYPES[dtype], like=like, tokenizer=own)
+        write_folder(
+            folder, model.base, family, get, dtype=EXPORT_DTYPES[dtype], like=like, tokenizer=own
+        )
 
 
 def base_weights(run: Config, model: ModelConfig, files: ExitStack) -> Callable[[str], Tensor]:
@@ -246,7 +274,9 @@ def merged(
             return weight
         first = first_of(name, model.adapter, adapted)
         A, B = (trained(lora_name(n, part)).double() for n, part in ((first, "A"), (name, "B")))
-        return weight.double() + model.adapter.factor * (B.flatten(A.dim() - 2, -2) @ A).view_as(weight)
+        return weight.double() + model.adapter.factor * (B.flatten(A.dim() - 2, -2) @ A).view_as(
+            weight
+        )
 
     return get
 

@@ -42,7 +42,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature = {self.temperature} must be 0 (the likeliest token) or more")
+            raise ValueError(
+                f"temperature = {self.temperature} must be 0 (the likeliest token) or more"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p = {self.top_p} must be above 0 and at most 1")
 
@@ -56,7 +58,9 @@ class Rows:
     logits: Tensor  # [B, vocab]
 
 
-def generate(model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], **options: Any) -> list[str]:
+def generate(
+    model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], **options: Any
+) -> list[str]:
     """Each prompt with its continuation, up to the end of a document. If the model is sharded, every rank makes the
     same call. options: of `continuations`.
 
@@ -106,7 +110,8 @@ def generate_tokens(
     done = [max_new_tokens == 0] * len(prompts)
     rows = None if all(done) else prefill(model, prompts, chunk=prefill_chunk, device=device)
     while not all(done):
-        logits = rows.logits[:, :vocab_size].double().cpu()  # on the CPU draws are the same everywhere
+        # on the CPU draws are the same everywhere
+        logits = rows.logits[:, :vocab_size].double().cpu()
         chosen = [choose(row, sampling, rng) for row, rng in zip(logits, rngs, strict=True)]
         tokens = _agreed(model, torch.tensor(chosen, device=device))
         for i, token in enumerate(tokens.tolist()):
@@ -119,11 +124,15 @@ def generate_tokens(
 
 
 @torch.no_grad()
-def prefill(model: Decoder, prompts: Sequence[Sequence[int]], *, chunk: int, device: torch.device) -> Rows:
+def prefill(
+    model: Decoder, prompts: Sequence[Sequence[int]], *, chunk: int, device: torch.device
+) -> Rows:
     """Read the prompts (each of one token or more), `chunk` tokens at a time."""
     read = [_prefill_one(model, prompt, chunk, device) for prompt in prompts]
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    growing = [{name for mixer in layer.mixers for name in mixer.growing} for layer in model.config.layers]
+    growing = [
+        {name for mixer in layer.mixers for name in mixer.growing} for layer in model.config.layers
+    ]
     caches = [_batched([caches[i] for caches, _ in read], names) for i, names in enumerate(growing)]
     return Rows(caches, lengths, torch.cat([logits for _, logits in read]))
 
@@ -176,11 +185,14 @@ class _Reader:
     def __init__(self, model: Decoder, vocab_size: int | None, device: torch.device):
         self.model, self.vocab_size, self.device = model, vocab_size, device
         self.caches = [LayerCache() for _ in model.layers]
-        self.length, self.pending = 0, model.embedding.weight.new_empty(1, 0, model.config.dim)  # of the last tokens
+        # of the last tokens
+        self.length, self.pending = 0, model.embedding.weight.new_empty(1, 0, model.config.dim)
 
     def read(self, tokens: Sequence[int]) -> list[int]:
         """The likeliest token after each."""
-        h = self.model.head.norm(self._through(range(self.model.config.num_layers), self.length, tokens))
+        h = self.model.head.norm(
+            self._through(range(self.model.config.num_layers), self.length, tokens)
+        )
         self.length += len(tokens)
         self.pending = torch.cat([self.pending, h], 1)
         return self._likeliest(h)
@@ -193,11 +205,15 @@ class _Reader:
 
     def copy(self) -> _Reader:
         other = copy(self)
-        other.caches = [LayerCache({branch: UserDict(x) for branch, x in kept.items()}) for kept in self.caches]
+        other.caches = [
+            LayerCache({branch: UserDict(x) for branch, x in kept.items()}) for kept in self.caches
+        ]
         return other
 
     def _through(self, layers: range, first: int, tokens: Sequence[int], *h: Tensor) -> Tensor:
-        ids, positions = (torch.tensor(x, device=self.device) for x in (tokens, range(first, first + len(tokens))))
+        ids, positions = (
+            torch.tensor(x, device=self.device) for x in (tokens, range(first, first + len(tokens)))
+        )
         x = torch.cat([self.model.embedded(ids.unsqueeze(0)), *h], -1)
         return self.model.through(layers, x, BatchPlan(positions), self.caches, Between())
 
@@ -303,7 +319,11 @@ class Evaluation:
             return ""
         reader, s = self.reader, self.reader.config.sample
         # Compiled graphs are for streams, not for a text that grows by a token at each call.
-        uncompiled = torch.compiler.set_stance("force_eager") if reader.config.compile.enable else nullcontext()
+        uncompiled = (
+            torch.compiler.set_stance("force_eager")
+            if reader.config.compile.enable
+            else nullcontext()
+        )
         with reader.precision, uncompiled:
             (text,) = generate(
                 reader.model,

@@ -15,7 +15,15 @@ from pathlib import Path
 import torch
 
 from titan_linear.config import Config, check_config, hf_assets, hf_weights, layer_checkpointing
-from titan_linear.data import MixedStreams, Sample, Streams, Tokenizer, TreeStreams, verify_changed, verify_corpus
+from titan_linear.data import (
+    MixedStreams,
+    Sample,
+    Streams,
+    Tokenizer,
+    TreeStreams,
+    verify_changed,
+    verify_corpus,
+)
 from titan_linear.data.tasks import LOSS, TASKS
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.float8 import SMALLEST, use_float8
@@ -23,7 +31,14 @@ from titan_linear.models.lora import check_adapters
 from titan_linear.ops.float8 import CAPABILITY
 from titan_linear.ops.layout.build_context import shared_by_nodes
 from titan_linear.ops.runtime.support import capability, dotted
-from titan_linear.run.build import family_of, implementations, model_config, open_tokenizer, unallocated, under_key
+from titan_linear.run.build import (
+    family_of,
+    implementations,
+    model_config,
+    open_tokenizer,
+    unallocated,
+    under_key,
+)
 from titan_linear.run.console import exchanged_of_trees, finished, vocabulary
 from titan_linear.run.data import (
     base_of,
@@ -66,7 +81,9 @@ RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 
 @contextmanager
-def cleared(config: Config, argv: list[str], world_size: int, node_size: int, *, first: bool = True) -> Iterator[None]:
+def cleared(
+    config: Config, argv: list[str], world_size: int, node_size: int, *, first: bool = True
+) -> Iterator[None]:
     """Check all that can be refused, say how the run resumes, and hold the locks of its folders inside `with`.
 
     Args:
@@ -126,7 +143,9 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
         check_evaluation(config, model, tokenizer)
 
 
-def _check_data(config: Config, tokenizer: Tokenizer, model: ModelConfig, progress: Progress | None) -> None:
+def _check_data(
+    config: Config, tokenizer: Tokenizer, model: ModelConfig, progress: Progress | None
+) -> None:
     """Check every corpus against its checksums, and that the streams are those of the run so far."""
     for corpus in open_corpora(config, tokenizer):
         (verify_corpus if config.training.verify == "always" else verify_changed)(corpus)
@@ -159,7 +178,11 @@ def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer
     c = config.checkpoint
     exports = c.last_save_in_hf or c.export_interval > 0
     if exports:
-        key = "last_save_in_hf = true" if c.last_save_in_hf else f"export_interval = {c.export_interval}"
+        key = (
+            "last_save_in_hf = true"
+            if c.last_save_in_hf
+            else f"export_interval = {c.export_interval}"
+        )
         family = under_key(f"checkpoint.{key}", export_family, config, model, tokenizer)
         if model.adapter:
             under_key(f"checkpoint.{key}", check_peft, model, family)
@@ -167,9 +190,13 @@ def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer
     if path and find_step(checkpoint_folder(config), c.load_step) is None:
         theirs = (Path(path), model, family_of(model, config), config.adapter, base_of(config))
         under_key("adapter.initial_load_path", read_peft, *theirs)
-    if hf_weights(config) and (exports or find_step(checkpoint_folder(config), c.load_step) is None):
+    if hf_weights(config) and (
+        exports or find_step(checkpoint_folder(config), c.load_step) is None
+    ):
         free = POSITIONS if config.model.flavor == "hf" else ()
-        under_key("checkpoint.initial_load_in_hf", check_folder, Path(hf_weights(config)), model, free)
+        under_key(
+            "checkpoint.initial_load_in_hf", check_folder, Path(hf_weights(config)), model, free
+        )
 
 
 def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> Progress | None:
@@ -200,7 +227,9 @@ def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) 
     if step >= config.training.steps and (c.load_step == -1 or rewound):
         print(finished(config, step))
         if c.last_save_in_hf and not is_exported(config):
-            print(f"its Hugging Face folder is not there; titan-linear convert to-hf '{folder}' FOLDER makes one")
+            print(
+                f"its Hugging Face folder is not there; titan-linear convert to-hf '{folder}' FOLDER makes one"
+            )
         if lacking := [saved for saved in whole_steps(folder) if lacks_export(config, saved)]:
             print(not_exported(lacking))
         raise SystemExit(0)
@@ -240,9 +269,15 @@ def check_schedule(config: Config, step: int, length: int) -> None:
     steps = config.training.steps
     if config.lr_scheduler.total_steps:
         return
-    then, now = (learning_rate(step, config.optimizer.lr, config.lr_scheduler, n) for n in (length, steps))
+    then, now = (
+        learning_rate(step, config.optimizer.lr, config.lr_scheduler, n) for n in (length, steps)
+    )
     if then != now:
-        keep = f"lr_scheduler.total_steps = {length}" if length >= steps else f"training.steps to at most {length}"
+        keep = (
+            f"lr_scheduler.total_steps = {length}"
+            if length >= steps
+            else f"training.steps to at most {length}"
+        )
         raise ValueError(
             f"training.steps = {steps} would change the learning rate of the {step} steps that are done, which decays "
             f"until training.steps (lr_scheduler.total_steps = 0), and that was {length}; set {keep} to keep the "
@@ -291,7 +326,9 @@ def prove(argv: list[str], world_size: int) -> None:
     """
     environment = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
     command = [sys.executable, "-m", "titan_linear.proof.doctor", *argv]
-    code = subprocess.run(command, env=environment | {"NGPU": str(world_size)}, check=False).returncode
+    code = subprocess.run(
+        command, env=environment | {"NGPU": str(world_size)}, check=False
+    ).returncode
     if code:
         print("doctor.at_start = true: the run is not started", file=sys.stderr)
         raise SystemExit(code)
@@ -301,7 +338,9 @@ def check_evaluation(config: Config, model: ModelConfig, tokenizer: Tokenizer) -
     """Raise ValueError if a task is not known, or a length is not for it, for the texts or for the model."""
     e, known = config.evaluation, (*TASKS, LOSS)
     if unknown := [task for task in e.tasks if task not in known]:
-        raise ValueError(f"evaluation.tasks: {unknown[0]!r} is unknown; use some of {', '.join(known)}")
+        raise ValueError(
+            f"evaluation.tasks: {unknown[0]!r} is unknown; use some of {', '.join(known)}"
+        )
     longest, folder = max(e.lengths), hf_assets(config)
     trained = read_config(Path(folder)).get("max_position_embeddings") if folder else None
     scalings = [getattr(mixer, "rope_scaling", None) for mixer in model.mixers if mixer.rotary]
@@ -324,7 +363,9 @@ def check_model(model: ModelConfig, config: Config, world_size: int, node_size: 
     """Raise ValueError if the model does not fit its configuration, or this machine; return a warning, or ""."""
     check_splits(model, config)
     check_checkpointing(model, config)
-    chosen = implementations(config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = implementations(
+        config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    )
     if model.adapter and any(choice.implementation == "grouped_mm" for choice in chosen.values()):
         check_adapters(unallocated(model.base, torch.float32), model.adapter, 8)
     check_float8(model, config)
@@ -385,7 +426,11 @@ def check_heads(model: ModelConfig, config: Config) -> None:
             what = f"{mixer.name} layers" if mixer.over_heads else f"parallelism.{key} = 'ulysses'"
             remedy = "use" if mixer.over_heads else f"use {others}, or"
             ranks = f"context_parallel_degree = {p.context_parallel_degree}"
-            ranks += f" × tensor_parallel_degree = {p.tensor_parallel_degree}" if p.tensor_parallel_degree > 1 else ""
+            ranks += (
+                f" × tensor_parallel_degree = {p.tensor_parallel_degree}"
+                if p.tensor_parallel_degree > 1
+                else ""
+            )
             raise ValueError(
                 f"{what} cannot split the {heads} of model.flavor = {config.model.flavor!r} among {ranks} "
                 f"ranks; {remedy} a degree that divides them"
@@ -396,8 +441,13 @@ def check_node_heads(model: ModelConfig, config: Config, world_size: int, node_s
     """Raise ValueError if a node's ranks cannot share the heads of softmax layers, where they are to do so."""
     p = config.parallelism
     copies = p.context_parallel_degree * p.tensor_parallel_degree
-    groups = [range(first, first + copies, p.tensor_parallel_degree) for first in range(0, world_size, copies)]
-    for mixer, ranks in product(model.mixers, sorted({shared_by_nodes(group, node_size) for group in groups})):
+    groups = [
+        range(first, first + copies, p.tensor_parallel_degree)
+        for first in range(0, world_size, copies)
+    ]
+    for mixer, ranks in product(
+        model.mixers, sorted({shared_by_nodes(group, node_size) for group in groups})
+    ):
         heads = None if mixer.linear else mixer.indivisible_heads(ranks * p.tensor_parallel_degree)
         if heads and p.context_parallel_method == "ulysses+ring":
             raise ValueError(
@@ -426,9 +476,15 @@ def check_float8(model: ModelConfig, config: Config) -> None:
     products = use_float8(unallocated(model, torch.float32), [])
     for part in float8.filter_fqns:
         if not any(part in name for names in products for name in names):
-            raise ValueError(f"float8.filter_fqns: {part!r} is in the name of no projection in float8; remove it")
+            raise ValueError(
+                f"float8.filter_fqns: {part!r} is in the name of no projection in float8; remove it"
+            )
     if not use_float8(unallocated(model, torch.float32), float8.filter_fqns):
-        which = "outside float8.filter_fqns" if products else f"of model.flavor = {config.model.flavor!r}"
+        which = (
+            "outside float8.filter_fqns"
+            if products
+            else f"of model.flavor = {config.model.flavor!r}"
+        )
         raise ValueError(
             f"float8.enable = true: no product {which} (dim {model.dim}) has a weight of {SMALLEST} × {SMALLEST} or "
             "more, and with smaller ones float8 does not pay; set it to false"

@@ -68,7 +68,11 @@ class Reader:
         """This rank's part of one pass."""
         dims = self.dims
         return validation_batches(
-            streams, local_batch_size=local_batch_size, dp_rank=dims.dp_rank, dp_degree=dims.dp, **part
+            streams,
+            local_batch_size=local_batch_size,
+            dp_rank=dims.dp_rank,
+            dp_degree=dims.dp,
+            **part,
         )
 
     @torch.no_grad()
@@ -83,7 +87,10 @@ class Reader:
             numbers = self.model(
                 micro.tokens,
                 micro.plan,
-                loss=lambda logits: (labels, *columns(replace(logits, x=logits.x[rows]), labels, own)),
+                loss=lambda logits: (
+                    labels,
+                    *columns(replace(logits, x=logits.x[rows]), labels, own),
+                ),
             )
         numbers = [x.to("cpu", non_blocking=True) for x in numbers]
         return Moment(rows.device), numbers
@@ -105,7 +112,9 @@ def open_reader(config: Config) -> Reader:
     host = host_group()
     set_first_weights(config, model, host)
     sharding = build_sharding(config, model.config, dims, device)
-    return Reader(config, tokenizer, model, dims, sharding, mixed_precision(config, model, dims), host)
+    return Reader(
+        config, tokenizer, model, dims, sharding, mixed_precision(config, model, dims), host
+    )
 
 
 def config_for(path: Path, keys: list[str]) -> Config:
@@ -115,7 +124,12 @@ def config_for(path: Path, keys: list[str]) -> Config:
     else:
         path = weights_path(path, key="PATH")
         run = config_of(path)
-        first = ["--job.config_file", str(config_path(path)), "--checkpoint.initial_load_in_hf", "false"]
+        first = [
+            "--job.config_file",
+            str(config_path(path)),
+            "--checkpoint.initial_load_in_hf",
+            "false",
+        ]
         # What the folder that the run began from has said, for it is no longer where weights are from.
         first += ["--model.hf_assets_path", hf_assets(run)] if run.model.flavor == "hf" else []
         first += ["--model.tokenizer_path", path_of] if (path_of := tokenizer_path(run)) else []

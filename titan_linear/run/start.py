@@ -16,13 +16,32 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise, owned
 from titan_linear.run.build import family_of, model_config, open_tokenizer
-from titan_linear.run.data import base_of, build_streams, check_alike, check_content, content_of, file_groups
+from titan_linear.run.data import (
+    base_of,
+    build_streams,
+    check_alike,
+    check_content,
+    content_of,
+    file_groups,
+)
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.hf_io import load_weights as load_hf_weights
 from titan_linear.storage.peft import read_peft
 from titan_linear.storage.rundir import checkpoint_folder, config_of
-from titan_linear.storage.step_folders import Content, Progress, known_progress, rewind, weights_path
-from titan_linear.storage.tensors import holds_adapters, holds_optimizer, is_adapter, load_weights, named_parameters
+from titan_linear.storage.step_folders import (
+    Content,
+    Progress,
+    known_progress,
+    rewind,
+    weights_path,
+)
+from titan_linear.storage.tensors import (
+    holds_adapters,
+    holds_optimizer,
+    is_adapter,
+    load_weights,
+    named_parameters,
+)
 
 
 class Subject(NamedTuple):
@@ -108,7 +127,9 @@ def set_weights(
     dist.barrier(host)  # some disks are slower
 
 
-def set_first_weights(config: Config, model: Decoder, host: dist.ProcessGroup | None = None) -> None:
+def set_first_weights(
+    config: Config, model: Decoder, host: dist.ProcessGroup | None = None
+) -> None:
     """Load or draw the weights that the run begins from; if those are adapters, after their own run's. Without a group:
     in one process."""
     c, drawn = config.checkpoint, named_parameters(model)
@@ -130,4 +151,6 @@ def load_adapters(config: Config, model: Decoder) -> None:
         family, parameters = family_of(model.config, config), named_parameters(model)
         for name, tensor in read_peft(Path(path), model.config, family, config.adapter, "").items():
             local, offsets = owned(parameters[name])
-            local.copy_(tensor[tuple(slice(at, at + n) for at, n in zip(offsets, local.shape, strict=True))])
+            local.copy_(
+                tensor[tuple(slice(at, at + n) for at, n in zip(offsets, local.shape, strict=True))]
+            )

@@ -42,9 +42,11 @@ class BatchSharding:
     compute_dtype: torch.dtype
     compiled: bool  # layers, which read the plan, are compiled
     programs: tuple[int, ...]  # of each kind of scan over a rank's tokens, where scans are kernels
-    stream_programs: tuple[int, ...] | None  # likewise over the whole stream, where ranks share heads; None: no scan
+    # likewise over the whole stream, where ranks share heads; None: no scan
+    stream_programs: tuple[int, ...] | None
     mtp_layers: int
-    softmax: tuple[tuple[int, int, int], ...]  # Hq, Hkv and D + Dv on a rank of tp, for each kind of softmax layer
+    # Hq, Hkv and D + Dv on a rank of tp, for each kind of softmax layer
+    softmax: tuple[tuple[int, int, int], ...]
 
     @classmethod
     def of(
@@ -60,7 +62,10 @@ class BatchSharding:
         compiled: bool = False,
     ) -> BatchSharding:
         """The sharding that plans for what this model's mixers need of a batch."""
-        needs = [*(mixer.ops for mixer in model.mixers), *(mlp.ops(model.dim, dims.tp) for mlp in model.mlps)]
+        needs = [
+            *(mixer.ops for mixer in model.mixers),
+            *(mlp.ops(model.dim, dims.tp) for mlp in model.mlps),
+        ]
         over_heads = dims.cp > 1 and linear_method == "ulysses"
         programs = _programs(model, dims.tp * dims.cp if over_heads else dims.tp, device)
         sizes = {ops["causal_conv1d"]["W"] for ops in needs if "causal_conv1d" in ops}
@@ -90,20 +95,30 @@ class BatchSharding:
         local = [batch.tokens, batch.labels, *(batch.columns[name] for name in names)]
         local += later_of(batch, self.mtp_layers)[:3] if self.mtp_layers and not trees else ()
         if self.dims.cp > 1:
-            local = [torch.cat([x[:, start:end] for start, end in context.fragments], 1) for x in local]
+            local = [
+                torch.cat([x[:, start:end] for start, end in context.fragments], 1) for x in local
+            ]
         branches = paths = None
         contexts = []
         if trees:
             branches, targets = branches_of(batch, context)
-            further = [batch.tokens[:, targets], *(batch.columns[name][:, targets - 1] for name in names)]
+            further = [
+                batch.tokens[:, targets],
+                *(batch.columns[name][:, targets - 1] for name in names),
+            ]
             local[1:] = [torch.cat(of_each, 1) for of_each in zip(local[1:], further)]
             local[2:] = [_of_labels(x, local[1]) for x in local[2:]]
             paths = paths_of(batch) if "document" in names else None
         if trees and self.mtp_layers:
-            contexts = [self._context(batch, batch.nodes.after(k), methods) for k in range(1, self.mtp_layers + 1)]
+            contexts = [
+                self._context(batch, batch.nodes.after(k), methods)
+                for k in range(1, self.mtp_layers + 1)
+            ]
             tokens, labels, *columns = local
             weights = columns[names.index("weights")]
-            local += later_of_trees(tokens, labels, weights, context.position_ids, branches, self.mtp_layers)
+            local += later_of_trees(
+                tokens, labels, weights, context.position_ids, branches, self.mtp_layers
+            )
         moved = to_device([contexts, context, branches, paths, *local], self.device)
         contexts, context, branches, paths, tokens, labels, *local = moved
         columns, later = dict(zip(names, local)), local[len(names) :]
@@ -111,7 +126,9 @@ class BatchSharding:
             context,
             batch,
             pairs=pairs_computed(context, next(iter(methods), "ring")) if self.softmax else 0.0,
-            later=Later._make([*later, [self._plan(each, batch) for each in contexts]]) if later else None,
+            later=Later._make([*later, [self._plan(each, batch) for each in contexts]])
+            if later
+            else None,
             branches=branches,
         )
         return MicroBatch(tokens, labels, plan, batch.streams, columns, batch.num_documents, paths)
@@ -133,7 +150,9 @@ class BatchSharding:
     def _plan(self, context: CPContext, batch: Batch, **more: Any) -> BatchPlan:
         if self.compiled:
             context.mark_dynamic()
-        plan = BatchPlan(context.position_ids, cp_context=context, num_streams=batch.num_streams, **more)
+        plan = BatchPlan(
+            context.position_ids, cp_context=context, num_streams=batch.num_streams, **more
+        )
         plan.prepare(self.rotaries, widened(self.compute_dtype))
         return plan
 
@@ -145,7 +164,10 @@ class BatchSharding:
         if self.softmax_method != "auto":
             return (self.softmax_method,) if self.softmax else ()
         ranks = self.dims.cp, self.node_size
-        chosen = (choose_method(*ranks, tokens, *sizes, self.compute_dtype, branches) for sizes in self.softmax)
+        chosen = (
+            choose_method(*ranks, tokens, *sizes, self.compute_dtype, branches)
+            for sizes in self.softmax
+        )
         return tuple(dict.fromkeys(chosen))
 
     @property
@@ -230,7 +252,8 @@ def _softmax(model: ModelConfig, tp: int) -> tuple[tuple[int, int, int], ...]:
     sizes = []
     for mixer in model.mixers:
         if "attention" in mixer.ops:
-            heads = [count // tp for count in mixer.head_counts.values()]  # of queries, then of keys if these are fewer
+            # of queries, then of keys if these are fewer
+            heads = [count // tp for count in mixer.head_counts.values()]
             sizes.append((heads[0], heads[-1], sum(mixer.ops["attention"].values())))
     return tuple(dict.fromkeys(sizes))
 
@@ -257,8 +280,10 @@ class FeedStats:
     apart: int = 0  # tokens, with the documents of prefix trees packed apart
     documents: Documents = NO_DOCUMENTS
     seconds: float = 0.0  # to read and cut batches
-    waited: float = 0.0  # to read and cut them, or for other ranks to do so, while the device had nothing left to do
-    most_pairs: float = 0.0  # of query and key in a softmax layer, on the rank that computed most in each step
+    # to read and cut them, or for other ranks to do so, while the device had nothing left to do
+    waited: float = 0.0
+    # of query and key in a softmax layer, on the rank that computed most in each step
+    most_pairs: float = 0.0
 
     def work_balance(self, ranks: int) -> float:
         """Pairs of the rank that computed most, divided by the mean over the `ranks` that share them: 1 is even."""
@@ -269,7 +294,9 @@ class FeedStats:
             steps=self.steps + more.steps,
             valid=self.valid + more.valid,
             apart=self.apart + more.apart,
-            documents=Documents(*(a + b for a, b in zip(self.documents, more.documents, strict=True))),
+            documents=Documents(
+                *(a + b for a, b in zip(self.documents, more.documents, strict=True))
+            ),
             seconds=self.seconds + more.seconds,
             waited=self.waited + more.waited,
             most_pairs=self.most_pairs + more.most_pairs,
@@ -319,7 +346,9 @@ class Feed:
         if self._ahead is None:
             with self._timed():
                 batches = [next(self.batches) for _ in range(self.micro_steps)]
-                counts = torch.tensor([_counts(batch) for batch in batches], dtype=torch.float64).sum(0)
+                counts = torch.tensor(
+                    [_counts(batch) for batch in batches], dtype=torch.float64
+                ).sum(0)
             counting = dist.all_reduce(counts, group=self.host, async_op=True)
             self._ahead = _Ahead(self._move(batches[0]), batches[1:], counts, counting)
 
@@ -347,7 +376,11 @@ class Feed:
     def _timed(self, reads: bool = True) -> Iterator[None]:
         """Count the seconds spent inside. If by their end the device has done all that was queued before them, it has
         waited, for these seconds at most."""
-        queued = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+        queued = (
+            torch.cuda.current_stream(self.device).record_event()
+            if self.device.type == "cuda"
+            else None
+        )
         begin = time.perf_counter()
         yield
         seconds = time.perf_counter() - begin

@@ -99,4 +99,6 @@ def known_peak(name: str) -> float | None:
     """Peak TFLOP/s of a whole GPU of this name. None: unknown, or a part of a GPU (MIG)."""
     if "MIG" in name:
         return None
-    return next((peak for words, peak in PEAK_TFLOPS.items() if re.search(rf"\b{words}\b", name)), None)
+    return next(
+        (peak for words, peak in PEAK_TFLOPS.items() if re.search(rf"\b{words}\b", name)), None
+    )

@@ -27,7 +27,8 @@ class AdamW(torch.optim.AdamW):
     """AdamW on this rank's part of each parameter, since the update is elementwise. On DTensors the dispatcher would
     work out the sharding again in every step that changes the learning rate, which takes longer than the update."""
 
-    copies: Mapping[Tensor, Tensor] = {}  # of large parameters, for `ComputeCopies`, which are written with them
+    # of large parameters, for `ComputeCopies`, which are written with them
+    copies: Mapping[Tensor, Tensor] = {}
     coefficient: Tensor  # of gradients of large tensors, which clips them
     found_inf: Tensor  # 1: nothing is to change
 
@@ -43,14 +44,18 @@ class AdamW(torch.optim.AdamW):
         if any(large):
             from titan_linear.ops.triton.adamw import adamw  # Triton is available on Linux only
 
-            torch._foreach_add_([*compress(steps, large)], [1 - self.found_inf] * sum(large))  # one: torch reads it
+            # one: torch reads it
+            torch._foreach_add_([*compress(steps, large)], [1 - self.found_inf] * sum(large))
             for p, copy, g, exp_avg, exp_avg_sq, step in compress(
                 zip(params, copies, grads, m, v, steps, strict=True), large
             ):
-                adamw(p, copy, g, exp_avg, exp_avg_sq, step, self.coefficient, self.found_inf, group)
+                adamw(
+                    p, copy, g, exp_avg, exp_avg_sq, step, self.coefficient, self.found_inf, group
+                )
             for tensors in lists:
                 tensors[:] = compress(tensors, (not here for here in large))
-        torch.autograd.graph.increment_version(params)  # fused kernels do not: `ComputeCopies` looks
+        # fused kernels do not: `ComputeCopies` looks
+        torch.autograd.graph.increment_version(params)
         return has_complex
 
 
@@ -72,7 +77,8 @@ class Muon(AdamW):
         self.matrices = matrices
 
     def __setstate__(self, state: Group) -> None:
-        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's asks every parameter's state for a count of steps
+        # AdamW's asks every parameter's state for a count of steps
+        torch.optim.Optimizer.__setstate__(self, state)
 
     def _init_group(self, group: Group, *lists: list[Tensor]) -> bool:
         return False if "momentum" in group else super()._init_group(group, *lists)
@@ -95,14 +101,19 @@ class Muon(AdamW):
         weights, grads, momenta = self._parts(group)
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        for weight, shape, direction in zip(weights, self.matrices.shapes, self.directions(group), strict=True):
+        for weight, shape, direction in zip(
+            weights, self.matrices.shapes, self.directions(group), strict=True
+        ):
             weight.add_(direction.to(weight.device), alpha=-group["lr"] * update_scale(shape))
 
     def directions(self, group: Group) -> list[Tensor]:
         """This rank's parts of the orthogonal matrices, from gradients and momentum after it has been updated. All
         ranks call it."""
         _, grads, momenta = self._parts(group)
-        mixed = [g.lerp(m, group["momentum"]).bfloat16() for g, m in zip(grads, momenta, strict=True)]  # Nesterov's
+        # Nesterov's
+        mixed = [
+            g.lerp(m, group["momentum"]).bfloat16() for g, m in zip(grads, momenta, strict=True)
+        ]
         return self.matrices.apply(orthogonalised, mixed)
 
     def scaled_directions(self, group: Group) -> dict[nn.Parameter, Tensor]:
@@ -141,15 +152,32 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> AdamW:
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for name, p in model.named_parameters():
         if p.requires_grad and name not in matrices:
-            mesh = p.device_mesh if isinstance(p, DTensor) else None  # with offload only what FSDP has is on the host
+            # with offload only what FSDP has is on the host
+            mesh = p.device_mesh if isinstance(p, DTensor) else None
             groups.setdefault((p.dim() > 1, mesh), []).append(p)
-    decays = [{"params": ps, "weight_decay": config.weight_decay if many else 0.0} for (many, _), ps in groups.items()]
-    options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "fused": True}
+    decays = [
+        {"params": ps, "weight_decay": config.weight_decay if many else 0.0}
+        for (many, _), ps in groups.items()
+    ]
+    options = {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "fused": True,
+    }
     if not matrices:
         return AdamW(decays, **options)
-    group = {"params": list(matrices.values()), "weight_decay": config.weight_decay, "momentum": config.momentum}
+    group = {
+        "params": list(matrices.values()),
+        "weight_decay": config.weight_decay,
+        "momentum": config.momentum,
+    }
     wholes = {name: whole(model, name, p) for name, p in matrices.items()}
-    return Muon([*decays, group], WholeMatrices(wholes, exchange_device(next(iter(wholes.values())))), **options)
+    return Muon(
+        [*decays, group],
+        WholeMatrices(wholes, exchange_device(next(iter(wholes.values())))),
+        **options,
+    )
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -157,14 +185,20 @@ def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     name in `hidden_matrices`."""
     matrices: dict[str, nn.Parameter] = {}
     for path, module in model.named_modules():
-        names = ("weight",) if isinstance(module, nn.Linear) else getattr(module, "hidden_matrices", ())
+        names = (
+            ("weight",) if isinstance(module, nn.Linear) else getattr(module, "hidden_matrices", ())
+        )
         matrices |= {f"{path}.{name}": getattr(module, name) for name in names}
     return {name: p for name, p in matrices.items() if p.requires_grad}
 
 
 def exchange_device(tensor: Tensor) -> torch.device:
     """The ranks' device, where a tensor may lie in the host's memory."""
-    return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
+    return (
+        torch.device(tensor.device_mesh.device_type)
+        if isinstance(tensor, DTensor)
+        else tensor.device
+    )
 
 
 def learning_rate(step: int, peak: float, config: LRScheduler, steps: int) -> float:
@@ -176,7 +210,11 @@ def learning_rate(step: int, peak: float, config: LRScheduler, steps: int) -> fl
     progress = (step - (total - decay)) / decay if decay > 0 else 0.0
     if progress <= 0:
         return peak
-    curve = {"linear": 1 - progress, "sqrt": 1 - math.sqrt(progress), "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    curve = {
+        "linear": 1 - progress,
+        "sqrt": 1 - math.sqrt(progress),
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+    }
     return peak * (config.min_lr_factor + (1 - config.min_lr_factor) * curve[config.decay_type])
 
 
@@ -246,13 +284,18 @@ def update(optimizer: Any, numbers: StepNumbers, lr: float, max_norm: float) -> 
     numbers yet. With offload the host waits for them, and so for every copy of a parameter that the device has yet to
     read; with Muon too.
     """
-    if any(group["params"][0].device.type != numbers.loss.device.type for group in optimizer.param_groups):
+    if any(
+        group["params"][0].device.type != numbers.loss.device.type
+        for group in optimizer.param_groups
+    ):
         numbers = StepNumbers(*torch.stack(numbers[:3]).cpu())
     coefficient = (max_norm / (numbers.grad_norm + 1e-6)).clamp(max=1.0)
     optimizer.coefficient = coefficient.float()
     for group in optimizer.param_groups:
         group["lr"] = lr
-        scale_gradients((p for p in group["params"] if "momentum" in group or not is_large(p)), coefficient)
+        scale_gradients(
+            (p for p in group["params"] if "momentum" in group or not is_large(p)), coefficient
+        )
     optimizer.found_inf = (~numbers.finite()).float()  # as torch.amp.GradScaler sets it
     optimizer.step()
 

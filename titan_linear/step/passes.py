@@ -55,7 +55,8 @@ class Forward:
 
     def backward(self) -> Tensor:
         """Return this rank's part of the loss and of its reports; gradients accumulate, as sums over the step."""
-        with self.inside, torch.autograd.set_multithreading_enabled(False):  # a separate thread doubles the host's time
+        # a separate thread doubles the host's time
+        with self.inside, torch.autograd.set_multithreading_enabled(False):
             self.loss.flatten()[0].backward()
         return self.loss.detach()
 
@@ -65,7 +66,9 @@ class Forward:
             del self.loss
 
 
-def with_reference(model: Decoder, batch: MicroBatch, precision: AbstractContextManager[object]) -> MicroBatch:
+def with_reference(
+    model: Decoder, batch: MicroBatch, precision: AbstractContextManager[object]
+) -> MicroBatch:
     """The batch, with the column that the loss reads of the base: the log-probability of each label."""
     if not (model.config.adapter and model.config.adapter.base_is_reference):
         return batch
@@ -118,7 +121,9 @@ class Passes:
             self.begun.first.drop()
             self.begun = None
 
-    def run(self, ask: Callable[[int], None] = lambda done: None) -> tuple[Tensor, list[tuple[int, ...]]]:
+    def run(
+        self, ask: Callable[[int], None] = lambda done: None
+    ) -> tuple[Tensor, list[tuple[int, ...]]]:
         """Compute the next step's gradients; return for each micro-batch this rank's part of the loss, [micro-steps]
         float64 (with reports [micro-steps, 1 + reports]), and its streams. `ask` is called before each micro-step with
         the number of those done, and may raise.
@@ -154,7 +159,9 @@ class ComputeCopies:
         self.parameters = list(originals.values())
         for p in self.parameters:
             p.grad_dtype = None  # any
-        self.copies = [nn.Parameter(torch.empty_like(p, dtype=dtype), p.requires_grad) for p in self.parameters]
+        self.copies = [
+            nn.Parameter(torch.empty_like(p, dtype=dtype), p.requires_grad) for p in self.parameters
+        ]
         self.copy_of = dict(zip(self.parameters, self.copies, strict=True))
         self.versions = [-1] * len(self.copies)  # of parameters, when they were copied
         self.slots = [  # a tied parameter has two
@@ -166,7 +173,11 @@ class ComputeCopies:
 
     def __enter__(self) -> None:
         versions = [p._version for p in self.parameters]
-        stale = [pair for *pair, a, b in zip(self.copies, self.parameters, self.versions, versions) if a != b]
+        stale = [
+            pair
+            for *pair, a, b in zip(self.copies, self.parameters, self.versions, versions)
+            if a != b
+        ]
         self.versions = versions
         if stale:
             with torch.no_grad():
@@ -174,7 +185,12 @@ class ComputeCopies:
         for owner, name, _, copy in self.slots:
             owner[name] = copy
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ):
         for owner, name, parameter, _ in self.slots:
             owner[name] = parameter
         pairs = [(p, copy.grad) for p, copy in self.copy_of.items() if copy.grad is not None]

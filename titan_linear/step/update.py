@@ -46,9 +46,19 @@ class Update:
     """Ends every step of a model on this rank. Which parameters are counted and summed is determined once."""
 
     def __init__(
-        self, config: Config, model: Decoder, dims: ParallelDims, optimizer: AdamW, telemetry: Watcher | None = None
+        self,
+        config: Config,
+        model: Decoder,
+        dims: ParallelDims,
+        optimizer: AdamW,
+        telemetry: Watcher | None = None,
     ):
-        self.config, self.model, self.optimizer, self.telemetry = config, model, optimizer, telemetry
+        self.config, self.model, self.optimizer, self.telemetry = (
+            config,
+            model,
+            optimizer,
+            telemetry,
+        )
         self.sums = gradient_sums(model, dims)
         self.counted = counted_parameters(model, dims)
 
@@ -78,13 +88,17 @@ class Update:
         return reading
 
 
-def gradient_sums(model: nn.Module, dims: ParallelDims) -> list[tuple[list[nn.Parameter], dist.ProcessGroup]]:
+def gradient_sums(
+    model: nn.Module, dims: ParallelDims
+) -> list[tuple[list[nn.Parameter], dist.ProcessGroup]]:
     """The parameters whose gradients FSDP does not sum, and the group that sums them: those left out of FSDP, over the
     ranks that it would have used; then those that are whole on each rank of tp, over tp."""
     sums = [(replicated_parameters(model), dims.data_group)]
     if dims.tp > 1:
         splits = model.parts.splits
-        sums.append(([p for name, p in model.named_parameters() if name not in splits], dims.tp_group))
+        sums.append(
+            ([p for name, p in model.named_parameters() if name not in splits], dims.tp_group)
+        )
     return sums
 
 
@@ -101,7 +115,9 @@ def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
         flat = torch.cat([g.flatten() for g in grads]).to(exchange_device(alike[0]))
         dist.all_reduce(flat, group=group)
         flat = flat.to(alike[0].device)
-        torch._foreach_copy_(grads, [x.view_as(g) for x, g in zip(flat.split([g.numel() for g in grads]), grads)])
+        torch._foreach_copy_(
+            grads, [x.view_as(g) for x, g in zip(flat.split([g.numel() for g in grads]), grads)]
+        )
 
 
 def counted_parameters(model: nn.Module, dims: ParallelDims) -> list[nn.Parameter]:
@@ -132,7 +148,9 @@ def move_selection_biases(model: nn.Module, numbers: StepNumbers) -> None:
         loads = torch.cat([m.loads for m in layers])
         finite = numbers.finite()
         dist.all_reduce(loads)
-        for m, load in zip(layers, loads.split([m.config.num_experts for m in layers]), strict=True):
+        for m, load in zip(
+            layers, loads.split([m.config.num_experts for m in layers]), strict=True
+        ):
             missing = load.sum() - len(load) * load  # in proportion, exactly
             m.router.selection_bias.add_(missing.sign() * finite, alpha=m.config.bias_update_rate)
     for m in counted:

@@ -61,7 +61,14 @@ from titan_linear.storage.step_folders import (
     whole_step,
     whole_steps,
 )
-from titan_linear.storage.tensors import FLAT, of_whole, optimizer_state, read_state, reasons, saved_parameters
+from titan_linear.storage.tensors import (
+    FLAT,
+    of_whole,
+    optimizer_state,
+    read_state,
+    reasons,
+    saved_parameters,
+)
 
 READ_AHEAD = 10_000_000  # bytes that a save has on their way from the device, as DCP by default
 AT_LAST = 600.0  # seconds for an async save to end, when an error ends the run
@@ -98,11 +105,16 @@ class Checkpointer:
         self.verify = verify
         self.group = group or dist.new_group(backend="gloo")
         self.rank = dist.get_rank(self.group)
-        self._saved: tuple[int, bool] | None = None  # the step last saved or loaded; with its optimizer?
+        # the step last saved or loaded; with its optimizer?
+        self._saved: tuple[int, bool] | None = None
         self.in_use: set[int] = set()  # steps that an export is to read: they are not removed
         self._longest = 0.0  # seconds of the longest save
         self._pending: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if async_mode == "async" else None
+        self._thread = (
+            ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            if async_mode == "async"
+            else None
+        )
 
     def save(
         self,
@@ -153,14 +165,21 @@ class Checkpointer:
 
     def look(self) -> None:
         """Raise at once what ended an async save on this rank alone; what ended it on all is told by the next save."""
-        if self._pending and self._pending.done() and not isinstance(self._pending.exception(), (SaveFailed, NoneType)):
+        if (
+            self._pending
+            and self._pending.done()
+            and not isinstance(self._pending.exception(), (SaveFailed, NoneType))
+        ):
             self.wait()
 
     def finish(self) -> None:
         """Before this process ends for another error: wait for the async save under way."""
         if self._pending is None or self._pending.done():
             return
-        print(f"rank {self.rank}: waiting for the save under way, {AT_LAST:.0f} s at most", file=sys.stderr)
+        print(
+            f"rank {self.rank}: waiting for the save under way, {AT_LAST:.0f} s at most",
+            file=sys.stderr,
+        )
         futures.wait([self._pending], AT_LAST)
 
     def is_saved(self) -> bool:
@@ -194,7 +213,8 @@ class Checkpointer:
         if optimizer is None:
             read_state(path, state, self.group)
         else:
-            optimizer.zero_grad()  # if there are gradients, DCP cannot make the state that it loads into
+            # if there are gradients, DCP cannot make the state that it loads into
+            optimizer.zero_grad()
             moments, rest = optimizer_state(model, optimizer)
             state["optimizer"] = of_whole(moments, model)
             if dataloader:
@@ -218,7 +238,11 @@ class Checkpointer:
         self._write(step, {"model": dict(shapes)}, progress, _LazyPlanner(read))
 
     def _write(
-        self, step: int, state: dict[str, Any], progress: Progress, planner: dcp.SavePlanner | None = None
+        self,
+        step: int,
+        state: dict[str, Any],
+        progress: Progress,
+        planner: dcp.SavePlanner | None = None,
     ) -> None:
         """Do everything that touches the disk; in async mode on a thread of its own."""
         tmp = self.folder / f"step-{step}.tmp"
@@ -233,12 +257,15 @@ class Checkpointer:
             self._first(lambda: self._commit(step, tmp, manifest))
             self._saved = (step, "optimizer" in state)
             self._first(lambda: self.prune(step))
-        except (OSError, RuntimeError, dcp.CheckpointException) as failure:  # the same on every rank
+        except (OSError, RuntimeError, dcp.CheckpointException) as failure:
+            # the same on every rank
             if peer_is_lost(failure):
                 raise
             if self.rank == 0:
                 shutil.rmtree(tmp, ignore_errors=True)  # the disk may be full
-            raise SaveFailed(f"saving step-{step} in '{self.folder}' failed: {reasons(failure)}") from failure
+            raise SaveFailed(
+                f"saving step-{step} in '{self.folder}' failed: {reasons(failure)}"
+            ) from failure
 
     def _timed(self, begun: float, *arguments: Any) -> None:
         self._write(*arguments)
@@ -262,7 +289,9 @@ class Checkpointer:
         parts = self._together(lambda: (sums, self._sync(tmp, sums)))
         files = {name: entry for part, _ in parts for name, entry in part.items()}
         manifest = Manifest.model_construct(files=files, tensors=writer.tensors)
-        return manifest, "; ".join(f"rank {rank}: {names}" for rank, (_, names) in enumerate(parts) if names)
+        return manifest, "; ".join(
+            f"rank {rank}: {names}" for rank, (_, names) in enumerate(parts) if names
+        )
 
     def _first(self, work: Callable[[], None]) -> None:
         """Run `work` on rank 0, as `_together` does."""
@@ -299,7 +328,9 @@ class Checkpointer:
     def _commit(self, step: int, tmp: Path, manifest: Manifest) -> None:
         for name, (size, _) in manifest.files.items():
             if not (tmp / name).exists() or (tmp / name).stat().st_size != size:
-                raise OSError(f"{name} of another node is not there: checkpoints need a file system that nodes share")
+                raise OSError(
+                    f"{name} of another node is not there: checkpoints need a file system that nodes share"
+                )
         content = manifest.signed().model_dump_json().encode()
         (tmp / STEP_MANIFEST).write_bytes(content)
         if altered := self._sync(tmp, {STEP_MANIFEST: checksum(content)}):
@@ -316,7 +347,9 @@ class Checkpointer:
         A removal that fails is only a warning: all else is done.
         """
         older = [old for old in whole_steps(self.folder) if old < step]
-        too_many = older[: max(0, len(older) + 1 - self.keep_latest_k)] if self.keep_latest_k else []
+        too_many = (
+            older[: max(0, len(older) + 1 - self.keep_latest_k)] if self.keep_latest_k else []
+        )
         for old in (old for old in too_many if old not in self.in_use):
             _discard(self.folder / f"step-{old}")
 
@@ -327,7 +360,9 @@ def _discard(path: Path) -> None:
     try:
         remove(path.rename(doomed))
     except OSError as error:
-        print(f"warning: '{path}' is no longer needed and could not be removed: {error.strerror or error}")
+        print(
+            f"warning: '{path}' is no longer needed and could not be removed: {error.strerror or error}"
+        )
 
 
 class _Summed(FileSystem):
@@ -339,7 +374,11 @@ class _Summed(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as stream:
-            yield _Stream(stream, self.written.setdefault(Path(path).name, [0, 0])) if mode == "wb" else stream
+            yield (
+                _Stream(stream, self.written.setdefault(Path(path).name, [0, 0]))
+                if mode == "wb"
+                else stream
+            )
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         super().rename(path, new_path)
@@ -370,7 +409,9 @@ class _Writer(dcp.FileSystemWriter):
         super().finish(metadata, results)
         self.tensors = stored_tensors(metadata, results)
 
-    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+    def write_data(
+        self, plan: dcp.SavePlan, planner: dcp.SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
         """Raise the disk's own error where PyTorch, in handling it, raises another about its unfinished archive."""
         try:
             return super().write_data(plan, planner)

@@ -61,7 +61,9 @@ def shown(path: Path) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def progress(items: Iterable[T] | None, doing: str, total: int | None = None, **options: Any) -> tqdm[T]:
+def progress(
+    items: Iterable[T] | None, doing: str, total: int | None = None, **options: Any
+) -> tqdm[T]:
     """The items, with a bar on rank 0 if they take more than two seconds."""
     return tqdm(items, doing, total, delay=2, disable=os.environ.get("RANK", "0") != "0", **options)
 
@@ -83,7 +85,12 @@ def open_own(path: Path, mode: str) -> IO[Any]:
     """
     assert mode[0] == "a", mode
     encoding = None if "b" in mode else "utf-8"
-    return open(path, mode, encoding=encoding, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+    return open(
+        path,
+        mode,
+        encoding=encoding,
+        opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666),
+    )
 
 
 def sync(path: Path, *, forget: bool = False) -> Path:
@@ -121,7 +128,8 @@ def lock(file: IO[str], *, wait: bool = False) -> bool:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
-    except (BlockingIOError, PermissionError, FileNotFoundError):  # POSIX allows either of the first two
+    except (BlockingIOError, PermissionError, FileNotFoundError):
+        # POSIX allows either of the first two
         return False
 
 
@@ -200,5 +208,7 @@ def default_cache_dir() -> Path:
     """The user's cache folder. ValueError: it is not known, as in a container whose user has no home."""
     caches = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     if caches.startswith("~"):
-        raise ValueError("no home folder is known for token caches: HOME is not set; set it, or XDG_CACHE_HOME")
+        raise ValueError(
+            "no home folder is known for token caches: HOME is not set; set it, or XDG_CACHE_HOME"
+        )
     return Path(caches, "titan_linear")

@@ -76,8 +76,13 @@ class Folder:
     def fingerprint(self) -> str:
         """A hash of all tensors, in whatever files they are."""
         with ThreadPoolExecutor() as pool:
-            sums = list(progress(pool.map(_checksum, self.tensors.values()), f"reading {self.path.name}"))
-        listed = sorted((t.name, t.code, t.shape, crc) for t, crc in zip(self.tensors.values(), sums, strict=True))
+            sums = list(
+                progress(pool.map(_checksum, self.tensors.values()), f"reading {self.path.name}")
+            )
+        listed = sorted(
+            (t.name, t.code, t.shape, crc)
+            for t, crc in zip(self.tensors.values(), sums, strict=True)
+        )
         return hashlib.sha256(repr(listed).encode()).hexdigest()[:16]
 
 
@@ -125,13 +130,20 @@ def open_folder(path: Path) -> Folder:
     headers = {file: read_header(path / file) for file in sorted(set(where.values()))}
     for name, file in where.items():
         if name not in headers[file]:
-            raise ValueError(f"'{path / file}' lacks tensor {name!r}, which {INDEX} says it holds; fetch it again")
+            raise ValueError(
+                f"'{path / file}' lacks tensor {name!r}, which {INDEX} says it holds; fetch it again"
+            )
     config = read_config(path) if (path / CONFIG).is_file() else {}
-    tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}  # indexed or not
-    return Folder(path, config, tensors | {name: headers[file][name] for name, file in where.items()})
+    # indexed or not
+    tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}
+    return Folder(
+        path, config, tensors | {name: headers[file][name] for name, file in where.items()}
+    )
 
 
-def check_folder(path: Path, model: ModelConfig, free: Collection[str] = ()) -> tuple[Folder, list[Placement]]:
+def check_folder(
+    path: Path, model: ModelConfig, free: Collection[str] = ()
+) -> tuple[Folder, list[Placement]]:
     """Open a folder and locate each parameter in it; refuse one that does not hold exactly the tensors of `model`.
 
     free: options in which the folder's model may differ, if a config.json of its family can say so.
@@ -142,7 +154,9 @@ def check_folder(path: Path, model: ModelConfig, free: Collection[str] = ()) -> 
     family, theirs = read_model(path, model.mtp_layers)
     changed = differences(theirs, model)
     if others := {option: pair for option, pair in changed.items() if option not in free}:
-        differing = ", ".join(f"{option} = {a!r} (this run: {b!r})" for option, (a, b) in others.items())
+        differing = ", ".join(
+            f"{option} = {a!r} (this run: {b!r})" for option, (a, b) in others.items()
+        )
         raise ValueError(
             f"'{path / CONFIG}' is another model: {differing}; use model.flavor = 'hf', or this model's folder"
         )
@@ -166,7 +180,9 @@ def locate(folder: Folder, family: str, model: ModelConfig) -> list[Placement]:
         said = [_with_file(problem, folder) for problem in problems[:LISTED]]
         said += [f"and {len(problems) - LISTED} more"] if len(problems) > LISTED else []
         raise ValueError(f"'{folder.path}': {head} " + "; ".join(said)) from None
-    for tensor in (folder.tensors[source.name] for placement in places for source in placement.sources):
+    for tensor in (
+        folder.tensors[source.name] for placement in places for source in placement.sources
+    ):
         if tensor.code not in DTYPES:
             raise ValueError(
                 f"'{tensor.file}': tensor {tensor.name!r} is {tensor.code}; {', '.join(DTYPES)} can be read: convert it"
@@ -208,14 +224,20 @@ def read_header(file: Path) -> dict[str, OnDisk]:
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(length))
     except OSError as error:
-        raise ValueError(f"'{file}' cannot be read: {error.strerror}; give the permission, or fetch it again") from None
+        raise ValueError(
+            f"'{file}' cannot be read: {error.strerror}; give the permission, or fetch it again"
+        ) from None
     except SafetensorError as error:
-        raise ValueError(f"'{file}' is cut short or no safetensors file ({error}); fetch it again") from None
+        raise ValueError(
+            f"'{file}' is cut short or no safetensors file ({error}); fetch it again"
+        ) from None
     header.pop("__metadata__", None)
     tensors = {}
     for name, described in header.items():
         begin, end = (8 + length + offset for offset in described["data_offsets"])
-        tensors[name] = OnDisk(name, file, described["dtype"], tuple(described["shape"]), begin, end)
+        tensors[name] = OnDisk(
+            name, file, described["dtype"], tuple(described["shape"]), begin, end
+        )
     return tensors
 
 
@@ -230,7 +252,9 @@ def _index(path: Path) -> dict[str, str]:
                     "from a source that you trust"
                 )
             if not (path / file).is_file():
-                raise ValueError(f"'{path / file}' is missing: {INDEX} says it holds tensor {name!r}; fetch it again")
+                raise ValueError(
+                    f"'{path / file}' is missing: {INDEX} says it holds tensor {name!r}; fetch it again"
+                )
         if (path / SINGLE).is_file() and SINGLE not in where.values():
             raise ValueError(
                 f"'{path}' holds {SINGLE} beside the files of {INDEX}; remove those that are not the model's"
@@ -280,10 +304,14 @@ class RowReader:
         rows = local.view(-1, local.shape[-1] if matrix else 1)
         columns = slice(offsets[-1], offsets[-1] + local.shape[-1]) if matrix else slice(None)
         leading = slice(-1) if matrix else slice(None)
-        for first, begin, end in row_runs(local.shape[leading], placement.shape[leading], offsets[leading]):
+        for first, begin, end in row_runs(
+            local.shape[leading], placement.shape[leading], offsets[leading]
+        ):
             for source, start, stop, row in placement.pieces(begin, end):
                 row += first - begin
-                for values in self.rows(self.folder.tensors[source.name], start, stop, placement.width):
+                for values in self.rows(
+                    self.folder.tensors[source.name], start, stop, placement.width
+                ):
                     rows[row : row + len(values)].copy_(values[:, columns])
                     row += len(values)
 
@@ -299,12 +327,15 @@ class RowReader:
             self.open[tensor.file] = self.files.enter_context(safe_open(tensor.file, "pt"))
         on_disk = self.open[tensor.file].get_slice(tensor.name)
         rows = math.prod(tensor.shape) // width
-        per_index = rows // tensor.shape[0]  # rows per index of the first dimension, along which slices are read
+        # rows per index of the first dimension, along which slices are read
+        per_index = rows // tensor.shape[0]
         block = max(1, BLOCK // (per_index * width * 4)) * per_index
         for a in range(start, stop, block):
             b = min(a + block, stop)
             low = a // per_index
-            yield on_disk[low : -(-b // per_index)].reshape(-1, width)[a - low * per_index : b - low * per_index]
+            yield on_disk[low : -(-b // per_index)].reshape(-1, width)[
+                a - low * per_index : b - low * per_index
+            ]
 
 
 def row_runs(

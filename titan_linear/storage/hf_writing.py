@@ -14,7 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from titan_linear.models.adapters import Placement, Source, config_from_hf, config_to_hf, ignored, placements
+from titan_linear.models.adapters import (
+    Placement,
+    Source,
+    config_from_hf,
+    config_to_hf,
+    ignored,
+    placements,
+)
 from titan_linear.models.config import ModelConfig, differences
 from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.remote import MODELING, ROPE
@@ -41,7 +48,8 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 Files = Mapping[str, bytes]  # by name
 SHARD = 5 * 10**9  # bytes per file
 TOKENIZER = "tokenizer.json"
-LENGTHS = ("max_position_embeddings", "model_max_length")  # names of the longest text in a config.json
+# names of the longest text in a config.json
+LENGTHS = ("max_position_embeddings", "model_max_length")
 
 
 class Planned(NamedTuple):
@@ -68,8 +76,13 @@ def find_family(model: ModelConfig, tokenizer: Files | None = None) -> str:
                 reasons.append(str(error))
             else:
                 return family
-    why = "; ".join(reasons) or f"none has layers {', '.join(sorted({layer.name for layer in model.layers}))}"
-    raise ValueError(f"no Hugging Face architecture holds this model: {why}; choose another preset, or no export")
+    why = (
+        "; ".join(reasons)
+        or f"none has layers {', '.join(sorted({layer.name for layer in model.layers}))}"
+    )
+    raise ValueError(
+        f"no Hugging Face architecture holds this model: {why}; choose another preset, or no export"
+    )
 
 
 def check_tokenizer(family: str, config: Mapping[str, Any], tokenizer: Files) -> None:
@@ -99,7 +112,9 @@ def gather(model: nn.Module) -> Callable[[str], Tensor]:
         if not isinstance(p, DTensor):
             return p
         for dim in reversed(range(p.device_mesh.ndim)):  # undo the cuts, from the last to the first
-            p = p.redistribute(placements=[*p.placements[:dim], Replicate(), *p.placements[dim + 1 :]])
+            p = p.redistribute(
+                placements=[*p.placements[:dim], Replicate(), *p.placements[dim + 1 :]]
+            )
         return p.to_local()
 
     return get
@@ -134,8 +149,14 @@ def write_folder(
         ValueError: `like` is of another model; the architecture cannot hold the model.
         SaveFailed: on every rank, if the folder could not be written or another process is writing it.
     """
-    source, parts = (None, placements(model, family)) if like is None else check_folder(like, model, POSITIONS)
-    if model.tie_embeddings and not FAMILIES[family].ties and (source is None or HEAD in source.tensors):
+    source, parts = (
+        (None, placements(model, family)) if like is None else check_folder(like, model, POSITIONS)
+    )
+    if (
+        model.tie_embeddings
+        and not FAMILIES[family].ties
+        and (source is None or HEAD in source.tensors)
+    ):
         shape = (model.vocab_size, model.dim)
         parts.append(Placement("embedding.weight", shape, (Source(HEAD, shape),), rows=None))
     # Those that are no part of the language model, except a stale copy of the embedding.
@@ -160,7 +181,8 @@ def write_folder(
                     (folder / name).write_bytes(content)
         except (OSError, RuntimeError) as error:
             failure = error
-    for placement in left:  # the other ranks', and of rank 0 after a failure: ranks wait for each other in it
+    # the other ranks', and of rank 0 after a failure: ranks wait for each other in it
+    for placement in left:
         get(placement.name)
     _raise_everywhere(path, failure)
 
@@ -175,7 +197,11 @@ def _raise_everywhere(path: Path, failure: OSError | RuntimeError | None) -> Non
 
 
 def _plan(
-    parts: list[Placement], family: str, dtype: torch.dtype | None, source: Folder | None, copied: list[OnDisk]
+    parts: list[Placement],
+    family: str,
+    dtype: torch.dtype | None,
+    source: Folder | None,
+    copied: list[OnDisk],
 ) -> dict[str, Planned]:
     """Everything to write, in order."""
     plan = {}
@@ -199,7 +225,8 @@ def _config_json(
     changes = dict(extra) if dtype is None else {**extra, "dtype": short(dtype)}
     config: Json = dict(source.config) if source else config_to_hf(family, model)
     tables = [config]
-    if isinstance(config.get("text_config"), dict):  # from which transformers opens the language model alone
+    # from which transformers opens the language model alone
+    if isinstance(config.get("text_config"), dict):
         config["text_config"] = dict(config["text_config"])
         tables.append(config["text_config"])
     for table in tables:
@@ -210,7 +237,8 @@ def _config_json(
             table.pop("torch_dtype", None)  # the older name
     longest = max(longest, *(tables[-1].get(name) or 0 for name in LENGTHS))
     _lengthen(tables[-1], longest)
-    _, theirs = config_from_hf(config, model.mtp_layers)  # a scale of positions may follow from the length
+    # a scale of positions may follow from the length
+    _, theirs = config_from_hf(config, model.mtp_layers)
     if differences(theirs, model):
         _change(tables[-1], config_to_hf(family, theirs), config_to_hf(family, model))
         _lengthen(tables[-1], longest)
@@ -230,16 +258,22 @@ def _change(config: Json, before: Mapping[str, Any], now: Mapping[str, Any]) -> 
         if value != before.get(key):
             old = (config.get(key) if isinstance(value, dict) else None) or {}
             names = before.get(key) or ()
-            kept = {name: x for name, x in old.items() if name not in names and not isinstance(x, dict)}
+            kept = {
+                name: x for name, x in old.items() if name not in names and not isinstance(x, dict)
+            }
             config[key] = kept | value if kept else value
-    for older in ("rope_scaling", "rope_theta", "partial_rotary_factor"):  # what rope_parameters says now
+    # what rope_parameters says now
+    for older in ("rope_scaling", "rope_theta", "partial_rotary_factor"):
         config.pop(older, None)
 
 
 def _beside(config: Mapping[str, Any], like: Path | None) -> dict[str, bytes]:
     """The settings of processors that `like` has, and the Python files that config.json's `auto_map` needs: ours, or
     those of `like`, without looking into them."""
-    named = {str(name).rpartition("--")[2].partition(".")[0] + ".py" for name in config.get("auto_map", {}).values()}
+    named = {
+        str(name).rpartition("--")[2].partition(".")[0] + ".py"
+        for name in config.get("auto_map", {}).values()
+    }
     files = [*like.glob("*processor_config.json"), *like.glob("chat_template.json")] if like else []
     if MODELING.name in named:
         files += [MODELING, ROPE]
@@ -279,7 +313,9 @@ def _write_rows(tensors: Mapping[str, OnDisk], placement: Placement, parameter: 
         ours = rows[row : row + stop - start]
         values = ours.to(DTYPES[tensor.code]).contiguous()
         if (values.isinf() & ours.isfinite()).any():
-            raise OSError(f"{source.name} has values beyond {tensor.code}'s range; choose a wider dtype")
+            raise OSError(
+                f"{source.name} has values beyond {tensor.code}'s range; choose a wider dtype"
+            )
         with open(tensor.file, "r+b") as file:
             file.seek(tensor.begin + start * placement.width * values.element_size())
             file.write(values.view(torch.uint8).numpy())
@@ -290,7 +326,11 @@ def _write_header(file: Path, plan: Mapping[str, Planned]) -> None:
     header: Json = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in plan.items():
-        header[name] = {"dtype": tensor.code, "shape": list(tensor.shape), "data_offsets": [end, end + tensor.size]}
+        header[name] = {
+            "dtype": tensor.code,
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.size],
+        }
         end += tensor.size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8

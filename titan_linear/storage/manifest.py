@@ -63,7 +63,9 @@ class Manifest(Strict):
     checksum: int = 0  # CRC-32 of all above
 
     def signed(self) -> Manifest:
-        return self.model_copy(update={"checksum": zlib.crc32(self.model_dump_json(exclude={"checksum"}).encode())})
+        return self.model_copy(
+            update={"checksum": zlib.crc32(self.model_dump_json(exclude={"checksum"}).encode())}
+        )
 
     @model_validator(mode="after")
     def _check(self) -> Manifest:
@@ -88,7 +90,9 @@ def read_manifest(checkpoint: Path, remedy: str = REMEDY) -> Manifest:
     return read_json(checkpoint / STEP_MANIFEST, Manifest, remedy)
 
 
-def stored_tensors(metadata: Metadata, results: Iterable[Iterable[WriteResult]]) -> dict[str, Stored]:
+def stored_tensors(
+    metadata: Metadata, results: Iterable[Iterable[WriteResult]]
+) -> dict[str, Stored]:
     """What DCP has written, as `Writer.finish` gets it."""
     where = {result.index: result.storage_data for of_rank in results for result in of_rank}
     tensors = {}
@@ -105,7 +109,9 @@ def stored_tensors(metadata: Metadata, results: Iterable[Iterable[WriteResult]])
                     length=at.length,
                 )
             )
-        tensors[name] = Stored(dtype=str(tensor.properties.dtype), size=list(tensor.size), chunks=chunks)
+        tensors[name] = Stored(
+            dtype=str(tensor.properties.dtype), size=list(tensor.size), chunks=chunks
+        )
     return tensors
 
 
@@ -121,8 +127,13 @@ class Reader(dcp.FileSystemReader):
         tensors = {}
         where: dict[MetadataIndex, Chunk] = {}
         for name, stored in read_manifest(Path(self.path)).tensors.items():
-            chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in stored.chunks]
+            chunks = [
+                ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
+                for c in stored.chunks
+            ]
             size = torch.Size(stored.size)
-            tensors[name] = TensorStorageMetadata(TensorProperties(DTYPES[stored.dtype]), size, chunks)
+            tensors[name] = TensorStorageMetadata(
+                TensorProperties(DTYPES[stored.dtype]), size, chunks
+            )
             where |= {MetadataIndex(name, chunk.offsets): chunk for chunk in stored.chunks}
         return Metadata(tensors, storage_data=where, storage_meta=StorageMeta(load_id=self.load_id))

@@ -76,10 +76,14 @@ def contents(model: ModelConfig, family: str) -> list[Held]:
     weights, _ = adaptable(adapted)
     ours = {name: tuple(p.shape) for name, p in adapted.named_parameters() if p.requires_grad}
     rank = model.adapter.rank
-    shapes = shapes_of(model) | {name: (*adapted.get_parameter(name).shape[:-1], rank) for name in weights}
+    shapes = shapes_of(model) | {
+        name: (*adapted.get_parameter(name).shape[:-1], rank) for name in weights
+    }
     held: list[Held] = []
     for source, placements in reversed(list(live_layouts(model.base, family, shapes))):
-        of_B = tuple(replace(p, name=B) for p in placements if (B := lora_name(p.name, "B")) in ours)
+        of_B = tuple(
+            replace(p, name=B) for p in placements if (B := lora_name(p.name, "B")) in ours
+        )
         module = source.name.rpartition(".")[0]
         if of_B:
             # A stack of experts is a parameter of a module, of which peft wraps the last one last.
@@ -91,7 +95,9 @@ def contents(model: ModelConfig, family: str) -> list[Held]:
                 held.append(Held(f"{PREFIX}{path}.lora_{part}.weight", module, shape, parts, part))
         elif placements[0].name in ours:
             held.append(Held(PREFIX + source.name, module, source.shape, tuple(placements)))
-    if model.tie_embeddings and (copies := [x for x in held if x.parts[0].name == "embedding.weight"]):
+    if model.tie_embeddings and (
+        copies := [x for x in held if x.parts[0].name == "embedding.weight"]
+    ):
         shape = copies[0].shape  # peft's copy of the one is not tied to the other
         other = Placement("embedding.weight", shape, (Source(HEAD, shape),), rows=None)
         held.insert(0, Held(PREFIX + HEAD, HEAD.rpartition(".")[0], shape, (other,)))
@@ -101,7 +107,11 @@ def contents(model: ModelConfig, family: str) -> list[Held]:
 def check_peft(model: ModelConfig, family: str) -> None:
     """Raise ValueError if `peft` cannot name some of the adapters."""
     held = contents(model, family)
-    refused = [x.of for x in held if x.lora == "B" and x.module.rpartition(".")[2] in FAMILIES[family].peft_refuses]
+    refused = [
+        x.of
+        for x in held
+        if x.lora == "B" and x.module.rpartition(".")[2] in FAMILIES[family].peft_refuses
+    ]
     refused += [x.of for x in held if not x.name.endswith((".weight", ".bias"))]
     if refused:
         raise ValueError(
@@ -145,13 +155,21 @@ def not_served(config: Mapping[str, Any], architecture: str = "") -> str:
     """A line that says what servers leave out of a folder with this adapter_config.json, beside a base of this
     architecture; "" if nothing."""
     adapted, whole = (
-        sorted({name.removesuffix(".weight").rpartition(".")[2] for key in keys for name in config[key] or []})
+        sorted(
+            {
+                name.removesuffix(".weight").rpartition(".")[2]
+                for key in keys
+                for name in config[key] or []
+            }
+        )
         for keys in (("target_modules", "target_parameters"), ("modules_to_save",))
     )
     others = [name for name in adapted if not SERVED.fullmatch(name)]
     said = [f"SGLang leaves out the adapters of {', '.join(others)}"] * bool(others)
-    said += [f"vLLM takes none with modules_to_save ({', '.join(whole)})"] * bool(whole)  # vllm/lora/peft_helper.py
-    if architecture.endswith("ForConditionalGeneration"):  # whose modules have other names (vllm issue 48019)
+    # vllm/lora/peft_helper.py
+    said += [f"vLLM takes none with modules_to_save ({', '.join(whole)})"] * bool(whole)
+    # whose modules have other names (vllm issue 48019)
+    if architecture.endswith("ForConditionalGeneration"):
         said.append(f"vLLM applies none to {architecture}")
     return f"{'; '.join(said)}: serve what titan-linear convert merge writes" if said else ""
 
@@ -161,7 +179,9 @@ def _short(names: list[str]) -> list[str]:
     return [name[name.index("layers.") :] if "layers." in name else name for name in names]
 
 
-def peft_tensors(model: ModelConfig, family: str, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+def peft_tensors(
+    model: ModelConfig, family: str, get: Callable[[str], Tensor]
+) -> dict[str, Tensor]:
     """get: name -> the whole parameter; all ranks call it for the same names in the same order."""
     tensors = {}
     for held in contents(model, family):
@@ -175,10 +195,15 @@ def peft_tensors(model: ModelConfig, family: str, get: Callable[[str], Tensor]) 
     return tensors
 
 
-def write_peft(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], base: str) -> None:
+def write_peft(
+    path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], base: str
+) -> None:
     """Write a folder, whole or not at all. base: the base's fingerprint."""
     with replacing(path) as folder:
-        content = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
+        content = {
+            name: x.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, x in tensors.items()
+        }
         save_file(content, folder / PEFT_WEIGHTS, {"format": "pt", BASE: base})
         (folder / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
@@ -198,11 +223,17 @@ def options_of(path: Path, model: ModelConfig, family: str) -> Json:
     """The keys of [adapter] of which a folder is what a run writes."""
     config = settings_of(path)
     there = spellings(path, family)
-    everything = [x for x in contents(replace(model, adapter=Adapter(1, 1.0, extra=("*",))), family) if x.name in there]
+    everything = [
+        x
+        for x in contents(replace(model, adapter=Adapter(1, 1.0, extra=("*",))), family)
+        if x.name in there
+    ]
     return {
         "enable": True,
         **{name: config.get(key) or False for key, name in OPTIONS.items()},
-        "targets": [re.sub("[._]lora_B$", "", p.name) for x in everything if x.lora == "B" for p in x.parts],
+        "targets": [
+            re.sub("[._]lora_B$", "", p.name) for x in everything if x.lora == "B" for p in x.parts
+        ],
         "train_extra": [x.parts[0].name for x in everything if not x.lora],
     }
 
@@ -218,10 +249,13 @@ UNREADABLE = {
     "alpha_pattern": {},
     "fan_in_fan_out": False,
 }
-OF_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # what such a beginning of A and B takes from the weights
+# what such a beginning of A and B takes from the weights
+OF_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def read_peft(path: Path, model: ModelConfig, family: str, options: Options, base: str) -> dict[str, Tensor]:
+def read_peft(
+    path: Path, model: ModelConfig, family: str, options: Options, base: str
+) -> dict[str, Tensor]:
     """Our parameters that a folder holds, by name.
 
     Raises:
@@ -249,8 +283,14 @@ def _check_options(path: Path, options: Options) -> None:
     for key, ours in (asked | UNREADABLE).items():
         theirs = config.get(key)
         if theirs != ours and not (theirs in (None, False) and not ours):
-            remedy = f"set adapter.{OPTIONS[key]} to that" if key in OPTIONS else "such adapters are not read"
-            raise ValueError(f"'{path / PEFT_CONFIG}': {key} = {theirs!r}, and the run has {ours!r}; {remedy}")
+            remedy = (
+                f"set adapter.{OPTIONS[key]} to that"
+                if key in OPTIONS
+                else "such adapters are not read"
+            )
+            raise ValueError(
+                f"'{path / PEFT_CONFIG}': {key} = {theirs!r}, and the run has {ours!r}; {remedy}"
+            )
     if str(begun := config.get("init_lora_weights")).startswith(OF_THE_BASE):
         raise ValueError(
             f"'{path / PEFT_CONFIG}': init_lora_weights = {begun!r} changes the base; save it with peft's "

@@ -31,7 +31,9 @@ def claimed(config: Config) -> Iterator[None]:
         held.enter_context(lock_folder(config.job.dump_folder))
         if config.checkpoint.enable and not saves_inside(config):
             with suppress(Unlockable):
-                held.enter_context(lock_folder(str(checkpoint_folder(config).resolve()), "checkpoint.folder"))
+                held.enter_context(
+                    lock_folder(str(checkpoint_folder(config).resolve()), "checkpoint.folder")
+                )
         yield
 
 
@@ -93,4 +95,6 @@ def _take_back(new: list[Path]) -> None:
 
 def _unwritable(folder: str, key: str, error: OSError) -> ValueError:
     where = f"{error.filename!r}: " if error.filename else ""
-    return ValueError(f"{key} = {folder!r} cannot be written: {where}{error.strerror}; use another folder")
+    return ValueError(
+        f"{key} = {folder!r} cannot be written: {where}{error.strerror}; use another folder"
+    )

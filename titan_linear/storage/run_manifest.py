@@ -21,7 +21,11 @@ from titan_linear.storage.rundir import RUN_MANIFEST
 
 
 def write_manifest(
-    config: Config, *, world_size: int, degrees: Mapping[str, int], implementations: Mapping[str, str]
+    config: Config,
+    *,
+    world_size: int,
+    degrees: Mapping[str, int],
+    implementations: Mapping[str, str],
 ) -> None:
     """Write manifest.json: what this start of the run is made with.
 
@@ -76,7 +80,9 @@ def _git_commit() -> Any:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):  # no git here, or no repository
         return None
     return done.stdout.strip()

@@ -40,10 +40,21 @@ from titan_linear.config import (
 from titan_linear.storage.files import parse_json, write_whole
 
 T = TypeVar("T")
-CONFIG, RUN_MANIFEST, METRICS, LOCK, BOARD = "config.toml", "manifest.json", "metrics.jsonl", ".lock", "tb"
+CONFIG, RUN_MANIFEST, METRICS, LOCK, BOARD = (
+    "config.toml",
+    "manifest.json",
+    "metrics.jsonl",
+    ".lock",
+    "tb",
+)
 STEP_MANIFEST = "manifest.json"  # of a checkpoint
 RECORDERS = "flight_recorder"
-TELEMETRY, SPIKES, EVALUATION, WANDB = "telemetry.jsonl", "spikes.jsonl", "evaluation.jsonl", "wandb_id"
+TELEMETRY, SPIKES, EVALUATION, WANDB = (
+    "telemetry.jsonl",
+    "spikes.jsonl",
+    "evaluation.jsonl",
+    "wandb_id",
+)
 MARK = "# The configuration of the run in"  # how a config.toml begins
 
 
@@ -63,7 +74,11 @@ def check_folders(config: Config) -> None:
     for key, folder, used in (
         ("checkpoint.folder", c.folder, c.enable),
         ("profiling.save_traces_folder", p.save_traces_folder, p.enable_profiling),
-        ("profiling.save_memory_snapshot_folder", p.save_memory_snapshot_folder, p.enable_memory_snapshot),
+        (
+            "profiling.save_memory_snapshot_folder",
+            p.save_memory_snapshot_folder,
+            p.enable_memory_snapshot,
+        ),
     ):
         path = Path(config.job.dump_folder).absolute() / folder
         there = next(part for part in (path, *path.parents) if os.path.lexists(part))
@@ -90,7 +105,9 @@ def check_resume(config: Config) -> list[str]:
                 f"job.dump_folder = '{folder}'; use another folder (checkpoint.initial_load_path begins a run from "
                 "their weights)"
             )
-        raise ValueError(f"job.dump_folder = '{folder}' holds a run without its {CONFIG}; use another folder")
+        raise ValueError(
+            f"job.dump_folder = '{folder}' holds a run without its {CONFIG}; use another folder"
+        )
     stored = _stored(folder)
     _check_checkpoints_are_used(config, stored)
     before, now = (flat_keys(_with_absolute_paths(c)) for c in (stored, config))
@@ -105,7 +122,11 @@ def check_resume(config: Config) -> list[str]:
             f"job.dump_folder = '{folder}' holds a run that cannot resume with other values of\n{lines}\n"
             f"restore them, or start a new run in another job.dump_folder, {more}"
         )
-    return [f"{key}: {difference(*pair)}" for key, pair in differing.items() if not key.startswith("job.")]
+    return [
+        f"{key}: {difference(*pair)}"
+        for key, pair in differing.items()
+        if not key.startswith("job.")
+    ]
 
 
 def _check_checkpoints_are_used(config: Config, stored: Config) -> None:
@@ -121,7 +142,9 @@ def _check_checkpoints_are_used(config: Config, stored: Config) -> None:
 
 
 def _may_change(key: str, old: Any, new: Any) -> bool:
-    return key in keys_with(Rule.MAY_CHANGE) or (key in keys_with(Rule.MAY_MOVE) and bool(old) and bool(new))
+    return key in keys_with(Rule.MAY_CHANGE) or (
+        key in keys_with(Rule.MAY_MOVE) and bool(old) and bool(new)
+    )
 
 
 def starts_anew(config: Config) -> bool:
@@ -136,9 +159,14 @@ def set_run_aside(config: Config) -> None:
     folder = Path(config.job.dump_folder)
     p = config.profiling
     files = (CONFIG, RUN_MANIFEST, METRICS, TELEMETRY, SPIKES, EVALUATION, WANDB, BOARD, RECORDERS)
-    traces = [name for name in (p.save_traces_folder, p.save_memory_snapshot_folder) if not Path(name).is_absolute()]
+    traces = [
+        name
+        for name in (p.save_traces_folder, p.save_memory_snapshot_folder)
+        if not Path(name).is_absolute()
+    ]
     left = dict.fromkeys(Path(os.path.normpath(name)) for name in (*files, *traces))
-    whole = [folder / path for path in left if not left.keys() & set(path.parents)]  # traces may lie in tb
+    # traces may lie in tb
+    whole = [folder / path for path in left if not left.keys() & set(path.parents)]
     set_aside(folder, [path for path in whole if path.exists()], "job.start_anew = true")
 
 
@@ -157,7 +185,11 @@ def set_aside(folder: Path, paths: Sequence[Path], why: str, what: str = "") -> 
 
 def unused(path: Path) -> Path:
     """This path, or if it exists, one with a number added that does not."""
-    return next(new for n in count() if not (new := path.with_name(f"{path.name}-{n}") if n else path).exists())
+    return next(
+        new
+        for n in count()
+        if not (new := path.with_name(f"{path.name}-{n}") if n else path).exists()
+    )
 
 
 def finished_without_checkpoint(config: Config) -> bool:
@@ -179,7 +211,11 @@ def copied_configuration(config: Config) -> str:
     if absolute(its_folder) != absolute(str(folder)) or path.absolute().parent == folder.absolute():
         return ""  # another folder was given, or it is this run's
     here = path.absolute().parent
-    moved = f"; --job.dump_folder '{here}' resumes where it lies" if path.with_name(RUN_MANIFEST).exists() else ""
+    moved = (
+        f"; --job.dump_folder '{here}' resumes where it lies"
+        if path.with_name(RUN_MANIFEST).exists()
+        else ""
+    )
     return (
         f"warning: '{path}' is the configuration of the run in '{folder}', and this start writes there; "
         f"--job.dump_folder FOLDER writes into another{moved}"
@@ -188,13 +224,17 @@ def copied_configuration(config: Config) -> str:
 
 def _is_of_a_run(file: Path) -> bool:
     with file.open(encoding="utf-8-sig") as lines:
-        return lines.readline().startswith(MARK) or (file.name == CONFIG and file.with_name(RUN_MANIFEST).exists())
+        return lines.readline().startswith(MARK) or (
+            file.name == CONFIG and file.with_name(RUN_MANIFEST).exists()
+        )
 
 
 def absolute(path: str) -> str:
     """A path, or several separated by commas, made absolute; "" stays."""
     parts = [path] if os.path.exists(path) else path.split(",")
-    return ",".join(os.path.abspath(os.path.expanduser(part.strip())) for part in parts if part.strip())
+    return ",".join(
+        os.path.abspath(os.path.expanduser(part.strip())) for part in parts if part.strip()
+    )
 
 
 def checkpoint_folder(config: Config) -> Path:
@@ -212,7 +252,11 @@ def checkpoints_of(run: Path) -> Path:
 
 def _stored(run: Path) -> Config:
     """The configuration that this folder's run stored, or the defaults, with the folder's present path."""
-    stored = load_config(["--job.config_file", str(run / CONFIG)]) if (run / CONFIG).is_file() else Config()
+    stored = (
+        load_config(["--job.config_file", str(run / CONFIG)])
+        if (run / CONFIG).is_file()
+        else Config()
+    )
     return changed(stored, {"job.dump_folder": str(run)})
 
 
@@ -253,11 +297,17 @@ def _has_checkpoint(config: Config) -> bool:
 def _saved(config: Config, pattern: str) -> Iterator[Path]:
     """Paths among the run's checkpoints that match. With checkpoint.enable = false, those outside the run's folder are
     another run's."""
-    return checkpoint_folder(config).glob(pattern) if config.checkpoint.enable or saves_inside(config) else iter(())
+    return (
+        checkpoint_folder(config).glob(pattern)
+        if config.checkpoint.enable or saves_inside(config)
+        else iter(())
+    )
 
 
 def saves_inside(config: Config) -> bool:
-    return checkpoint_folder(config).resolve().is_relative_to(Path(config.job.dump_folder).resolve())
+    return (
+        checkpoint_folder(config).resolve().is_relative_to(Path(config.job.dump_folder).resolve())
+    )
 
 
 def write_config(config: Config) -> None:
@@ -273,7 +323,8 @@ def write_config(config: Config) -> None:
 def _with_absolute_paths(config: Config) -> Config:
     values = flat_keys(config)
     mixture = [
-        source.model_copy(update={"dataset_path": absolute(source.dataset_path)}) for source in config.training.mixture
+        source.model_copy(update={"dataset_path": absolute(source.dataset_path)})
+        for source in config.training.mixture
     ]
     paths = {key: absolute(values[key]) for key in keys_with(Rule.PATH)}
     if config.model.tokenizer_path == BYTES:
@@ -295,7 +346,9 @@ def cut_metrics(folder: str, step: int) -> None:
 def _cut(path: Path, step: int) -> None:
     text = path.read_text(encoding="utf-8")
     *lines, _torn = text.split("\n")  # a whole line ends in \n
-    kept = "".join(f"{line}\n" for number, line in enumerate(lines, 1) if _step(path, number, line) <= step)
+    kept = "".join(
+        f"{line}\n" for number, line in enumerate(lines, 1) if _step(path, number, line) <= step
+    )
     if kept != text:
         write_whole(path, kept)
 
@@ -334,4 +387,6 @@ def _step(path: Path, number: int, line: str) -> int:
     try:
         return parse_json(line, Line).step
     except ValueError:
-        raise ValueError(f"{path}, line {number}, is not a line of metrics: {line[:80]!r}; repair or move it") from None
+        raise ValueError(
+            f"{path}, line {number}, is not a line of metrics: {line[:80]!r}; repair or move it"
+        ) from None

@@ -25,8 +25,10 @@ class Content(BaseModel):
 
     tokenizer: str
     model: str
-    corpora: dict[str, str]  # by the names of a mixture's sources, with those of its earlier phases; else by ""
-    mixture: list[tuple[int, dict[str, float]]]  # first stream and weights of each phase; without a mixture none
+    # by the names of a mixture's sources, with those of its earlier phases; else by ""
+    corpora: dict[str, str]
+    # first stream and weights of each phase; without a mixture none
+    mixture: list[tuple[int, dict[str, float]]]
     validation: str = ""  # a corpus of its own
     base: str = ""  # the weights that adapters leave frozen
 
@@ -89,7 +91,9 @@ def rewind(folder: Path, step: int, load_step: int) -> None:
         if load_step == -1:
             (folder / REWOUND).unlink(missing_ok=True)
         elif _rewound_to(folder) != load_step:
-            set_steps_aside(folder, step + 1, f"this run resumes from checkpoint.load_step = {load_step}")
+            set_steps_aside(
+                folder, step + 1, f"this run resumes from checkpoint.load_step = {load_step}"
+            )
             write_whole(folder / REWOUND, Rewound(load_step=load_step).model_dump_json() + "\n")
             sync(folder)
     except OSError as error:
@@ -106,8 +110,11 @@ def _rewound_to(folder: Path) -> int | None:
 
 def set_steps_aside(folder: Path, step: int, why: str) -> None:
     """Set aside checkpoints of this step and later ones: a run's steps ascend, so the run has left these behind."""
-    folders = [*_step_folders(folder).items(), *_step_folders(folder, "-hf").items()]  # and their exports
-    set_aside(folder, sorted(path for number, path in folders if number >= step), why, "checkpoint: ")
+    # and their exports
+    folders = [*_step_folders(folder).items(), *_step_folders(folder, "-hf").items()]
+    set_aside(
+        folder, sorted(path for number, path in folders if number >= step), why, "checkpoint: "
+    )
 
 
 def whole_step(folder: Path, load_step: int) -> int:
@@ -115,7 +122,11 @@ def whole_step(folder: Path, load_step: int) -> int:
     if load_step not in steps:
         raise ValueError(
             f"checkpoint.load_step = {load_step}: there is no whole checkpoint of this step in '{folder}'; "
-            + (f"use one of {_list(steps)}, or -1 for the newest" if steps else "it has none: use -1 for a new start")
+            + (
+                f"use one of {_list(steps)}, or -1 for the newest"
+                if steps
+                else "it has none: use -1 for a new start"
+            )
         )
     return load_step
 
@@ -129,7 +140,8 @@ def weights_path(path: Path, key: str = "checkpoint.initial_load_path") -> Path:
     Raises:
         ValueError: there is no whole checkpoint.
     """
-    if _is_whole(path) and ((path / PROGRESS).exists() or (path / METADATA).exists()):  # a run has a manifest.json too
+    # a run has a manifest.json too
+    if _is_whole(path) and ((path / PROGRESS).exists() or (path / METADATA).exists()):
         return path
     for folder in (path, checkpoints_of(path)):
         if steps := whole_steps(folder):
@@ -156,11 +168,17 @@ def verify(path: Path) -> None:
     with ThreadPoolExecutor() as pool:  # leaving it waits for its threads
         try:
             entries = progress(
-                pool.map(lambda name: inspect(path / name, stop), files), f"verifying {path}", len(files)
+                pool.map(lambda name: inspect(path / name, stop), files),
+                f"verifying {path}",
+                len(files),
             )
             for name, found in zip(files, entries, strict=True):
                 if found != files[name]:
-                    problem = found if isinstance(found, str) else "was altered since it was saved (size or checksum)"
+                    problem = (
+                        found
+                        if isinstance(found, str)
+                        else "was altered since it was saved (size or checksum)"
+                    )
                     raise ValueError(f"checkpoint file '{path / name}' {problem}; {remedy}")
         finally:  # also after a signal
             stop.set()
@@ -172,7 +190,10 @@ def read_progress(path: Path) -> Progress:
 
 
 def _step_folders(folder: Path, suffix: str = "") -> dict[int, Path]:
-    matches = [(re.fullmatch(rf"step-(0|[1-9]\d*){suffix}", path.name), path) for path in folder.glob("step-*")]
+    matches = [
+        (re.fullmatch(rf"step-(0|[1-9]\d*){suffix}", path.name), path)
+        for path in folder.glob("step-*")
+    ]
     return {int(match[1]): path for match, path in matches if match}
 
 

@@ -10,7 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 
 from titan_linear.distributed.groups import on_rank_0
 from titan_linear.distributed.parts import whole
@@ -19,8 +23,10 @@ from titan_linear.storage.manifest import REMEDY, Reader, read_manifest
 from titan_linear.storage.step_folders import describe, weights_path
 
 State = dict[str, Any]  # of a model or an optimizer, by name
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)  # `_compare` checks names with better messages
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what checkpointing and torch.compile add to names
+# `_compare` checks names with better messages
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
+# what checkpointing and torch.compile add to names
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -67,9 +73,17 @@ def read_state(path: Path, state: dict[str, State], group: dist.ProcessGroup | N
 
 def _fill(reader: Reader, state: dict[str, State], group: dist.ProcessGroup | None = None) -> None:
     try:
-        dcp.load(state, storage_reader=reader, planner=_Planner(), process_group=group, no_dist=group is None)
+        dcp.load(
+            state,
+            storage_reader=reader,
+            planner=_Planner(),
+            process_group=group,
+            no_dist=group is None,
+        )
     except dcp.CheckpointException as failure:  # a BaseException, the same on every rank
-        raise ValueError(f"'{reader.path}' cannot be loaded: {reasons(failure)}; {REMEDY}") from failure
+        raise ValueError(
+            f"'{reader.path}' cannot be loaded: {reasons(failure)}; {REMEDY}"
+        ) from failure
 
 
 class _Planner(dcp.DefaultLoadPlanner):
@@ -117,7 +131,9 @@ def saved_parameters(model: nn.Module) -> dict[str, Tensor]:
     state = named_parameters(model)
     if not any(map(is_adapter, state)):
         return state
-    return {_plain(name): state[_plain(name)] for name, p in model.named_parameters() if p.requires_grad}
+    return {
+        _plain(name): state[_plain(name)] for name, p in model.named_parameters() if p.requires_grad
+    }
 
 
 def parameters_in(path: Path, model: nn.Module) -> dict[str, Tensor]:
@@ -164,7 +180,11 @@ def _compare(path: Path, reader: Reader, state: dict[str, State]) -> None:
                 f"'{path}' is of another model: it lacks {len(lacks)} of this model's tensors {lacks[:3]} and has "
                 f"{len(extra)} others {extra[:3]}; use the configuration that it was saved with"
             )
-        if other := [f"{name} {there[name]}, here {size}" for name, size in shapes.items() if there[name] != size]:
+        if other := [
+            f"{name} {there[name]}, here {size}"
+            for name, size in shapes.items()
+            if there[name] != size
+        ]:
             raise ValueError(
                 f"'{path}' is of another model: {len(other)} tensors have another size: {'; '.join(other[:3])}; use "
                 "the configuration that it was saved with, or if it is this one, the version of titan_linear"
@@ -174,4 +194,6 @@ def _compare(path: Path, reader: Reader, state: dict[str, State]) -> None:
 def reasons(failure: OSError | RuntimeError | dcp.CheckpointException) -> str:
     if not isinstance(failure, dcp.CheckpointException):
         return describe(failure)
-    return "; ".join(f"rank {rank}: {describe(error)}" for rank, (error, _) in sorted(failure.failures.items()))
+    return "; ".join(
+        f"rank {rank}: {describe(error)}" for rank, (error, _) in sorted(failure.failures.items())
+    )

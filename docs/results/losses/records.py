@@ -39,18 +39,29 @@ def chat(good: tuple[bool, ...], weighted: bool = True) -> dict:
     for right in good:
         asked, other = ("".join(rng.choices(LETTERS, k=4)) for _ in range(2))
         answer = {"role": "assistant", "content": asked.upper() if right else other}
-        messages += [{"role": "user", "content": asked}, answer | ({"weight": float(right)} if weighted else {})]
+        messages += [
+            {"role": "user", "content": asked},
+            answer | ({"weight": float(right)} if weighted else {}),
+        ]
     return {"messages": messages}
 
 
 def tokenizer() -> None:
     """Bytes, with a chat template."""
-    alphabet = {letter: i for i, letter in enumerate(["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    alphabet = {
+        letter: i
+        for i, letter in enumerate(["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
     of_bytes = Tokenizer(models.BPE(alphabet, []))
-    of_bytes.pre_tokenizer, of_bytes.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    of_bytes.pre_tokenizer, of_bytes.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     Path("chat").mkdir(exist_ok=True)
     of_bytes.save("chat/tokenizer.json")
-    Path("chat/tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "chat_template": TEMPLATE}))
+    Path("chat/tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<end>", "chat_template": TEMPLATE})
+    )
 
 
 def mean_loss(folder: str) -> None:
@@ -76,7 +87,9 @@ def stdlib() -> None:
 
 def advantages(file: str) -> None:
     """Of samples of the prompt `x:`: the share of vowels, less the mean, by its deviation."""
-    samples = [line[2:] for line in sys.stdin.read().splitlines() if line.startswith("x:") and line[2:]]
+    samples = [
+        line[2:] for line in sys.stdin.read().splitlines() if line.startswith("x:") and line[2:]
+    ]
     rewards = [sum(c in VOWELS for c in sample) / len(sample) for sample in samples]
     mean = sum(rewards) / len(rewards)
     deviation = (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5 + 1e-3
@@ -99,7 +112,10 @@ if __name__ == "__main__":
         advantages(sys.argv[1])
     else:
         for name, n in (("pairs", 200), ("held_out_pairs", 100)):
-            write(f"{name}.jsonl", [{"prompt": "", "chosen": walk(1), "rejected": walk(-1)} for _ in range(n)])
+            write(
+                f"{name}.jsonl",
+                [{"prompt": "", "chosen": walk(1), "rejected": walk(-1)} for _ in range(n)],
+            )
         tokenizer()
         goods = [rng.choice([(True, False), (False, True)]) for _ in range(1000)]
         for name in ("weighted", "alike"):

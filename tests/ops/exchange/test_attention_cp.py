@@ -60,7 +60,12 @@ def context(name, rank, world_size, layout, group=None, **more):
     boundaries, num_streams = STREAMS[name]
     kwargs = {"group": group} if group is not None else {"rank": rank, "world_size": world_size}
     return build_cp_context(
-        torch.tensor(boundaries), layout=layout, num_streams=num_streams, pairs_per_row=0, **kwargs, **more
+        torch.tensor(boundaries),
+        layout=layout,
+        num_streams=num_streams,
+        pairs_per_row=0,
+        **kwargs,
+        **more,
     )
 
 
@@ -82,13 +87,26 @@ def local_leaves(tensors, cp):
 
 @cache
 def on_one_process(name, causal, heads=HEADS):
-    return run(reference, *inputs(name, heads=heads), causal=causal, cu_seqlens=torch.tensor(STREAMS[name][0]))
+    return run(
+        reference,
+        *inputs(name, heads=heads),
+        causal=causal,
+        cu_seqlens=torch.tensor(STREAMS[name][0]),
+    )
 
 
-def errors_on_rank(rank, world_size, name, layout, method, causal, expected, group=None, heads=HEADS, **more):
+def errors_on_rank(
+    rank, world_size, name, layout, method, causal, expected, group=None, heads=HEADS, **more
+):
     """Relative errors of o, dq, dk, dv of this rank's tokens."""
     cp = context(name, rank, world_size, layout, group or dist.group.WORLD, **more)
-    ours = run(attention, *local_leaves(inputs(name, heads=heads), cp), causal=causal, cp_context=cp, method=method)
+    ours = run(
+        attention,
+        *local_leaves(inputs(name, heads=heads), cp),
+        causal=causal,
+        cp_context=cp,
+        method=method,
+    )
     return [error(x, shard(y, cp)) for x, y in zip(ours, expected)]
 
 
@@ -97,7 +115,9 @@ def all_errors(rank, world_size, layout, method, causal, expected):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(allgather, "LEAST", 1.0)
         return {
-            name: errors_on_rank(rank, world_size, name, layout, method, causal, result, **nodes_of(method))
+            name: errors_on_rank(
+                rank, world_size, name, layout, method, causal, result, **nodes_of(method)
+            )
             for name, result in expected.items()
         }
 
@@ -107,7 +127,9 @@ def all_errors(rank, world_size, layout, method, causal, expected):
 @pytest.mark.parametrize("causal", [True, False])
 def test_every_rank_equals_one_process(worlds, world_size, layout, method, causal):
     expected = {name: on_one_process(name, causal) for name in STREAMS}
-    for rank, errors in enumerate(worlds(world_size).run(all_errors, layout, method, causal, expected)):
+    for rank, errors in enumerate(
+        worlds(world_size).run(all_errors, layout, method, causal, expected)
+    ):
         wrong = {name: e for name, e in errors.items() if not max(e) <= 1e-12}
         assert not wrong, f"rank {rank}: {wrong}"
 
@@ -144,7 +166,10 @@ def check_in_one_process(world_size, names, layout, method, causal, heads, **mor
     for name in names:
         case = (name, layout, method, causal, on_one_process(name, causal, heads))
         errors = run_ranks(
-            lambda g, case=case: errors_on_rank(g.rank(), world_size, *case, group=g, heads=heads, **more), world_size
+            lambda g, case=case: errors_on_rank(
+                g.rank(), world_size, *case, group=g, heads=heads, **more
+            ),
+            world_size,
         )
         assert max(map(max, errors)) <= 1e-12, name
 
@@ -157,7 +182,9 @@ def run_as_promised(rank, world_size, layout, method, expected):
 @pytest.mark.parametrize("method", METHODS)
 def test_operators_return_what_compiled_code_expects(worlds, layout, method):
     names = "one document", "seed 001", "two streams, packed"
-    worlds(4).run(run_as_promised, layout, method, {name: on_one_process(name, True) for name in names})
+    worlds(4).run(
+        run_as_promised, layout, method, {name: on_one_process(name, True) for name in names}
+    )
 
 
 def poisoned_runs(rank, world_size, layout, method, name):
@@ -174,7 +201,9 @@ def poisoned_runs(rank, world_size, layout, method, name):
         inside = torch.zeros(1, boundaries[-1], dtype=torch.bool)
         inside[:, a:b] = True
         others = ~shard(inside, cp)[0]
-        unchanged.append(all(torch.equal(x[:, others], y[:, others]) for x, y in zip(before, after)))
+        unchanged.append(
+            all(torch.equal(x[:, others], y[:, others]) for x, y in zip(before, after))
+        )
         unchanged.append(not any(y[:, ~others].isfinite().any() for y in after))
     return unchanged
 
@@ -240,9 +269,14 @@ def pairs_of_blocks(ranks, causal):
 def pairs_of_spans(ranks, causal):
     """The same of their spans, whose rows arrive as the routes say."""
     T, W, count = ranks[0].cut.stream_tokens, len(ranks), 0
-    plans, tokens = [cp.gathered if causal else cp.full_gathered for cp in ranks], [tokens_of(cp) for cp in ranks]
+    plans, tokens = (
+        [cp.gathered if causal else cp.full_gathered for cp in ranks],
+        [tokens_of(cp) for cp in ranks],
+    )
     queries = [
-        tokens[r][p.queries.rows].split([len(tokens[r]) - int(p.queries.leaving.sum()), *p.queries.leaving])
+        tokens[r][p.queries.rows].split(
+            [len(tokens[r]) - int(p.queries.leaving.sum()), *p.queries.leaving]
+        )
         for r, p in enumerate(plans)
     ]  # of each rank: those that stay, then those that leave for rank 0, 1, …
     sent = [
@@ -259,14 +293,17 @@ def pairs_of_spans(ranks, causal):
         assert keys.travel == ALL or [len(sent[s][r]) for s in range(W)] == keys.coming.tolist()
         k = torch.cat([torch.cat([tokens[r], came])[a:b] for a, b in keys.pieces.tolist()])
         needed = {*k.tolist()} - {*tokens[r].tolist()}
-        assert keys.travel == ALL or sorted(needed) == sorted(came.tolist())  # what is sent is what is needed
+        # what is sent is what is needed
+        assert keys.travel == ALL or sorted(needed) == sorted(came.tolist())
         assert torch.equal(spans.q, spans.q_cpu) and torch.equal(spans.k, spans.k_cpu)
         assert (spans.q[0], spans.q[-1], spans.k[0], spans.k[-1]) == (0, len(q), 0, len(k))
         assert (spans.longest_q, spans.longest_k) == (spans.q.diff().max(), spans.k.diff().max())
         here = torch.zeros(T, T, dtype=torch.int64)
         for i, j in spans.rows():
             pairs = torch.ones(len(q[i]), len(k[j]), dtype=torch.int64)
-            here[q[i][:, None], k[j][None, :]] += pairs.tril(pairs.shape[1] - pairs.shape[0]) if causal else pairs
+            here[q[i][:, None], k[j][None, :]] += (
+                pairs.tril(pairs.shape[1] - pairs.shape[0]) if causal else pairs
+            )
         assert all(p.pairs[1, r] == here.sum() for p in plans)
         count += here
     return count
@@ -325,7 +362,9 @@ class PeakBytes(Inside):
             self.peak = max(self.peak, self.held())
 
     def held(self):
-        self.storages = {key: value for key, value in self.storages.items() if not value[0].expired()}
+        self.storages = {
+            key: value for key, value in self.storages.items() if not value[0].expired()
+        }
         return sum(size for _, size in self.storages.values())
 
 
@@ -371,7 +410,11 @@ def test_slices_keep_within_a_limit():
 
     def heads(tokens, Hkv, slices=4):
         found = allgather.heads_at_once(tokens, Hkv, 256, torch.bfloat16, slices)
-        assert found == 1 or allgather.slice_bytes(tokens, found, Hkv, 256, torch.bfloat16) <= allgather.GATHER_LIMIT
+        assert (
+            found == 1
+            or allgather.slice_bytes(tokens, found, Hkv, 256, torch.bfloat16)
+            <= allgather.GATHER_LIMIT
+        )
         return found
 
     assert [heads(1024, 32, n) for n in (4, 3, 1)] == [8, 16, 32] and heads(1024, 1) == 1
@@ -452,7 +495,8 @@ def test_the_work_of_each_method():
     of_two = [context("one document", r, 4, "contiguous", node_size=2) for r in range(4)]
     assert [pairs_computed(cp, "ulysses+ring") for cp in of_two] == [264, 264, 776, 776]
     assert ring == [136, 392, 648, 904] and heads == [520.0] * 4
-    assert sum(gathered) == sum(ring) and max(gathered) <= 1.04 * 520 + 64  # a query may have as many
+    # a query may have as many
+    assert sum(gathered) == sum(ring) and max(gathered) <= 1.04 * 520 + 64
 
 
 def test_auto_depends_on_shapes_alone():
@@ -461,12 +505,20 @@ def test_auto_depends_on_shapes_alone():
 
     assert choose(131072, 32, 32) == choose(1048576, 32, 4) == "ulysses"
     assert choose(131072, 30, 30) == "allgather"
-    assert choose(262144, 30, 30) == choose(1048576, 30, 30) == "allgather"  # in slices that fit: the ring is uneven
+    # in slices that fit: the ring is uneven
+    assert choose(262144, 30, 30) == choose(1048576, 30, 30) == "allgather"
     assert choose(2097152, 30, 30) == choose(2097152, 30, 30, W=16, node=8) == "ring"
-    assert choose_method(4, 2, 2097152, 30, 30, 256, torch.bfloat16, trees=True) == "allgather"  # no ring knows trees
-    assert choose(2097152, 30, 30, W=16, node=2) == choose(2097152, 16, 2, W=64, node=8) == "ulysses+ring"
-    assert choose(131072, 32, 8, W=16) == choose(131072, 32, 8, W=32) == "ulysses"  # of a key head 2 and 4 ranks
-    assert choose(131072, 16, 2, W=4) == "allgather"  # it sends less: K|V of 2 heads, not 16 + 4 of a fourth
+    # no ring knows trees
+    assert choose_method(4, 2, 2097152, 30, 30, 256, torch.bfloat16, trees=True) == "allgather"
+    assert (
+        choose(2097152, 30, 30, W=16, node=2)
+        == choose(2097152, 16, 2, W=64, node=8)
+        == "ulysses+ring"
+    )
+    # of a key head 2 and 4 ranks
+    assert choose(131072, 32, 8, W=16) == choose(131072, 32, 8, W=32) == "ulysses"
+    # it sends less: K|V of 2 heads, not 16 + 4 of a fourth
+    assert choose(131072, 16, 2, W=4) == "allgather"
 
 
 def errors_raised(rank, world_size):
@@ -475,9 +527,13 @@ def errors_raised(rank, world_size):
     one, three = torch.zeros(1, T, 1, 8), torch.zeros(1, T, 3, 8)
     attempts = {
         "ulysses": lambda: attention(three, three, three, cp_context=cp, method="ulysses"),
-        "among 2 ranks": lambda: attention(three, three, three, cp_context=cp, method="ulysses+ring"),
+        "among 2 ranks": lambda: attention(
+            three, three, three, cp_context=cp, method="ulysses+ring"
+        ),
         "split 3 heads": lambda: tokens_to_heads(three, cp),
-        "^cu_seqlens must not": lambda: attention(one, one, one, cp_context=cp, cu_seqlens=torch.tensor([0, T])),
+        "^cu_seqlens must not": lambda: attention(
+            one, one, one, cp_context=cp, cu_seqlens=torch.tensor([0, T])
+        ),
         "q has 31 tokens": lambda: attention(one[:, 1:], one[:, 1:], one[:, 1:], cp_context=cp),
         "^cp_context needs": lambda: attention(one[:, 1:], one, one, cp_context=cp),
         "no group": lambda: attention(

@@ -24,7 +24,9 @@ def on_rank(rank, world_size, method, layout):
     wrong = {}
     for lengths in LENGTHS:
         cu = boundaries(lengths)
-        cp = build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu, pairs_per_row=0)
+        cp = build_cp_context(
+            cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu, pairs_per_row=0
+        )
         mine = tokens_of(cp).cuda()
         for heads in HEADS:
             for dtype, (o_bound, gradient_bound) in BOUNDS.items():
@@ -33,7 +35,9 @@ def on_rank(rank, world_size, method, layout):
                     exact = [x.detach().double().requires_grad_() for x in whole]
                     exact = run(reference, *exact, causal=causal, cu_seqlens=cu)
                     q, k, v, do = (x.detach()[:, mine].requires_grad_() for x in whole)
-                    ours = run(attention, q, k, v, do.detach(), causal=causal, cp_context=cp, method=method)
+                    ours = run(
+                        attention, q, k, v, do.detach(), causal=causal, cp_context=cp, method=method
+                    )
                     o, *gradients = (error(x, y[:, mine]) for x, y in zip(ours, exact, strict=True))
                     if not (o <= o_bound and max(gradients) <= gradient_bound):
                         wrong[f"{lengths} {heads} {dtype} causal={causal}"] = o, max(gradients)

@@ -52,7 +52,9 @@ def inputs_of(op, lengths, streams=1):
 def run_op(op, x, **options):
     if op == "conv":
         return causal_conv1d(**x, activation="silu", **options)[0]
-    return call(op.partition("-")[0], x, cp_method="ulysses" if op == "ssd-heads" else "kcp", **options)[0]
+    return call(
+        op.partition("-")[0], x, cp_method="ulysses" if op == "ssd-heads" else "kcp", **options
+    )[0]
 
 
 def output_gradient(op, like):
@@ -70,7 +72,9 @@ def on_rank(rank, world_size, cases, levels=()):
 def results_of(group, cases):
     results = []
     for op, lengths, layout, streams in cases:
-        ctx = build_cp_context(boundaries(lengths * streams), group, layout=layout, num_streams=streams)
+        ctx = build_cp_context(
+            boundaries(lengths * streams), group, layout=layout, num_streams=streams
+        )
         mine = tokens_of(ctx)
         whole = inputs_of(op, lengths, streams)
         x = leaves({n: t if n in PARAMETERS else t[:, mine] for n, t in whole.items()})
@@ -91,7 +95,10 @@ def compare(ranks, cases):
         tokens = [tokens_of(build_cp_context(cu, rank=rank, **where)) for rank in range(len(ranks))]
         for j, (name, want) in enumerate(by_one_process(op, tuple(lengths), streams).items()):
             if name in PARAMETERS:
-                assert relative_error(sum(r[i][j] for r in ranks), want) < TOLERANCE, (cases[i], name)
+                assert relative_error(sum(r[i][j] for r in ranks), want) < TOLERANCE, (
+                    cases[i],
+                    name,
+                )
                 continue
             for rank, results in enumerate(ranks):
                 error = (results[i][j] - want[:, tokens[rank]]).norm() / want.norm()
@@ -110,7 +117,11 @@ def by_one_process(op, lengths, streams):
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_edges(worlds, world_size):
     """Each op on four ranks; the exchange knows of them only whether M is a matrix or a number."""
-    ops = ["kda", "gdn", "kda-raw", "ssd", "gla", "dplr", "conv"] if world_size == 4 else ["kda", "ssd", "conv"]
+    ops = (
+        ["kda", "gdn", "kda-raw", "ssd", "gla", "dplr", "conv"]
+        if world_size == 4
+        else ["kda", "ssd", "conv"]
+    )
     cases = [(op, d, layout, 1) for op in ops for d in EDGES.values() for layout in LAYOUTS]
     if world_size == 8:
         compare(run_ranks(lambda group: results_of(group, cases), world_size), cases)
@@ -129,8 +140,12 @@ def test_other_degrees(op):
 
 @pytest.mark.parametrize("levels", [(Level(1, 2, True), Level(2, 2)), (Level(1, 2), Level(2, 2))])
 def test_states_level_by_level(worlds, levels):
-    cases = [(op, d, layout, 1) for op in ("kda", "ssd") for d in EDGES.values() for layout in LAYOUTS]
-    check(worlds(4), [*cases, ("kda", [40, 24], "zigzag", 3), ("gdn", [128], "contiguous", 2)], levels)
+    cases = [
+        (op, d, layout, 1) for op in ("kda", "ssd") for d in EDGES.values() for layout in LAYOUTS
+    ]
+    check(
+        worlds(4), [*cases, ("kda", [40, 24], "zigzag", 3), ("gdn", [128], "contiguous", 2)], levels
+    )
 
 
 def test_heads_are_exchanged_with_their_parameters(worlds):
@@ -149,7 +164,10 @@ def test_the_cases_of_fla(worlds, world_size, lists):
 
 
 def test_fragments_shorter_than_the_convolution(worlds):
-    check(worlds(4), [("conv", lengths, layout, 1) for lengths in ([8], [1, 7], [3, 5]) for layout in LAYOUTS])
+    check(
+        worlds(4),
+        [("conv", lengths, layout, 1) for lengths in ([8], [1, 7], [3, 5]) for layout in LAYOUTS],
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -195,7 +213,13 @@ def outside(group, i, op, lengths, layout):
         x = leaves({n: t if n in PARAMETERS else t[:, mine] for n, t in x.items()})
         names = ["y", *x]
         found = gradients([run_op(op, x, cp_context=ctx)], x)
-        results.append([t.detach()[:, ~inside[mine]] for n, t in zip(names, found, strict=True) if n not in PARAMETERS])
+        results.append(
+            [
+                t.detach()[:, ~inside[mine]]
+                for n, t in zip(names, found, strict=True)
+                if n not in PARAMETERS
+            ]
+        )
     return results
 
 
@@ -203,14 +227,20 @@ LEVELS = (Level(1, 2, True), Level(2, 4))
 
 
 @pytest.mark.parametrize(
-    "op, levels", [*((op, levels) for op in ("kda", "gdn", "ssd", "dplr") for levels in ((), LEVELS)), ("conv", ())]
+    "op, levels",
+    [
+        *((op, levels) for op in ("kda", "gdn", "ssd", "dplr") for levels in ((), LEVELS)),
+        ("conv", ()),
+    ],
 )
 def test_nan_stays_in_its_document(monkeypatch, op, levels, layout):
     """States and gradients of NaN arrive, on ranks whose fragments hold other documents too; these are as without."""
     monkeypatch.setattr(kcp, "route", lambda *_: levels)
     lengths = [100, 60, 1, 75, 20]
     for i in range(len(lengths)):
-        for clean, beside in run_ranks(partial(outside, i=i, op=op, lengths=lengths, layout=layout), 8):
+        for clean, beside in run_ranks(
+            partial(outside, i=i, op=op, lengths=lengths, layout=layout), 8
+        ):
             assert all(map(torch.equal, clean, beside)), (i, layout)
 
 
@@ -223,7 +253,9 @@ def counted(rank, world_size, lengths, layout, op="kda"):
         kcp.all_to_all = lambda x, *sizes: sent.append(x.numel()) or all_to_all(x, *sizes)
         ctx = build_cp_context(boundaries(lengths), dist.group.WORLD, layout=layout)
         mine = tokens_of(ctx)
-        x = leaves({n: t if n in PARAMETERS else t[:, mine] for n, t in inputs_of(op, lengths).items()})
+        x = leaves(
+            {n: t if n in PARAMETERS else t[:, mine] for n, t in inputs_of(op, lengths).items()}
+        )
         run_op(op, x, cp_context=ctx).sum().backward()
     finally:
         chunked.transition, kcp.all_to_all = transition, all_to_all

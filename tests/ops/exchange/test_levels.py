@@ -16,20 +16,41 @@ from titan_linear.ops import build_cp_context
 from titan_linear.ops.exchange import folds, kcp, levels
 from titan_linear.ops.exchange.collectives import group_named
 from titan_linear.ops.layout.chains import STATE, STATE_AND_M
-from titan_linear.ops.layout.levels import Level, Sizes, direct_messages, duration, fastest, groupings, messages, route
+from titan_linear.ops.layout.levels import (
+    Level,
+    Sizes,
+    direct_messages,
+    duration,
+    fastest,
+    groupings,
+    messages,
+    route,
+)
 
 
 def states_by(group, ways, lengths, layout, streams, shapes):
     """In both directions, the states that come directly and in each of these ways, where what nobody asked for is NaN;
     shapes: of a slot's S_ext and M."""
-    context, results = build_cp_context(boundaries(lengths * streams), group, layout=layout, num_streams=streams), []
+    context, results = (
+        build_cp_context(boundaries(lengths * streams), group, layout=layout, num_streams=streams),
+        [],
+    )
     draw = torch.Generator().manual_seed(group.rank())
-    for chains, reverse in ((context.tables.forward_chains, False), (context.tables.reverse_chains, True)):
-        S_ext, M = (torch.randn(context.cut.slots, *shape, generator=draw, dtype=torch.float64) for shape in shapes)
+    for chains, reverse in (
+        (context.tables.forward_chains, False),
+        (context.tables.reverse_chains, True),
+    ):
+        S_ext, M = (
+            torch.randn(context.cut.slots, *shape, generator=draw, dtype=torch.float64)
+            for shape in shapes
+        )
         S_ext[chains.wanted < STATE], M[chains.wanted < STATE_AND_M] = torch.nan, torch.nan
         pairs, name = (S_ext, M / shapes[0][1] ** 0.5), context.ranks.group_name
         directly = kcp.fold_chains(*kcp.exchange(*pairs, chains, name), chains, reverse)
-        found = [directly, *(levels.incoming_by_levels(*pairs, chains, way, name, reverse) for way in ways)]
+        found = [
+            directly,
+            *(levels.incoming_by_levels(*pairs, chains, way, name, reverse) for way in ways),
+        ]
         results.append(found)
     return results
 
@@ -61,13 +82,22 @@ def test_every_way_brings_the_same_states(world_size, layout):
 @pytest.mark.parametrize("transition", [(2, 16, 16), (2, 1)], ids=str)
 def test_kernels_fold_as_float64(monkeypatch, transition, layout):
     lengths, ways = [40, 8, 80], [(Level(1, 2, True), Level(2, 2)), (Level(1, 2), Level(2, 2))]
-    work = partial(states_by, ways=ways, lengths=lengths, layout=layout, streams=1, shapes=((2, 16, 16), transition))
+    work = partial(
+        states_by,
+        ways=ways,
+        lengths=lengths,
+        layout=layout,
+        streams=1,
+        shapes=((2, 16, 16), transition),
+    )
     exact = run_ranks(work, 4)
     for module in (folds, levels):
         monkeypatch.setattr(module, "by_kernels", lambda _: True)
     real = torch.randn
     monkeypatch.setattr(
-        torch, "randn", lambda *shape, generator, dtype: real(*shape, generator=generator, dtype=dtype).float()
+        torch,
+        "randn",
+        lambda *shape, generator, dtype: real(*shape, generator=generator, dtype=dtype).float(),
     )
     for got, want in zip(run_ranks(work, 4), exact, strict=True):
         for x, y in zip(chain(*got), chain(*want), strict=True):
@@ -99,12 +129,17 @@ def test_ranks_have_equal_shares(monkeypatch, world_size, heads, layout):
 
     monkeypatch.setattr(levels, "all_to_all", exchanged)
     monkeypatch.setattr(folds, "act", acted)
-    sizes = Sizes(heads, slots={"contiguous": 1, "zigzag": 2}[layout], state=1 << 16, transition=1 << 16)
+    sizes = Sizes(
+        heads, slots={"contiguous": 1, "zigzag": 2}[layout], state=1 << 16, transition=1 << 16
+    )
     way = fastest(world_size, 8, sizes)
     monkeypatch.setattr(kcp, "route", lambda *_: way)
     run_ranks(on_rank, world_size)
     for of_rank in found.values():
-        assert len(of_rank) == world_size and max(of_rank.values()) <= 1.1 * of_rank.total() / world_size
+        assert (
+            len(of_rank) == world_size
+            and max(of_rank.values()) <= 1.1 * of_rank.total() / world_size
+        )
     planned = sum(m.nbytes for m in messages(way, 8, sizes._replace(state=16, transition=16)))
     assert set(found["sent"].values()) == set(found["received"].values()) == {planned}
 

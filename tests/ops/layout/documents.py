@@ -13,7 +13,8 @@ EDGES = {
     "before": [127, 129, 255, 1],
     "after": [129, 127, 257 - 256, 255],
     "spanning": [30, 450, 32],
-    "short": [62, 1, 1, 1, 2, 61, 1, 127, 1, 254, 1],  # one-token documents around cuts, shorter than a convolution
+    # one-token documents around cuts, shorter than a convolution
+    "short": [62, 1, 1, 1, 2, 61, 1, 127, 1, 254, 1],
     "padding": [100, 156, 256],  # the last document is padding: ranks of nothing else
 }
 

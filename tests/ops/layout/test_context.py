@@ -30,19 +30,28 @@ def test_fragments_positions_and_entries(lengths, world_size, layout):
             assert ctx.fragments == ((a * half, (a + 1) * half), (b * half, (b + 1) * half))
         tokens = tokens_of(ctx)
         assert torch.equal(ctx.position_ids, position[tokens])
-        edges = {0, *(i for i in range(1, size) if document[tokens[i]] != document[tokens[i - 1]]), size}
+        edges = {
+            0,
+            *(i for i in range(1, size) if document[tokens[i]] != document[tokens[i - 1]]),
+            size,
+        }
         starts = range(0, size + 1, size // ctx.cut.slots)
         edges |= set(starts)
         assert ctx.cu_seqlens.dtype == torch.int32 and ctx.cu_seqlens.tolist() == sorted(edges)
-        firsts, lasts = ctx.tables.reverse_chains.entries.tolist(), ctx.tables.forward_chains.entries.tolist()
+        firsts, lasts = (
+            ctx.tables.reverse_chains.entries.tolist(),
+            ctx.tables.forward_chains.entries.tolist(),
+        )
         for first, last, (start, end) in zip(firsts, lasts, pairwise(starts), strict=True):
             assert (ctx.cu_seqlens[first], ctx.cu_seqlens[last + 1]) == (start, end)
         N = len(ctx.cu_seqlens) - 1
         assert ctx.tables.forward_chains.entry_slots.tolist() == [
-            firsts.index(n) if n in firsts and ctx.own_fragments[firsts.index(n)].enters else -1 for n in range(N + 1)
+            firsts.index(n) if n in firsts and ctx.own_fragments[firsts.index(n)].enters else -1
+            for n in range(N + 1)
         ]
         assert ctx.tables.reverse_chains.entry_slots.tolist() == [
-            lasts.index(n) if n in lasts and ctx.own_fragments[lasts.index(n)].leaves else -1 for n in range(N + 1)
+            lasts.index(n) if n in lasts and ctx.own_fragments[lasts.index(n)].leaves else -1
+            for n in range(N + 1)
         ]
         for f in ctx.own_fragments:
             assert f.enters == (f.start > 0 and document[f.start] == document[f.start - 1])
@@ -50,9 +59,17 @@ def test_fragments_positions_and_entries(lengths, world_size, layout):
             assert f.through == (f.enters and f.leaves and document[f.start] == document[f.end - 1])
         if layout == "contiguous":
             owners_first = {t // size for t in range(512) if document[t] == document[rank * size]}
-            owners_last = {t // size for t in range(512) if document[t] == document[(rank + 1) * size - 1]}
-            assert (ctx.is_first_rank, ctx.pre_num_ranks) == (rank == min(owners_first), rank - min(owners_first))
-            assert (ctx.is_last_rank, ctx.post_num_ranks) == (rank == max(owners_last), max(owners_last) - rank)
+            owners_last = {
+                t // size for t in range(512) if document[t] == document[(rank + 1) * size - 1]
+            }
+            assert (ctx.is_first_rank, ctx.pre_num_ranks) == (
+                rank == min(owners_first),
+                rank - min(owners_first),
+            )
+            assert (ctx.is_last_rank, ctx.post_num_ranks) == (
+                rank == max(owners_last),
+                max(owners_last) - rank,
+            )
             assert ctx.pre_num_conv_tokens == int(position[rank * size])
         else:
             assert ctx.is_first_rank is None and ctx.pre_num_ranks is None
@@ -63,8 +80,12 @@ def test_fragments_positions_and_entries(lengths, world_size, layout):
 def test_each_stream_is_cut_by_itself(layout):
     alone = [build_cp_context(torch.tensor([0, 10, 32]), rank=1, world_size=2, layout=layout)]
     alone.append(build_cp_context(torch.tensor([0, 32]), rank=1, world_size=2, layout=layout))
-    both = build_cp_context(torch.tensor([0, 10, 32, 64]), rank=1, world_size=2, layout=layout, num_streams=2)
-    assert both.fragments == alone[0].fragments + tuple((s + 32, e + 32) for s, e in alone[1].fragments)
+    both = build_cp_context(
+        torch.tensor([0, 10, 32, 64]), rank=1, world_size=2, layout=layout, num_streams=2
+    )
+    assert both.fragments == alone[0].fragments + tuple(
+        (s + 32, e + 32) for s, e in alone[1].fragments
+    )
     assert torch.equal(both.position_ids, torch.cat([c.position_ids for c in alone]))
 
 
@@ -91,12 +112,16 @@ def cost_to_build(documents, world_size, layout):
         nonlocal calls, elements
         calls += event in ("call", "c_call")
         if event == "return":
-            arrays = (x for x in frame.f_locals.values() if isinstance(x, np.ndarray | torch.Tensor))
+            arrays = (
+                x for x in frame.f_locals.values() if isinstance(x, np.ndarray | torch.Tensor)
+            )
             elements += sum(x.size if isinstance(x, np.ndarray) else x.numel() for x in arrays)
 
     sys.setprofile(seen)
     try:
-        build_cp_context(cu, rank=31, world_size=world_size, layout=layout, num_streams=4, conv1d_kernel_size=4)
+        build_cp_context(
+            cu, rank=31, world_size=world_size, layout=layout, num_streams=4, conv1d_kernel_size=4
+        )
     finally:
         sys.setprofile(None)
     return calls, elements
@@ -120,13 +145,25 @@ def test_the_cost_is_linear(layout):
         ([1, 12], {}, "start at 0"),
         ([0, 8, 4], {}, "never decrease"),
         ([0, 8], {"num_streams": 2}, "stream 1"),
-        ([0, 10], {"num_streams": 3}, "10: these tokens cannot be cut into num_streams = 3 streams of 2"),
+        (
+            [0, 10],
+            {"num_streams": 3},
+            "10: these tokens cannot be cut into num_streams = 3 streams of 2",
+        ),
         ([0, 8], {"num_streams": 0}, "num_streams = 0"),
         ([0, 8], {"conv1d_kernel_size": 0}, "conv1d_kernel_size = 0"),
-        ([0, 4, 8], {"cu_seqlens_cpu": torch.tensor([0, 2, 8])}, r"must have the values of cu_seqlens, \[0, 4, 8\]"),
+        (
+            [0, 4, 8],
+            {"cu_seqlens_cpu": torch.tensor([0, 2, 8])},
+            r"must have the values of cu_seqlens, \[0, 4, 8\]",
+        ),
         ([0, 4, 8], {"cu_seqlens_cpu": torch.tensor([0, 16])}, "cu_seqlens_cpu"),
         ([0, 8], {"rank": 2}, "rank"),
-        ([0, 8], {"attention": ["ring", "gather"]}, r"attention has \['gather'\]; give methods of 'ring', 'allgather'"),
+        (
+            [0, 8],
+            {"attention": ["ring", "gather"]},
+            r"attention has \['gather'\]; give methods of 'ring', 'allgather'",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(cu, options, message):
@@ -143,7 +180,9 @@ def test_softmax_attention_is_planned_where_it_is_asked_for():
         for method, tables in (("ring", "rectangles"), ("allgather", "gathered")):
             if method in methods:
                 ours, theirs = (tree_leaves(getattr(of, tables)) for of in (ctx, whole))
-                assert all(x is y is None or torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+                assert all(
+                    x is y is None or torch.equal(x, y) for x, y in zip(ours, theirs, strict=True)
+                )
             else:
                 with refused(f"method = '{method}': the context was not planned"):
                     getattr(ctx, tables)

@@ -29,8 +29,12 @@ def searched(fragments, rank, world_size, causal):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_tables_are_those_of_a_search_through_all_fragments(layout, causal):
-    for seed, (kind, world_size, streams) in enumerate([("web", 4, 3), ("mixed", 8, 2), ("one", 4, 2), ("web", 1, 2)]):
-        fragments = cut_streams(packed(kind, 4096, seed, streams), streams, world_size, layout).fragments
+    for seed, (kind, world_size, streams) in enumerate(
+        [("web", 4, 3), ("mixed", 8, 2), ("one", 4, 2), ("web", 1, 2)]
+    ):
+        fragments = cut_streams(
+            packed(kind, 4096, seed, streams), streams, world_size, layout
+        ).fragments
         for rank in range(world_size):
             found = rectangles(fragments, rank, world_size, causal=causal).by_hop
             assert np.array_equal(found, searched(fragments, rank, world_size, causal))

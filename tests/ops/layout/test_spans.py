@@ -9,7 +9,15 @@ import pytest
 
 from tests.ops.layout.documents import packed
 from titan_linear.ops.layout.fragments import cut_streams
-from titan_linear.ops.layout.spans import ALL, MARGIN, NOTHING, SOME, balanced, entries, gathered_spans
+from titan_linear.ops.layout.spans import (
+    ALL,
+    MARGIN,
+    NOTHING,
+    SOME,
+    balanced,
+    entries,
+    gathered_spans,
+)
 
 GIVES = 1.02  # the least of the degrees
 
@@ -28,7 +36,9 @@ def moved(runs):
 
 @pytest.mark.parametrize("kind", ["one", "web", "mixed"])
 def test_work_is_balanced(kind):
-    for T, W, streams, layout in product([32768, 131072], [4, 8, 16, 32, 64], [1, 4], ["contiguous", "zigzag"]):
+    for T, W, streams, layout in product(
+        [32768, 131072], [4, 8, 16, 32, 64], [1, 4], ["contiguous", "zigzag"]
+    ):
         for seed in range(1 if kind == "one" else 2):
             documents = packed(kind, T, seed, streams)
             own = entries(cut_streams(documents, streams, W, layout))
@@ -38,18 +48,27 @@ def test_work_is_balanced(kind):
             if layout == "zigzag" and kind == "one":
                 assert runs is own  # balanced as it is
             elif kind == "one":
-                assert work(own, W) == pytest.approx(2 - 1 / W, rel=1e-3) and 0.13 < moved(runs) < 0.18
+                assert (
+                    work(own, W) == pytest.approx(2 - 1 / W, rel=1e-3) and 0.13 < moved(runs) < 0.18
+                )
 
 
 def test_what_moves():
     """One document on four ranks: the end of the fragments of the last two, in tiles, to the first two."""
     documents = packed("one", 131072, 0)
-    runs = balanced(entries(cut_streams(documents, 1, 4, "contiguous")), 4, causal=True, gives=GIVES)
+    runs = balanced(
+        entries(cut_streams(documents, 1, 4, "contiguous")), 4, causal=True, gives=GIVES
+    )
     away = runs.of(np.flatnonzero(runs.rank != runs.owner))
-    assert list(zip(away.owner, away.rank, away.end, strict=True)) == [(3, 0, 131072), (2, 1, 98304)]
+    assert list(zip(away.owner, away.rank, away.end, strict=True)) == [
+        (3, 0, 131072),
+        (2, 1, 98304),
+    ]
     assert not (away.start % 128).any()
     pairs, tile = np.bincount(runs.rank, runs.pairs(True)), 128 * 131072
-    assert (pairs[2:] <= GIVES * pairs.mean()).all() and (pairs[2:] > GIVES * pairs.mean() - tile).all()
+    assert (pairs[2:] <= GIVES * pairs.mean()).all() and (
+        pairs[2:] > GIVES * pairs.mean() - tile
+    ).all()
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -59,14 +78,22 @@ def test_each_query_is_computed_once(causal):
         own = entries(cut_streams(documents, 2, W, layout))
         runs = balanced(own, W, causal, GIVES)
         runs = runs.of(np.argsort(runs.start))
-        assert runs.start[0] == 0 and runs.end[-1] == 32768 and (runs.end[:-1] == runs.start[1:]).all()
+        assert (
+            runs.start[0] == 0 and runs.end[-1] == 32768 and (runs.end[:-1] == runs.start[1:]).all()
+        )
         assert (runs.first <= runs.start).all() and (runs.end <= runs.last).all()
         assert runs.pairs(causal).sum() == own.pairs(causal).sum()
 
 
 @pytest.mark.parametrize(
     "kind, T, degree",
-    [("one", 32768, 1.02), ("web", 32768, 1.38), ("web", 131072, 1.3), ("mixed", 32768, 1.26), ("mixed", 131072, 1.2)],
+    [
+        ("one", 32768, 1.02),
+        ("web", 32768, 1.38),
+        ("web", 131072, 1.3),
+        ("mixed", 32768, 1.26),
+        ("mixed", 131072, 1.2),
+    ],
 )
 def test_no_more_moves_than_pays(kind, T, degree):
     """On four GPUs (docs/experiments.md) these took least time: one document evened out, short ones left where they

@@ -23,7 +23,8 @@ from titan_linear.ops.triton.tiles import Kernel
 
 LENGTHS = [5, 70, 37]  # of 112 tokens: one document crosses the cut of two ranks
 FEW = [3, 66]  # for the interpreter, which is slow
-AGAIN = ("activation_kernel",)  # which selective checkpointing computes again, as all that is elementwise
+# which selective checkpointing computes again, as all that is elementwise
+AGAIN = ("activation_kernel",)
 MIXERS = {
     "kda": KDA(heads=2, v_heads=2, head_dim=32, v_head_dim=32),
     "gdn": GDN(heads=2, v_heads=2, head_dim=32, v_head_dim=32),
@@ -33,7 +34,13 @@ MIXERS = {
     "gdn, one head": GDN(heads=1, v_heads=1, head_dim=32, v_head_dim=32),
 }
 MOE = MoEConfig(num_experts=4, top_k=2, hidden_dim=16, balance_coefficient=0.1)
-EXCHANGES = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "batch_isend_irecv", "all_reduce")
+EXCHANGES = (
+    "all_to_all_single",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "batch_isend_irecv",
+    "all_reduce",
+)
 
 
 def checkpointed(mode, block, *x):
@@ -45,7 +52,9 @@ def checkpointed(mode, block, *x):
 
 
 def block_of(mixer, dtype, moe=None, impl="auto"):
-    config = ModelConfig(vocab_size=8, dim=32, pattern=(MIXERS[mixer],), num_layers=1, hidden_dim=32, moe=moe)
+    config = ModelConfig(
+        vocab_size=8, dim=32, pattern=(MIXERS[mixer],), num_layers=1, hidden_dim=32, moe=moe
+    )
     model = initialised(config, dtype=dtype).use(impl, torch.device("cpu"), dtype)
     return model.layers[0]
 
@@ -74,7 +83,9 @@ def counting(patch):
 
 def plan_of(*, lengths=LENGTHS, group=None, layout="contiguous", **_):
     ranks = {"group": group} if group is not None else {"rank": 0, "world_size": 1}
-    context = build_cp_context(boundaries(lengths), conv1d_kernel_size=4, layout=layout, pairs_per_row=0, **ranks)
+    context = build_cp_context(
+        boundaries(lengths), conv1d_kernel_size=4, layout=layout, pairs_per_row=0, **ranks
+    )
     context.mark_dynamic()  # as a compiled run does
     plan = BatchPlan(context.position_ids, cp_context=context)
     plan.prepare([m.rotary for m in MIXERS.values() if m.rotary is not None], torch.float64)
@@ -85,7 +96,9 @@ def results(mode, block, dtype, **cut):
     """Output, gradients, and the work of forward and backward."""
     use_methods([block.mixer], **cut)
     plan = plan_of(**cut)  # a plan of its own: the first layer that asks derives tables
-    x = torch.randn(1, len(plan.position_ids), 32, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(
+        1, len(plan.position_ids), 32, dtype=dtype, generator=torch.Generator().manual_seed(0)
+    )
     patch = pytest.MonkeyPatch()
     counts = counting(patch)
     try:
@@ -106,7 +119,11 @@ def compare(block, dtype, again=(), **cut):
     assert all(torch.equal(a, b) for got, _ in others for a, b in zip(got, want, strict=True))
     assert plain and selective == plain + Counter(again)
     assert plain < full and attention["attention"] == plain["attention"]
-    assert attention < full if isinstance(block.mixer, AttentionMixer | MLAMixer) else attention == full
+    assert (
+        attention < full
+        if isinstance(block.mixer, AttentionMixer | MLAMixer)
+        else attention == full
+    )
 
 
 @pytest.mark.parametrize("mixer", ["kda", "gdn", "attention", "mla"])
@@ -130,8 +147,11 @@ def test_compiled(mixer):
     block = block_of(name, dtype, impl="triton" if mixer == "kda" else "auto")
     block.forward = torch.compile(block.forward, backend="aot_eager")
     cut = {"lengths": FEW} if mixer == "kda" else {}
-    kept_most = {"kda": "selective", "attention": "attention"}[mixer]  # which keeps all that costs much
-    (want, plain), (got, other) = (results(mode, block, dtype, **cut) for mode in ("none", kept_most))
+    # which keeps all that costs much
+    kept_most = {"kda": "selective", "attention": "attention"}[mixer]
+    (want, plain), (got, other) = (
+        results(mode, block, dtype, **cut) for mode in ("none", kept_most)
+    )
     assert same(got, want)
     again = Counter(("prepare_kernel", "solve_kernel", *AGAIN)) if mixer == "kda" else Counter()
     assert plain and other == plain + again
@@ -141,7 +161,10 @@ CASES = [
     ("kda", "contiguous", {}),
     ("gdn", "zigzag", {}),
     ("kda", "contiguous", {"linear_method": "ulysses"}),
-    *(("attention", "zigzag", {"softmax_method": method}) for method in ("ring", "allgather", "ulysses")),
+    *(
+        ("attention", "zigzag", {"softmax_method": method})
+        for method in ("ring", "allgather", "ulysses")
+    ),
 ]
 
 
@@ -184,7 +207,9 @@ def test_a_kept_result_comes_again_once():
     assert len(calls) == 2 and again.region.nbytes == 8  # what a kept function calls is part of it
     with again:
         second, nothing = doubled(torch.zeros(2), calls)
-        assert torch.equal(second, out) and second is not out and nothing is None and len(calls) == 2
+        assert (
+            torch.equal(second, out) and second is not out and nothing is None and len(calls) == 2
+        )
         with pytest.raises(RuntimeError, match="runs once"):
             doubled(torch.zeros(2), calls)
     assert doubled(torch.ones(1), calls)[0] == 6  # outside of a region

@@ -31,7 +31,8 @@ DIMS = {
     "attention": {"D": 128, "Dv": 128, "recurring": 1},
 }
 WITHOUT_KERNELS = ("chunk_dplr_delta_rule",)
-ON_HOPPER_ALONE = ("chunk_ssd", "chunk_simple_gla", "chunk_rwkv7")  # the others' configurations are missing
+# the others' configurations are missing
+ON_HOPPER_ALONE = ("chunk_ssd", "chunk_simple_gla", "chunk_rwkv7")
 HOPPER = Target("cuda", (9, 0), BF16, {})
 
 
@@ -48,7 +49,9 @@ def on_gpu_of(monkeypatch):
     """on_gpu_of(capability): device "cuda" is such a GPU."""
 
     def set_capability(own):
-        monkeypatch.setattr(support, "capability", lambda device: own if device.type == "cuda" else None)
+        monkeypatch.setattr(
+            support, "capability", lambda device: own if device.type == "cuda" else None
+        )
         monkeypatch.setattr(flash4, "installed", lambda: "flash-attn-4 is not installed")
         for cached in (support._choose, support._warn):
             cached.cache_clear()
@@ -60,13 +63,18 @@ def on_gpu_of(monkeypatch):
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_fastest_takes_its_best_case_and_the_last_takes_all(op):
-    fastest = {"attention": "cudnn", "grouped_linear": "grouped_mm"} | dict.fromkeys(WITHOUT_KERNELS, "torch")
+    fastest = {"attention": "cudnn", "grouped_linear": "grouped_mm"} | dict.fromkeys(
+        WITHOUT_KERNELS, "torch"
+    )
     on_hopper = HOPPER._replace(dims=DIMS.get(op, {}))
     assert OPS[op].reason_against(fastest.get(op, "triton"), on_hopper) is None
     last = list(OPS[op].implementations)[-1]
     for device, capability in (("cpu", None), ("cuda", (7, 5)), ("mps", None)):
         assert (
-            OPS[op].reason_against(last, Target(device, capability, torch.float64, {"K": 7, "V": 7, "W": 99})) is None
+            OPS[op].reason_against(
+                last, Target(device, capability, torch.float64, {"K": 7, "V": 7, "W": 99})
+            )
+            is None
         )
 
 
@@ -77,12 +85,37 @@ TRITON_OPS = (*DELTA_RULES, "causal_conv1d", "swiglu", "cross_entropy")
 @pytest.mark.parametrize(
     "ops, name, change, reason",
     [
-        (TRITON_OPS, "triton", {"device": "cpu", "capability": None}, "needs tensors on a GPU, not on cpu"),
-        (TRITON_OPS, "triton", {"capability": (7, 5)}, "no configurations for compute capability 7.5"),
-        (TRITON_OPS, "triton", {"dtype": torch.float64}, "the dtype float64 is not one of bfloat16, float16, float32"),
+        (
+            TRITON_OPS,
+            "triton",
+            {"device": "cpu", "capability": None},
+            "needs tensors on a GPU, not on cpu",
+        ),
+        (
+            TRITON_OPS,
+            "triton",
+            {"capability": (7, 5)},
+            "no configurations for compute capability 7.5",
+        ),
+        (
+            TRITON_OPS,
+            "triton",
+            {"dtype": torch.float64},
+            "the dtype float64 is not one of bfloat16, float16, float32",
+        ),
         (TRITON_OPS, "triton", {"dtype": None}, "differ in dtype"),
-        (DELTA_RULES, "triton", {"capability": (8, 6), "dtype": torch.float32}, "compute capability 8.6 and float32$"),
-        (("chunk_gated_delta_rule",), "triton", {"capability": (10, 0)}, "for compute capability 10.0$"),
+        (
+            DELTA_RULES,
+            "triton",
+            {"capability": (8, 6), "dtype": torch.float32},
+            "compute capability 8.6 and float32$",
+        ),
+        (
+            ("chunk_gated_delta_rule",),
+            "triton",
+            {"capability": (10, 0)},
+            "for compute capability 10.0$",
+        ),
         (
             ("chunk_gated_delta_rule",),
             "triton",
@@ -98,22 +131,72 @@ TRITON_OPS = (*DELTA_RULES, "causal_conv1d", "swiglu", "cross_entropy")
         (DELTA_RULES, "triton", {"dims": {"K": 264, "V": 128}}, "K = 264 is too large: K <= 256"),
         (DELTA_RULES, "triton", {"dims": {"K": 128, "V": 257}}, "V = 257 is too large: V <= 256"),
         (("causal_conv1d",), "triton", {"dims": {"W": 9}}, "W = 9 is too large: W <= 8"),
-        (("grouped_linear",), "grouped_mm", {"device": "cpu", "capability": None}, "tensors on a GPU, not on cpu"),
-        (("grouped_linear",), "grouped_mm", {"dtype": torch.float32}, "the dtype float32 is not one of bfloat16"),
-        (("grouped_linear",), "grouped_mm", {"dims": {"I": 60, "O": 64}}, r"rows of 60 .* of 8 numbers \(16 bytes\)"),
-        (("grouped_linear",), "grouped_mm", {"dims": {"I": 64, "O": 60}}, r"rows of 60 .* of 8 numbers \(16 bytes\)"),
+        (
+            ("grouped_linear",),
+            "grouped_mm",
+            {"device": "cpu", "capability": None},
+            "tensors on a GPU, not on cpu",
+        ),
+        (
+            ("grouped_linear",),
+            "grouped_mm",
+            {"dtype": torch.float32},
+            "the dtype float32 is not one of bfloat16",
+        ),
+        (
+            ("grouped_linear",),
+            "grouped_mm",
+            {"dims": {"I": 60, "O": 64}},
+            r"rows of 60 .* of 8 numbers \(16 bytes\)",
+        ),
+        (
+            ("grouped_linear",),
+            "grouped_mm",
+            {"dims": {"I": 64, "O": 60}},
+            r"rows of 60 .* of 8 numbers \(16 bytes\)",
+        ),
         (("attention",), "cpu", {}, "needs tensors on the CPU, not on cuda"),
         (("attention",), "cudnn", {"device": "cpu", "capability": None}, "needs tensors on a GPU"),
         (("attention",), "cudnn", {"capability": (8, 9)}, "compute capability is not one of 9.0"),
-        (("attention",), "cudnn", {"dtype": torch.float32}, "float32 is not one of bfloat16, float16"),
-        (("attention",), "cudnn", {"dims": {"D": 192, "Dv": 128}}, "heads of 192 channels are too wide"),
-        (("attention",), "cudnn", {"dims": {"D": 128, "Dv": 192}}, "heads of 192 channels are too wide"),
-        (("attention",), "cudnn", {"dims": {"D": 128, "Dv": 128}}, "a plan for every new pair of lengths"),
-        (("attention",), "cudnn", {"dims": DIMS["attention"] | {"deterministic": 1}}, "use_deterministic_algorithms"),
+        (
+            ("attention",),
+            "cudnn",
+            {"dtype": torch.float32},
+            "float32 is not one of bfloat16, float16",
+        ),
+        (
+            ("attention",),
+            "cudnn",
+            {"dims": {"D": 192, "Dv": 128}},
+            "heads of 192 channels are too wide",
+        ),
+        (
+            ("attention",),
+            "cudnn",
+            {"dims": {"D": 128, "Dv": 192}},
+            "heads of 192 channels are too wide",
+        ),
+        (
+            ("attention",),
+            "cudnn",
+            {"dims": {"D": 128, "Dv": 128}},
+            "a plan for every new pair of lengths",
+        ),
+        (
+            ("attention",),
+            "cudnn",
+            {"dims": DIMS["attention"] | {"deterministic": 1}},
+            "use_deterministic_algorithms",
+        ),
         (("attention",), "flash", {"device": "mps", "capability": None}, "needs tensors on a GPU"),
         (("attention",), "flash", {"capability": (7, 5)}, "compute capability 7.5 is below 8.0"),
         (("attention",), "flash", {"dtype": torch.float64}, "float64 is not one of"),
-        (("attention",), "flash", {"dims": {"D": 320, "Dv": 128}}, "D = 320 is too large: D <= 256"),
+        (
+            ("attention",),
+            "flash",
+            {"dims": {"D": 320, "Dv": 128}},
+            "D = 320 is too large: D <= 256",
+        ),
         (("attention",), "flash", {"dims": {"D": 128, "Dv": 512}}, "Dv = 512 is too large"),
     ],
 )
@@ -127,11 +210,14 @@ def test_the_reason_of_every_row(ops, name, change, reason):
 def test_triton_that_is_not_installed(monkeypatch):
     monkeypatch.setattr(configs, "find_spec", lambda name: None)
     assert (
-        OPS["chunk_kda"].reason_against("triton", HOPPER._replace(dims=DIMS["chunk_kda"])) == "Triton is not installed"
+        OPS["chunk_kda"].reason_against("triton", HOPPER._replace(dims=DIMS["chunk_kda"]))
+        == "Triton is not installed"
     )
 
 
-@pytest.mark.parametrize("own", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
+@pytest.mark.parametrize(
+    "own", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]
+)
 def test_other_generations_run_the_kernels_and_say_that_nobody_has_measured_them(on_gpu_of, own):
     on_gpu_of(own)
     choice = kda("auto")
@@ -153,7 +239,13 @@ def test_every_preset_runs_on_the_kernels(on_gpu_of, own):
 
 @pytest.mark.parametrize(
     "K, V, computed",
-    [(8, 8, (32, 32)), (32, 64, (32, 64)), (40, 72, (64, 96)), (96, 192, (128, 192)), (129, 250, (256, 256))],
+    [
+        (8, 8, (32, 32)),
+        (32, 64, (32, 64)),
+        (40, 72, (64, 96)),
+        (96, 192, (128, 192)),
+        (129, 250, (256, 256)),
+    ],
 )
 def test_the_head_dims_that_kernels_compute(K, V, computed):
     assert kernel_dims(K, V) == computed
@@ -204,7 +296,11 @@ def test_what_is_named_and_not_supported_is_refused(on_gpu_of):
 
 def test_the_lines_of_a_start(on_gpu_of):
     on_gpu_of((9, 0))
-    requests = {"chunk_kda": {"K": 320, "V": 96}, "causal_conv1d": {"W": 4}, "attention": {"D": 128, "Dv": 128}}
+    requests = {
+        "chunk_kda": {"K": 320, "V": 96},
+        "causal_conv1d": {"W": 4},
+        "attention": {"D": 128, "Dv": 128},
+    }
     assert said_of(requests) == [
         "ops chunk_kda: torch, causal_conv1d: triton, attention: flash",
         "  chunk_kda: torch, because K = 320 is too large: K <= 256; expect it to be many times slower",
@@ -223,7 +319,9 @@ def test_the_lines_of_a_start(on_gpu_of):
     on_gpu_of((8, 0))
     assert said_of({"attention": {"D": 128, "Dv": 128}}) == ["ops attention: flash"]
     on_gpu_of((9, 0))
-    assert said_of({"attention": {"D": 128, "Dv": 128}}, "triton", dtype=torch.float32) == ["ops attention: efficient"]
+    assert said_of({"attention": {"D": 128, "Dv": 128}}, "triton", dtype=torch.float32) == [
+        "ops attention: efficient"
+    ]
     assert said_of({"attention": {"D": 320, "Dv": 320}}, "triton") == [
         "ops attention: tiled",
         "  attention: tiled, because D = 320 is too large: D <= 256; expect it to be several times slower",
@@ -236,7 +334,10 @@ def test_the_lines_of_a_start(on_gpu_of):
 def test_a_start_says_what_the_rest_of_the_layer_and_the_loss_run_on(on_gpu_of):
     on_gpu_of((9, 0))
     requests = {op: DIMS[op] for op in ("swiglu", "grouped_linear", "cross_entropy")}
-    for impl, names in (("auto", ("triton", "grouped_mm", "triton")), ("torch", ("torch", "grouped_mm", "torch"))):
+    for impl, names in (
+        ("auto", ("triton", "grouped_mm", "triton")),
+        ("torch", ("torch", "grouped_mm", "torch")),
+    ):
         choices = choose_implementations(requests, impl, GPU, BF16)
         assert [choice.implementation for choice in choices.values()] == list(names)
         assert len(start_lines(choices)) == 1

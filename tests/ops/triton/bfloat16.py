@@ -41,7 +41,9 @@ def interpret_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
         if not _is_bfloat16(a):
             return binary_others(self, a, b, op)
         x = op(_widened(a.data), _widened(b.data))
-        return TensorHandle(x, tl.int1) if x.dtype == bool else TensorHandle(_rounded(x), tl.bfloat16)
+        return (
+            TensorHandle(x, tl.int1) if x.dtype == bool else TensorHandle(_rounded(x), tl.bfloat16)
+        )
 
     def unary(self, a, op):
         if not _is_bfloat16(a):
@@ -54,7 +56,9 @@ def interpret_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
         return dot_others(self, a, b, *others)
 
     monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast)
-    monkeypatch.setattr(InterpreterBuilder, "create_fp_to_fp", lambda self, x, dtype, rounding: cast(self, x, dtype))
+    monkeypatch.setattr(
+        InterpreterBuilder, "create_fp_to_fp", lambda self, x, dtype, rounding: cast(self, x, dtype)
+    )
     monkeypatch.setattr(InterpreterBuilder, "binary_op", binary)
     monkeypatch.setattr(InterpreterBuilder, "unary_op", unary)
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)

@@ -39,7 +39,9 @@ def stream(HV: int, K: int, V: int, plain: bool) -> tuple[list, list, Any, Any]:
     what is wanted of these."""
     from titan_linear.ops.triton.chunks import max_chunks
 
-    chunks = [meta(*shape, kind="int32") for shape in ((N + 1,), (max_chunks(T, N, 64), 2), (N + 1,))]
+    chunks = [
+        meta(*shape, kind="int32") for shape in ((N + 1,), (max_chunks(T, N, 64), 2), (N + 1,))
+    ]
     states = [None, None] if plain else [meta(N, HV, K, V, kind="float32"), meta(N, kind="int32")]
     two = meta(2, kind="int32")
     return chunks, states, two, None if plain else two

@@ -17,8 +17,11 @@ from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
-UPPER_WORDS = {"0x40000040", "0x40000020", "-0x7fffffe0", "-0x3ffffff0"}  # of descriptors, by their swizzles
-ON_STACK = r"LDC R1, |VIADD R1, R1, |IADD3? R1, (PT, PT, )?R1, |IMAD\.MOV\.U32 R1, RZ, RZ, c\[|MOV R1, c\["
+# of descriptors, by their swizzles
+UPPER_WORDS = {"0x40000040", "0x40000020", "-0x7fffffe0", "-0x3ffffff0"}
+ON_STACK = (
+    r"LDC R1, |VIADD R1, R1, |IADD3? R1, (PT, PT, )?R1, |IMAD\.MOV\.U32 R1, RZ, RZ, c\[|MOV R1, c\["
+)
 ZERO = {"RZ", "URZ", "SRZ", "0x0"}
 MOVES = re.compile(r"U?MOV|IMAD\.MOV|R2UR|CS2U?R|STL|LDL")
 
@@ -49,7 +52,9 @@ def disassembled(code: bytes, target: int) -> Iterator[tuple[int, str]]:
     from triton.runtime.cache import get_cache_manager
 
     architecture = f"SM{target}{'a' if target >= 90 else ''}"
-    kept = get_cache_manager(hashlib.sha256(f"{__version__} {architecture}".encode() + code).hexdigest())
+    kept = get_cache_manager(
+        hashlib.sha256(f"{__version__} {architecture}".encode() + code).hexdigest()
+    )
     if (path := kept.get_file("instructions.txt")) is None:
         text = run_on(code, "nvdisasm", "--binary", architecture)
         path = kept.put(text, "instructions.txt", binary=False)

@@ -44,7 +44,9 @@ def rounded_delta_rule(
         for chunk in reversed(chunks):
             dS = chunk.reverse(dS)
         documents += [chunk.gradients() for chunk in chunks]
-    return {name: torch.cat([d[name] for d in documents], 1).transpose(0, 1) for name in documents[0]}
+    return {
+        name: torch.cat([d[name] for d in documents], 1).transpose(0, 1) for name in documents[0]
+    }
 
 
 def _solve(N: Tensor, b: Tensor) -> Tensor:
@@ -57,7 +59,10 @@ class _KDAChunk:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, do: Tensor):
         self.v, self.b, self.do, self.scale = v, b[..., None], do, q.shape[-1] ** -0.5
         G = g.cumsum(1) * LOG2E  # Γ [H, C, K]
-        self.gamma, self.middle = G[:, -1:], torch.round(G[:, G.shape[1] // 2 : G.shape[1] // 2 + 1])
+        self.gamma, self.middle = (
+            G[:, -1:],
+            torch.round(G[:, G.shape[1] // 2 : G.shape[1] // 2 + 1]),
+        )
         self.E = torch.exp2(G - self.middle)
         self.qE, self.kE, self.kW = rounded(q * self.E), rounded(k * self.E), rounded(k / self.E)
         start = torch.exp2(self.middle)
@@ -79,7 +84,9 @@ class _KDAChunk:
         dN = self.kg @ self.dh + self.A.mT @ self.do
         y = dN + self.Gn.mT @ rounded(self.b * dN)
         self.y = rounded(y)
-        return torch.exp2(self.gamma).mT * dS + self.qg.mT @ self.do + self.kn.mT @ rounded(self.b * y)
+        return (
+            torch.exp2(self.gamma).mT * dS + self.qg.mT @ self.do + self.kn.mT @ rounded(self.b * y)
+        )
 
     def gradients(self) -> dict[str, Tensor]:
         b, E, start = self.b, self.E, torch.exp2(self.middle)
@@ -89,7 +96,9 @@ class _KDAChunk:
         dq = self.scale * start * (self.do @ self.h.mT) + dA @ self.kW
         dkp = -b * start * (self.y @ self.h.mT) + dK @ self.kW
         dkm = b * torch.exp2(self.gamma - self.middle) * (self.r @ self.dh.mT)
-        dgamma = (dkm * self.kW).sum(1, keepdim=True) + torch.exp2(self.gamma) * (self.h * self.dh).sum(2)[:, None]
+        dgamma = (dkm * self.kW).sum(1, keepdim=True) + torch.exp2(self.gamma) * (
+            self.h * self.dh
+        ).sum(2)[:, None]
         dkm = dkm + dA.mT @ self.qE + dK.mT @ self.kE
         dG = self.qE * dq + self.kE * dkp - self.kW * dkm
         return {
@@ -117,7 +126,10 @@ class _GDNChunk:
         self.h = rounded(S)
         x = self.v - self.e * (self.k @ self.h)
         y = x - self.C @ rounded(x)
-        self.y, self.o = rounded(y), self.scale * self.e * (self.q @ self.h) + self.A @ rounded(self.b * y)
+        self.y, self.o = (
+            rounded(y),
+            self.scale * self.e * (self.q @ self.h) + self.A @ rounded(self.b * y),
+        )
         return self.last * S + self.k.mT @ rounded(self.rest * self.b * y)
 
     def reverse(self, dS: Tensor) -> Tensor:

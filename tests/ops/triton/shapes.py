@@ -44,7 +44,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)
 UNIT = 2**-8  # of bfloat16
 RANKS = 4
-LENGTHS = (1, 63, 0, 64, 65, 135)  # of documents: around a chunk, and one that goes through several ranks
+# of documents: around a chunk, and one that goes through several ranks
+LENGTHS = (1, 63, 0, 64, 65, 135)
 HOPPER = (9, 0)  # the capability whose tables are read
 Results = dict[str, Tensor]
 
@@ -53,19 +54,33 @@ class Shape(NamedTuple):
     op: str  # of OPS in tests/ops/inputs.py, or of PROGRAMS
     dtype: torch.dtype
     dims: Mapping[str, int]
-    options: Mapping[str, Any] = MappingProxyType({})  # of the op, and those that programs here read: gate, tokens, …
+    # of the op, and those that programs here read: gate, tokens, …
+    options: Mapping[str, Any] = MappingProxyType({})
     compiled: bool = False  # without a GPU, in every run of the tests; the others by `python -m`
 
     def __str__(self) -> str:
         named = {**self.dims, **self.options}
-        return " ".join([self.op, short(self.dtype), *(f"{name}={value}" for name, value in named.items())])
+        return " ".join(
+            [self.op, short(self.dtype), *(f"{name}={value}" for name, value in named.items())]
+        )
 
 
 # --- The recurrences -------------------------------------------------------------------------------------------------
 
-FAMILIES = {"kda": "chunk_kda", "gdn": "chunk_gated_delta_rule", "rwkv7": "chunk_rwkv7", "ssd": "chunk_ssd"}
+FAMILIES = {
+    "kda": "chunk_kda",
+    "gdn": "chunk_gated_delta_rule",
+    "rwkv7": "chunk_rwkv7",
+    "ssd": "chunk_ssd",
+}
 MIXERS = {"gate": "raw", "use_beta_sigmoid_in_kernel": True}  # what ours give
-KDA_GATES = ({}, {"gate": "safe", "safe_gate": True}, MIXERS, MIXERS | {"lower_bound": -5.0}, {"gate": "fast"})
+KDA_GATES = (
+    {},
+    {"gate": "safe", "safe_gate": True},
+    MIXERS,
+    MIXERS | {"lower_bound": -5.0},
+    {"gate": "fast"},
+)
 GDN_GATES = ({}, MIXERS)
 HEADS = ({"H": 2, "HV": 2}, {"H": 2, "HV": 4}, {"H": 1, "HV": 4})
 LONG = {"tokens": 16384}  # one document, which is cut into segments
@@ -84,11 +99,15 @@ def delta_rules() -> Iterator[Shape]:
             for V in (32, 64, 96, 128, 192, 256):
                 yield Shape(op, BF16, {"K": K, "V": V} | next(heads), next(gate))
         for K in tiles(limits[FP32]):
-            for V in (32, 64, *([96] if K == 256 else []), 128, 256):  # slices of 32 are those of V = 32 but there
-                yield Shape(op, FP32, {"K": K, "V": V} | next(heads), next(gate), compiled=K == V == 64)
+            # slices of 32 are those of V = 32 but there
+            for V in (32, 64, *([96] if K == 256 else []), 128, 256):
+                yield Shape(
+                    op, FP32, {"K": K, "V": V} | next(heads), next(gate), compiled=K == V == 64
+                )
         for K in (32, limits[FP16]):  # float16 has bfloat16's tables
             yield Shape(op, FP16, {"K": K, "V": K} | next(heads), next(gate))
-        for K, V in ((8, 1), (8, 40), (33, 72), (65, 104), (96, 192), (129, 200), (255, 225)):  # padded
+        # padded
+        for K, V in ((8, 1), (8, 40), (33, 72), (65, 104), (96, 192), (129, 200), (255, 225)):
             yield Shape(op, BF16, {"K": K, "V": V} | next(heads), next(gate))
         for options in gates:
             here = not options or "lower_bound" in options
@@ -103,7 +122,8 @@ def delta_rules() -> Iterator[Shape]:
 def rwkv7() -> Iterator[Shape]:
     options = cycle(({}, {"use_gate_in_kernel": True}))
     for dtype in DTYPES:
-        limit = largest_dim(HOPPER, "rwkv7", dtype.itemsize)  # keys of all widths are computed at this one
+        # keys of all widths are computed at this one
+        limit = largest_dim(HOPPER, "rwkv7", dtype.itemsize)
         values = [V for V in (1, 16, 32, 48, 64) if limit >= V and (dtype != FP16 or V in (1, 64))]
         for K, V in [*((limit, V) for V in values), (8, limit), (33 if limit > 33 else 16, limit)]:
             here = dtype == FP32 and K == V
@@ -120,7 +140,9 @@ def decays() -> Iterator[Shape]:
             yield Shape("ssd", BF16, {"N": N, "P": P} | next(groups))
         for P in (16, 32, 64, 128):
             if max(N, P & -P) <= largest_dim(HOPPER, "ssd", FP32.itemsize):
-                yield Shape("ssd", FP32, {"N": N, "P": P} | next(groups), compiled=(N, P) == (128, 64))
+                yield Shape(
+                    "ssd", FP32, {"N": N, "P": P} | next(groups), compiled=(N, P) == (128, 64)
+                )
         yield Shape("gla", BF16, {"N": N, "P": 64} | next(groups), compiled=N == 128)
     for op, dtype in (("ssd", FP16), ("gla", FP16), ("gla", FP32)):
         yield Shape(op, dtype, {"N": 64, "P": 80} | next(groups))
@@ -139,7 +161,9 @@ def recurrence_inputs(shape: Shape, tokens: int) -> dict[str, Tensor]:
         make = raw_gate_inputs if gate == "raw" else make_inputs
         x = make(op, tokens, **shape.dims, **({} if gate == "raw" else {"gate": gate}))
     elif op == "rwkv7":
-        x = {{"q": "r", "gk": "w"}.get(n, n): t for n, t in dplr_inputs(tokens, **shape.dims).items()}
+        x = {
+            {"q": "r", "gk": "w"}.get(n, n): t for n, t in dplr_inputs(tokens, **shape.dims).items()
+        }
         x["w"] = x["w"] * (9.0 if shape.options.get("use_gate_in_kernel") else 0.6065)
     else:
         x = decaying_inputs(op, tokens, **shape.dims)
@@ -162,16 +186,22 @@ def recurrence(shape: Shape, x: dict[str, Tensor], impl: str, exact: bool) -> Re
     initial, need_final = STATES[shape.op]
     device = next(iter(x.values())).device
     plain = {n: t for n, t in x.items() if n != initial}
-    outputs = call(shape.op, x, cu_seqlens=cu.to(device), impl=impl, **{need_final: True}, **options)
+    outputs = call(
+        shape.op, x, cu_seqlens=cu.to(device), impl=impl, **{need_final: True}, **options
+    )
     named = dict(zip(["o", "final", *(f"d{n}" for n in x)], gradients(list(outputs), x)))
     if exact:
-        whole = gradients([call(shape.op, plain, cu_seqlens=cu.to(device), impl=impl, **options)[0]], plain)
+        whole = gradients(
+            [call(shape.op, plain, cu_seqlens=cu.to(device), impl=impl, **options)[0]], plain
+        )
     else:
         whole = over_ranks(shape, plain, cu, impl, options)
     return named | dict(zip(["ranks o", *(f"ranks d{n}" for n in plain)], whole))
 
 
-def over_ranks(shape: Shape, x: dict[str, Tensor], cu: Tensor, impl: str, options: dict) -> list[Tensor]:
+def over_ranks(
+    shape: Shape, x: dict[str, Tensor], cu: Tensor, impl: str, options: dict
+) -> list[Tensor]:
     """o and the gradients of x, in the order of the stream; those of parameters are sums over ranks."""
     layout = "zigzag" if sum(shape.dims.values()) // 16 % 2 else "contiguous"
     device = next(iter(x.values())).device
@@ -194,7 +224,9 @@ def over_ranks(shape: Shape, x: dict[str, Tensor], cu: Tensor, impl: str, option
 def gradients_of_outputs(x: dict[str, Tensor], shape: Shape) -> Tensor:
     """The do that `gradients` gives the first output."""
     values = x["x"] if shape.op == "ssd" else x["v"]
-    return torch.randn(values.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return torch.randn(
+        values.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
 
 
 class NoGroup:
@@ -223,13 +255,18 @@ def with_states(shape: Shape, x: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def drawn(shape: Shape, **sizes: tuple[int, ...]) -> dict[str, Tensor]:
     rng = torch.Generator().manual_seed(0)
-    return {n: torch.randn(size, generator=rng, dtype=torch.float64).to(shape.dtype) for n, size in sizes.items()}
+    return {
+        n: torch.randn(size, generator=rng, dtype=torch.float64).to(shape.dtype)
+        for n, size in sizes.items()
+    }
 
 
 def convolutions() -> Iterator[Shape]:
     for dtype in DTYPES:
         for W in range(1, MAX_WIDTH + 1):
-            yield Shape("conv1d", dtype, {"W": W, "D": 1000}, compiled=(W, dtype) in ((4, BF16), (2, FP32)))
+            yield Shape(
+                "conv1d", dtype, {"W": W, "D": 1000}, compiled=(W, dtype) in ((4, BF16), (2, FP32))
+            )
         for K in (1, 6, 64, 96, 128, 256):
             here = K in (64, 128) and dtype == BF16
             yield Shape("conv1d", dtype, {"W": 4, "D": 3 * K + 72}, {"norm_dim": K}, compiled=here)
@@ -237,7 +274,13 @@ def convolutions() -> Iterator[Shape]:
 
 def conv1d_inputs(shape: Shape) -> dict[str, Tensor]:
     D, W = shape.dims["D"], shape.dims["W"]
-    return drawn(shape, x=(1, sum(LENGTHS), D), weight=(D, W), bias=(D,), initial_state=(len(LENGTHS), D, W - 1))
+    return drawn(
+        shape,
+        x=(1, sum(LENGTHS), D),
+        weight=(D, W),
+        bias=(D,),
+        initial_state=(len(LENGTHS), D, W - 1),
+    )
 
 
 def conv1d(shape: Shape, x: dict[str, Tensor], impl: str, exact: bool) -> Results:
@@ -257,7 +300,13 @@ def conv1d(shape: Shape, x: dict[str, Tensor], impl: str, exact: bool) -> Result
 def activations() -> Iterator[Shape]:
     for dtype in DTYPES:
         for H in (8, 300, 2816):
-            yield Shape("swiglu", dtype, {"H": H}, {"gate_factor": 0.5}, compiled=dtype == BF16 and H == 2816)
+            yield Shape(
+                "swiglu",
+                dtype,
+                {"H": H},
+                {"gate_factor": 0.5},
+                compiled=dtype == BF16 and H == 2816,
+            )
 
 
 def swiglu_inputs(shape: Shape) -> dict[str, Tensor]:
@@ -265,7 +314,9 @@ def swiglu_inputs(shape: Shape) -> dict[str, Tensor]:
 
 
 def swiglu_pass(shape: Shape, x: dict[str, Tensor], impl: str, exact: bool) -> Results:
-    return dict(zip(["y", *(f"d{n}" for n in x)], gradients([swiglu(**x, impl=impl, **shape.options)], x)))
+    return dict(
+        zip(["y", *(f"d{n}" for n in x)], gradients([swiglu(**x, impl=impl, **shape.options)], x))
+    )
 
 
 def losses() -> Iterator[Shape]:
@@ -295,7 +346,9 @@ def copies() -> Iterator[Shape]:
 
 def copies_inputs(shape: Shape) -> dict[str, Tensor]:
     k, D = shape.dims["k"], shape.dims["D"]
-    return drawn(shape, x=(50, D)) | {"weights": torch.rand(50, k, generator=torch.Generator().manual_seed(1))}
+    return drawn(shape, x=(50, D)) | {
+        "weights": torch.rand(50, k, generator=torch.Generator().manual_seed(1))
+    }
 
 
 def copies_pass(shape: Shape, x: dict[str, Tensor], impl: str, exact: bool) -> Results:
@@ -313,7 +366,17 @@ def copies_pass(shape: Shape, x: dict[str, Tensor], impl: str, exact: bool) -> R
 
 
 def attentions() -> Iterator[Shape]:
-    widths = [(8, 8), (40, 40), (64, 64), (80, 48), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+    widths = [
+        (8, 8),
+        (40, 40),
+        (64, 64),
+        (80, 48),
+        (96, 96),
+        (128, 128),
+        (192, 128),
+        (192, 192),
+        (256, 256),
+    ]
     for kernel in ("flash4", "cudnn", "flash", "efficient", "tiled"):
         for D, Dv in [*widths, (512, 64)]:
             for packed in (False, True):
@@ -378,4 +441,6 @@ def results(shape: Shape, device: str, impl: str, dtype: torch.dtype | None = No
     """Outputs and gradients of the shape's program by `impl`, in its own precision; dtype: that of exact ones."""
     make, program = PROGRAMS[shape.op]
     x = make(shape)
-    return program(shape, leaves({n: t.to(device, dtype) for n, t in x.items()}), impl, dtype is not None)
+    return program(
+        shape, leaves({n: t.to(device, dtype) for n, t in x.items()}), impl, dtype is not None
+    )

@@ -57,7 +57,10 @@ def test_large_tensors_beside_small_ones(micro_steps, monkeypatch):
     torch.manual_seed(0)
     model = nn.ParameterList(nn.Parameter(torch.randn(1, n, device=DEVICE)) for n in (BLOCK + 5, 7))
     theirs = [nn.Parameter(p.detach().double()) for p in model]
-    optimizer, exact = build_optimizer(model, Optimizer()), torch.optim.AdamW(theirs, lr=0.1, **of(Optimizer()))
+    optimizer, exact = (
+        build_optimizer(model, Optimizer()),
+        torch.optim.AdamW(theirs, lr=0.1, **of(Optimizer())),
+    )
     copies = ComputeCopies(model, torch.bfloat16)
     optimizer.copies = copies.copy_of
     for loss in (1.0, float("nan"), 1.0):
@@ -65,7 +68,8 @@ def test_large_tensors_beside_small_ones(micro_steps, monkeypatch):
         for _ in range(micro_steps):
             with copies:
                 for p, copy in copies.copy_of.items():
-                    assert ((copy - p).abs() <= 2**-7 * p.abs()).all()  # cut off by the interpreter, as above
+                    # cut off by the interpreter, as above
+                    assert ((copy - p).abs() <= 2**-7 * p.abs()).all()
                 xs = [torch.randn_like(p) for p in model.parameters()]
                 sum((x * p).sum() for x, p in zip(xs, model.parameters())).backward()
             grads = [g + x.bfloat16().double() for g, x in zip(grads, xs)]
@@ -82,4 +86,8 @@ def test_large_tensors_beside_small_ones(micro_steps, monkeypatch):
 
 
 def of(config):
-    return {"betas": (config.beta1, config.beta2), "eps": config.eps, "weight_decay": config.weight_decay}
+    return {
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }

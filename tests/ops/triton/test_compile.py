@@ -27,7 +27,9 @@ from tests.ops.triton.shapes import SHAPES, results
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 SHARED_LIMIT = 232448  # bytes a program may use on sm_90
-MANY_TILES = "six to ten fp32 tiles are alive at once; splitting the kernel further reads its inputs again"
+MANY_TILES = (
+    "six to ten fp32 tiles are alive at once; splitting the kernel further reads its inputs again"
+)
 OCCUPANCY = "fewer registers let more programs run on a multiprocessor: KDA's prepare takes 1.4 ms instead of 1.9"
 DECAYS = "60 loads among 1,200 instructions; 8 warps have every sum pass through shared memory"
 OUTSIDE = "addresses of states before and after the loop"
@@ -46,7 +48,10 @@ ACCEPTED_SPILLS = {
     ("gla", "scan_kernel"): (168, OUTSIDE),
     ("ssd", "pairs_kernel"): (64, DECAYS),
     ("ssd", "gates_kernel"): (8, DECAYS),
-    ("conv1d", "conv1d_bwd_kernel"): (264, "norms and states at once, which context parallelism has not"),
+    ("conv1d", "conv1d_bwd_kernel"): (
+        264,
+        "norms and states at once, which context parallelism has not",
+    ),
 }
 
 
@@ -60,7 +65,9 @@ def spills_accepted(name, kernel):
 def _resources(cubin):
     """Registers, and bytes of stack: all of it spills."""
     report = run_on(cubin, "cuobjdump", "-res-usage")
-    return dict(zip(("registers", "spills"), map(int, re.search(r"REG:(\d+) STACK:(\d+)", report).groups())))
+    return dict(
+        zip(("registers", "spills"), map(int, re.search(r"REG:(\d+) STACK:(\d+)", report).groups()))
+    )
 
 
 class Chip:
@@ -95,8 +102,15 @@ def compiled_launches(target=90, only=()):
             return
         compiled = original(self, *args, grid=grid, warmup=True, **kwargs)
         cubin = compiled.asm["cubin"]
-        named = {key: x for key, x in kwargs.items() if key in ("BT", "BD", "BV", "STAGES", *OPTIONS)}
-        result = {"kernel": self.__name__, "shared": compiled.metadata.shared, "config": named, "cubin": cubin}
+        named = {
+            key: x for key, x in kwargs.items() if key in ("BT", "BD", "BV", "STAGES", *OPTIONS)
+        }
+        result = {
+            "kernel": self.__name__,
+            "shared": compiled.metadata.shared,
+            "config": named,
+            "cubin": cubin,
+        }
         results.append(result | _resources(cubin))
 
     driver.set_active(Chip(target))
@@ -111,7 +125,9 @@ class OnTheChip(TorchDispatchMode):
     """Operators of kernels run on meta tensors as on a GPU, where they would run their fake implementations."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "titan_linear" and func.python.__module__.startswith("titan_linear.ops.triton"):
+        if func.namespace == "titan_linear" and func.python.__module__.startswith(
+            "titan_linear.ops.triton"
+        ):
             return func.redispatch(DispatchKeySet(DispatchKey.CUDA), *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -124,7 +140,9 @@ def compile_shape(name):
 
 def compile_shapes(names):
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 4), mp_context=get_context("fork")) as pool:
-        return with_wrong_instructions(dict(zip(names, pool.map(compile_shape, names), strict=True)))
+        return with_wrong_instructions(
+            dict(zip(names, pool.map(compile_shape, names), strict=True))
+        )
 
 
 def with_wrong_instructions(made, target=90):
@@ -152,14 +170,20 @@ def test_compiles_within_the_chip(compiled, name):
 def main():
     words = [word for word in sys.argv[1:] if word != "--json"]
     in_tests = "--json" in sys.argv
-    shapes = [name for name, shape in SHAPES.items() if shape.op != "attention" and (shape.compiled or not in_tests)]
+    shapes = [
+        name
+        for name, shape in SHAPES.items()
+        if shape.op != "attention" and (shape.compiled or not in_tests)
+    ]
     made = compile_shapes([name for name in shapes if all(word in name for word in words)])
     if in_tests:
         print(json.dumps(made))
         return
     for name, launches in made.items():
         for r in launches:
-            numbers = f"shared {r['shared']:7d}  registers {r['registers']:4d}  spills {r['spills']:6d}"
+            numbers = (
+                f"shared {r['shared']:7d}  registers {r['registers']:4d}  spills {r['spills']:6d}"
+            )
             print(f"{name:50s} {r['kernel']:26s} {numbers}  {r['config']}  {' '.join(r['wrong'])}")
 
 

@@ -33,11 +33,24 @@ def reference(x, weight, bias, state, cu_seqlens, silu, norm_dim):
         finals.append(full[:, full.shape[1] - (W - 1) :])
     y = torch.cat(ys)
     if norm_dim:
-        y = torch.cat([l2norm(y[:, :-OF_V].unflatten(1, (-1, norm_dim))).flatten(1), y[:, -OF_V:]], 1)
+        y = torch.cat(
+            [l2norm(y[:, :-OF_V].unflatten(1, (-1, norm_dim))).flatten(1), y[:, -OF_V:]], 1
+        )
     return y, torch.stack(finals)
 
 
-def run_both(lengths, D, W, *, silu=True, has_bias=True, has_state=True, dtype=torch.float32, seed=0, norm_dim=None):
+def run_both(
+    lengths,
+    D,
+    W,
+    *,
+    silu=True,
+    has_bias=True,
+    has_state=True,
+    dtype=torch.float32,
+    seed=0,
+    norm_dim=None,
+):
     """Outputs and gradients of every input: (ours, reference), by name."""
     gen = torch.Generator().manual_seed(seed)
     cu = [0, *torch.tensor(lengths).cumsum(0).tolist()]
@@ -51,10 +64,14 @@ def run_both(lengths, D, W, *, silu=True, has_bias=True, has_state=True, dtype=t
     dy, dfinal = draw(cu[-1], D), draw(len(lengths), D, W - 1)
 
     def grads(fn, to):
-        leaves = {k: v.to(**to).clone().requires_grad_() for k, v in inputs.items() if v is not None}
+        leaves = {
+            k: v.to(**to).clone().requires_grad_() for k, v in inputs.items() if v is not None
+        }
         y, final = fn(leaves["x"], leaves["weight"], leaves.get("bias"), leaves.get("state"))
         ((y * dy.to(**to)).sum() + (final * dfinal.to(**to)).sum()).backward()
-        return {"y": y.detach(), "final": final.detach()} | {"d" + k: v.grad for k, v in leaves.items()}
+        return {"y": y.detach(), "final": final.detach()} | {
+            "d" + k: v.grad for k, v in leaves.items()
+        }
 
     def ours(x, weight, bias, state):
         y, final = causal_conv1d(
@@ -103,7 +120,9 @@ def test_optional_parts(options):
 
 
 @pytest.mark.parametrize("K", [4, 6, 96, 128])
-@pytest.mark.parametrize("options", [{}, {"silu": False}, {"has_state": False, "has_bias": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"silu": False}, {"has_state": False, "has_bias": False}], ids=str
+)
 def test_heads_of_q_and_k_are_normalised(K, options):
     """Heads that share a block, with and without idle places in it, and heads that widen it."""
     check(run_both([1, 2, 37, 0, 16, 3], D=3 * K + OF_V, W=4, norm_dim=K, **options), 1e-6)
@@ -116,7 +135,10 @@ def test_half_precision_rounds_once():
 
 def test_batch_rows_are_documents():
     gen = torch.Generator().manual_seed(2)
-    x, w = torch.randn(3, 19, 16, generator=gen).to(DEVICE), torch.randn(16, 4, generator=gen).to(DEVICE)
+    x, w = (
+        torch.randn(3, 19, 16, generator=gen).to(DEVICE),
+        torch.randn(16, 4, generator=gen).to(DEVICE),
+    )
     rows = [causal_conv1d(x[i : i + 1], w, activation="swish", impl="triton")[0] for i in range(3)]
     assert torch.equal(causal_conv1d(x, w, activation="swish", impl="triton")[0], torch.cat(rows))
 
@@ -131,7 +153,9 @@ def test_strided_input_and_opcheck():
     given, dense = (conv.conv1d(y, w, None, state, None, *rest) for y in (x, x.contiguous()))
     assert all(map(torch.equal, given, dense))
     index = torch.tensor([1, -1], dtype=torch.int32, device=DEVICE)
-    torch.library.opcheck(conv.conv1d.overload, (x.detach().requires_grad_(), w, None, state, index, *rest))
+    torch.library.opcheck(
+        conv.conv1d.overload, (x.detach().requires_grad_(), w, None, state, index, *rest)
+    )
 
 
 @pytest.mark.parametrize("widths", [(16, 16, 32), (24, 7, 3), (5, 40)])
@@ -146,8 +170,14 @@ def test_parts_are_those_of_the_whole(widths):
     found = []
     for parts in (None, widths):
         leaves = [t.to(DEVICE).requires_grad_() for t in (x, w, bias)]
-        y, _ = causal_conv1d(*leaves, activation="silu", cu_seqlens=cu.to(DEVICE), widths=parts, impl="triton")
-        grads = [g.contiguous() if i else g for i, g in enumerate(dy.split(widths, -1))] if parts else [dy]
+        y, _ = causal_conv1d(
+            *leaves, activation="silu", cu_seqlens=cu.to(DEVICE), widths=parts, impl="triton"
+        )
+        grads = (
+            [g.contiguous() if i else g for i, g in enumerate(dy.split(widths, -1))]
+            if parts
+            else [dy]
+        )
         found.append([torch.cat(y, -1) if parts else y, *torch.autograd.grad(y, leaves, grads)])
     assert same(*found)
 
@@ -157,8 +187,13 @@ def test_states_by_index():
     gen, lengths = torch.Generator().manual_seed(4), [5, 0, 33, 2]
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=DEVICE)
     index = torch.tensor([2, -1, 0, -1], dtype=torch.int32, device=DEVICE)
-    x, w, halo = (torch.randn(*s, generator=gen).to(DEVICE) for s in ((40, 16), (16, 4), (3, 16, 3)))
-    dy, d_final = torch.randn(40, 16, generator=gen).to(DEVICE), torch.randn(4, 16, 3, generator=gen).to(DEVICE)
+    x, w, halo = (
+        torch.randn(*s, generator=gen).to(DEVICE) for s in ((40, 16), (16, 4), (3, 16, 3))
+    )
+    dy, d_final = (
+        torch.randn(40, 16, generator=gen).to(DEVICE),
+        torch.randn(4, 16, 3, generator=gen).to(DEVICE),
+    )
     spread = torch.stack([halo[2], torch.zeros_like(halo[0]), halo[0], torch.zeros_like(halo[0])])
     found = []
     for state, rows in ((halo, index), (spread, None)):
@@ -169,7 +204,9 @@ def test_states_by_index():
         found.append((*out, *torch.autograd.grad(out, leaves, (dy, d_final))))
     (*ours, d_halo), (*theirs, d_spread) = found
     assert same(ours, theirs)
-    assert torch.equal(d_halo, torch.stack([d_spread[2], torch.zeros_like(d_spread[0]), d_spread[0]]))
+    assert torch.equal(
+        d_halo, torch.stack([d_spread[2], torch.zeros_like(d_spread[0]), d_spread[0]])
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,13 +214,18 @@ def test_states_by_index():
     [(torch.float64, 4, None, "float64"), (None, 9, None, "W <= 8"), (None, 4, "relu", "relu")],
 )
 def test_unsupported_is_an_error(x_dtype, width, activation, word):
-    x, weight = torch.zeros(1, 4, 8, dtype=x_dtype, device=DEVICE), torch.zeros(8, width, device=DEVICE)
+    x, weight = (
+        torch.zeros(1, 4, 8, dtype=x_dtype, device=DEVICE),
+        torch.zeros(8, width, device=DEVICE),
+    )
     with pytest.raises(ValueError, match=word):
         causal_conv1d(x, weight, activation=activation, impl="triton")
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 4e-3), (torch.float16, 1e-3), (torch.float32, 1e-6)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.bfloat16, 4e-3), (torch.float16, 1e-3), (torch.float32, 1e-6)]
+)
 def test_on_the_device(dtype, tolerance):
     pair = run_both([1, 700, 3, 1300, 44], D=1000, W=4, dtype=dtype)
     check(pair, tolerance)
@@ -193,9 +235,14 @@ def test_on_the_device(dtype, tolerance):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("K", [32, 96, 128, 256])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 4e-3), (torch.float16, 1e-3), (torch.float32, 2e-6)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.bfloat16, 4e-3), (torch.float16, 1e-3), (torch.float32, 2e-6)]
+)
 def test_normalised_on_the_device(dtype, tolerance, K):
-    lengths, shape = [1, 700, 3, 1300, 44], {"D": 9 * K + OF_V, "W": 4, "dtype": dtype, "norm_dim": K}
+    lengths, shape = (
+        [1, 700, 3, 1300, 44],
+        {"D": 9 * K + OF_V, "W": 4, "dtype": dtype, "norm_dim": K},
+    )
     pair = run_both(lengths, **shape)
     check(pair, tolerance)
     again, _ = run_both(lengths, **shape)

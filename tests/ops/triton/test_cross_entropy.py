@@ -21,17 +21,27 @@ def logits_of(rows, vocab):
 def test_values(vocab, more):
     x = logits_of(5, vocab)
     target = torch.tensor([0, vocab - 1, ELSEWHERE, IGNORE, vocab // 2])
-    a, b, c = (torch.tensor(values) for values in ([1, 0.5, 1, 3, 1e6], [0.25, 0, 1, 4, 2], [-1.0, 2, 7, 5, -1e6]))
+    a, b, c = (
+        torch.tensor(values)
+        for values in ([1, 0.5, 1, 3, 1e6], [0.25, 0, 1, 4, 2], [-1.0, 2, 7, 5, -1e6])
+    )
     statistics = row_statistics(x.to(DEVICE), more)
-    exact = x.double().logsumexp(-1), x.double().mean(-1), (x.double().softmax(-1) * x.double()).sum(-1)
-    torch.testing.assert_close(statistics.cpu().double(), torch.stack(exact[: 3 if more else 1]), rtol=2e-6, atol=1e-5)
+    exact = (
+        x.double().logsumexp(-1),
+        x.double().mean(-1),
+        (x.double().softmax(-1) * x.double()).sum(-1),
+    )
+    torch.testing.assert_close(
+        statistics.cpu().double(), torch.stack(exact[: 3 if more else 1]), rtol=2e-6, atol=1e-5
+    )
     lse = statistics[0]
     want = a.unsqueeze(1) * (x.double() - exact[0].unsqueeze(1)).exp()
     want[target >= 0, target[target >= 0]] += c[target >= 0]
     want += more * b.unsqueeze(1)
     want[target == IGNORE] = 0
     rounding = 2**-8 if DEVICE == "cuda" else 2**-7  # the interpreter cuts bits off
-    for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, rounding)):  # exp turns 1e-7 of 400 into 4e-5
+    # exp turns 1e-7 of 400 into 4e-5
+    for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, rounding)):
         more_of = b.to(DEVICE) if more else None
         logits = x.to(DEVICE, copy=True)
         d = logits if dtype == torch.float32 else torch.empty_like(logits, dtype=dtype)
@@ -73,7 +83,9 @@ def test_what_is_without_a_label_has_no_gradient_in_any_part_of_the_vocabulary()
 def test_several_ids_of_a_token():
     """Beside autograd in float64, where some tokens have no label."""
     generator = torch.Generator().manual_seed(0)
-    x, weight, factors = (torch.randn(n, m, generator=generator) for n, m in ((5, 8), (12, 8), (5, 3)))
+    x, weight, factors = (
+        torch.randn(n, m, generator=generator) for n, m in ((5, 8), (12, 8), (5, 3))
+    )
     ids = torch.tensor([[3, 0, 7], [IGNORE, 1, 2], [4, 5, 4], [IGNORE, 3, 3], [0, 11, 6]])
     labelled = ids[:, 0] != IGNORE
 
@@ -88,7 +100,11 @@ def test_several_ids_of_a_token():
     def chunked(x, weight):
         head = ChunkedLogits(x, weight, 2, impl="triton")
         of = factors.to(x.device)
-        return head.sum(ids.to(x.device), lambda rows, tokens: (rows.logprobs.exp() * of[tokens]).sum(1))
+        return head.sum(
+            ids.to(x.device), lambda rows, tokens: (rows.logprobs.exp() * of[tokens]).sum(1)
+        )
 
-    for got, want in zip(gradients(torch.float32, DEVICE, chunked), gradients(torch.float64, "cpu", exact)):
+    for got, want in zip(
+        gradients(torch.float32, DEVICE, chunked), gradients(torch.float64, "cpu", exact)
+    ):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

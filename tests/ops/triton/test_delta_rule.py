@@ -50,7 +50,9 @@ GATE_TOLERANCE = TOLERANCE * (4 if DEVICE == "cuda" else 1)
 def check(op, x, cu=None, **options):
     with new_memory_of_nan():
         found = errors(op, {name: t.float() for name, t in x.items()}, cu, impl="triton", **options)
-    assert all(e < (GATE_TOLERANCE if n in ("A_log", "dt_bias") else TOLERANCE) for n, e in found.items()), found
+    assert all(
+        e < (GATE_TOLERANCE if n in ("A_log", "dt_bias") else TOLERANCE) for n, e in found.items()
+    ), found
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,9 @@ def test_documents_in_segments(op, short_segments):
     check(op, x, boundaries(lengths))
 
 
-@pytest.mark.parametrize("op, layout", [("kda", "contiguous"), ("gdn", "contiguous"), ("gdn", "zigzag")])
+@pytest.mark.parametrize(
+    "op, layout", [("kda", "contiguous"), ("gdn", "contiguous"), ("gdn", "zigzag")]
+)
 def test_fragments_in_segments(op, layout, short_segments):
     """Of four ranks: one document goes through two, each of them three segments, and a rank has two entries; in zig-zag
     each has two fragments of two segments. Little of the state decays on the way."""
@@ -110,7 +114,8 @@ def test_fragments_in_segments(op, layout, short_segments):
 @pytest.mark.parametrize("op, numbers", [("kda", [0.2, 0.0, 1.0, 1.0, 1.0]), ("gdn", [0.2, 1.0])])
 def test_operators_are_well_formed(op, numbers, indexed):
     x = raw_gate_inputs(op, 70, H=1, HV=2, K=32, V=32)
-    x |= {n: l2norm(x[n]) for n in "qk"} | {"A_log": x["A_log"] - 3}  # within what KDA's last number promises
+    # within what KDA's last number promises
+    x |= {n: l2norm(x[n]) for n in "qk"} | {"A_log": x["A_log"] - 3}
     tokens = [x[n][0].float().to(DEVICE) for n in ("q", "k", "v", "g", "beta")]
     of_heads = [x[n].float().to(DEVICE) for n in ("A_log", "dt_bias")]
     check_stages({"kda": KDA, "gdn": GDN}[op], [*tokens, *of_heads], numbers, indexed)
@@ -122,18 +127,31 @@ def test_operators_of_segments_are_well_formed():
     torch.library.opcheck(ops.chunk_table.default, (cu, 64, 7))
     torch.library.opcheck(ops.segment_table.default, (cu, 200, 64))
     boundaries, offsets = ops.segment_table(cu, 200, 64)
-    assert boundaries.tolist() == [0, 0, 10, 74, 138, *[200] * (len(boundaries) - 5)] and offsets.tolist() == [
+    assert boundaries.tolist() == [
+        0,
+        0,
+        10,
+        74,
+        138,
+        *[200] * (len(boundaries) - 5),
+    ] and offsets.tolist() == [
         0,
         1,
         2,
         5,
     ]
     x, M = (torch.randn(len(boundaries) - 1, 1, 32, 32, device=DEVICE) for _ in range(2))
-    start, index, entries = x[:2], torch.tensor([1, -1, 0], device=DEVICE), torch.tensor([2, 0], device=DEVICE)
+    start, index, entries = (
+        x[:2],
+        torch.tensor([1, -1, 0], device=DEVICE),
+        torch.tensor([2, 0], device=DEVICE),
+    )
     wanted = torch.ones(len(x), dtype=torch.int32, device=DEVICE)
     for reverse in (False, True):
         torch.library.opcheck(ops.fold_segments.default, (x, M, None, None, offsets, None, reverse))
-        torch.library.opcheck(ops.fold_segments.default, (x, M, start, index, offsets, wanted, reverse))
+        torch.library.opcheck(
+            ops.fold_segments.default, (x, M, start, index, offsets, wanted, reverse)
+        )
         torch.library.opcheck(ops.fold_entries.default, (x, M, offsets, entries, wanted, reverse))
     torch.library.opcheck(ops.fold_entries_back.default, (x, M, offsets, entries))
 
@@ -145,8 +163,13 @@ def test_when_documents_are_split():
     assert segment_length(32768, 1, 32) == 8192
     assert segment_length(2**20 + 1, 1, 16) == 131136
     assert segment_length(1000, 1, 1) is None
-    assert segment_length(32768, 2, 32) is None and segment_length(32768, 2, 32, joined=True) == 8192
-    assert segment_length(32768, 1, 128, joined=True) is None and segment_length(2047, 2, 1, joined=True) is None
+    assert (
+        segment_length(32768, 2, 32) is None and segment_length(32768, 2, 32, joined=True) == 8192
+    )
+    assert (
+        segment_length(32768, 1, 128, joined=True) is None
+        and segment_length(2047, 2, 1, joined=True) is None
+    )
 
 
 def test_planned_segments_are_those_of_the_device():
@@ -166,7 +189,9 @@ def test_planned_segments_are_those_of_the_device():
 
 def in_a_context(run, x, lengths, *programs):
     """The output and gradients, in float32."""
-    ctx = build_cp_context(boundaries(lengths), rank=0, world_size=1, device=DEVICE, programs=programs)
+    ctx = build_cp_context(
+        boundaries(lengths), rank=0, world_size=1, device=DEVICE, programs=programs
+    )
     ctx.mark_dynamic()
     own = leaves({n: t.to(DEVICE, torch.float32) for n, t in x.items()})
     o, _ = run(own, cp_context=ctx)
@@ -179,7 +204,9 @@ def test_planned_segments(op, monkeypatch):
     monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
     x = make_inputs(op, 140, H=1, HV=1, K=32, V=32, gate="slow")
     run = partial(call, op, impl="triton")
-    results = [in_a_context(run, x, [10, 130], *programs) for programs in ((), (scan_programs(1, 32),))]
+    results = [
+        in_a_context(run, x, [10, 130], *programs) for programs in ((), (scan_programs(1, 32),))
+    ]
     assert all(map(torch.equal, *results))
 
 
@@ -203,11 +230,13 @@ def test_batches_and_head_dims(op, K, V):
 
 
 @pytest.mark.parametrize(
-    "K, V, HV", [(96, 192, 1), (96, 96, 2), (40, 72, 2), (8, 8, 2), (136, 256, 2), (200, 200, 2), (33, 7, 1)]
+    "K, V, HV",
+    [(96, 192, 1), (96, 96, 2), (40, 72, 2), (8, 8, 2), (136, 256, 2), (200, 200, 2), (33, 7, 1)],
 )
 def test_head_dims_that_are_filled_up(op, K, V, HV):
     """Gates and norms in the kernels, states in and out."""
-    lengths, wide = [5, 37], op == "kda" and K > 128  # the bounded gate takes a third of the time of the other
+    # the bounded gate takes a third of the time of the other
+    lengths, wide = [5, 37], op == "kda" and K > 128
     x = raw_gate_inputs(op, sum(lengths), H=1, HV=HV, K=K, V=V)
     check(op, x, boundaries(lengths), **({"lower_bound": -5.0} if wide else {}))
 
@@ -215,7 +244,13 @@ def test_head_dims_that_are_filled_up(op, K, V, HV):
 def test_filled_up_heads_in_segments(op, short_segments):
     lengths = [10, 129]
     x = raw_gate_inputs(op, sum(lengths), H=1, HV=1, K=24, V=40)
-    check(op, x, boundaries(lengths), disable_recompute=True, **({"lower_bound": -5.0} if op == "kda" else {}))
+    check(
+        op,
+        x,
+        boundaries(lengths),
+        disable_recompute=True,
+        **({"lower_bound": -5.0} if op == "kda" else {}),
+    )
 
 
 def test_strided_inputs_and_expanded_gradients(op):
@@ -235,7 +270,9 @@ def test_strided_inputs_and_expanded_gradients(op):
 def test_compiles_without_a_break(op, K, V):
     torch._dynamo.reset()  # other dims of the same code would be symbols
     cu = torch.tensor([0, 20, 40], dtype=torch.int32, device=DEVICE)
-    made = raw_gate_inputs(op, 40, H=1, HV=2, K=K, V=V, gate="usual") | {"initial_state": torch.randn(2, 2, K, V)}
+    made = raw_gate_inputs(op, 40, H=1, HV=2, K=K, V=V, gate="usual") | {
+        "initial_state": torch.randn(2, 2, K, V)
+    }
     x = leaves({n: t.float().to(DEVICE) for n, t in made.items()})
 
     def forward(x, cu):
@@ -245,11 +282,17 @@ def test_compiles_without_a_break(op, K, V):
     for part in (slice(0, 1), slice(1, 2), slice(0, 2)):  # a loss of either output, or of both
         a, b = (
             torch.autograd.grad(
-                sum(y.square().sum() for y in out[part]), list(x.values()), retain_graph=True, allow_unused=True
+                sum(y.square().sum() for y in out[part]),
+                list(x.values()),
+                retain_graph=True,
+                allow_unused=True,
             )
             for out in (got, want)
         )
-        assert all((p is None) == (q is None) and (p is None or torch.equal(p, q)) for p, q in zip(a, b, strict=True))
+        assert all(
+            (p is None) == (q is None) and (p is None or torch.equal(p, q))
+            for p, q in zip(a, b, strict=True)
+        )
 
 
 class Calls(TorchDispatchMode):
@@ -267,14 +310,18 @@ class Calls(TorchDispatchMode):
 
 def test_selective_checkpointing_names_the_operators(op):
     """Forward's operators run again in backward unless they are saved by name; the gradients are the same."""
-    x = leaves({n: t.float().to(DEVICE) for n, t in make_inputs(op, 70, H=1, HV=1, K=32, V=32).items()})
+    x = leaves(
+        {n: t.float().to(DEVICE) for n, t in make_inputs(op, 70, H=1, HV=1, K=32, V=32).items()}
+    )
     names = [f"{op}_prepare", f"{op}_scan"]
     want = torch.autograd.grad(call(op, x, impl="triton")[0].sum(), list(x.values()))
     for saved in ([], names):
         ops = [getattr(torch.ops.titan_linear, name).default for name in saved]
         contexts = partial(create_selective_checkpoint_contexts, ops)
         with Calls() as calls:
-            o = checkpoint(lambda: call(op, x, impl="triton")[0], use_reentrant=False, context_fn=contexts)
+            o = checkpoint(
+                lambda: call(op, x, impl="triton")[0], use_reentrant=False, context_fn=contexts
+            )
             got = torch.autograd.grad(o.sum(), list(x.values()))
         assert [calls.names.count(name) for name in names] == ([1, 1] if saved else [2, 2])
         assert same(got, want)
@@ -303,7 +350,9 @@ def test_convolution_on_ranks(layout):
         device = device_of(impl)
         ctx = build_cp_context(cu, group, layout=layout, device=device)
         own = leaves({"x": x[:, tokens_of(ctx)].to(device), "weight": weight.to(device)})
-        return gradients([causal_conv1d(**own, cp_context=ctx, impl=impl, activation="silu")[0]], own)
+        return gradients(
+            [causal_conv1d(**own, cp_context=ctx, impl=impl, activation="silu")[0]], own
+        )
 
     kernels, exact = (run_ranks(partial(on_rank, impl=impl), 4) for impl in ("triton", "torch"))
     for ours, theirs in zip(kernels, exact, strict=True):
@@ -316,4 +365,8 @@ def test_what_is_not_supported_is_refused():
     with refused("K = 264"):
         call("kda", x, impl="triton")
     with refused("float64"):
-        call("kda", {n: t.to(DEVICE) for n, t in make_inputs("kda", 8, H=1, HV=1, K=32, V=32).items()}, impl="triton")
+        call(
+            "kda",
+            {n: t.to(DEVICE) for n, t in make_inputs("kda", 8, H=1, HV=1, K=32, V=32).items()},
+            impl="triton",
+        )

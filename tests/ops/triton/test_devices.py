@@ -27,7 +27,9 @@ def errors(ours, exact, mine, rank):
 
 def delta_rule(ctx, mine, rank, op, cu):
     x = to_device(raw_gate_inputs(op, int(cu[-1]), H=2, HV=4, K=128, V=128, gate="usual"))
-    do = torch.randn(x["v"].shape, device="cuda", generator=torch.Generator("cuda").manual_seed(7)).bfloat16()
+    do = torch.randn(
+        x["v"].shape, device="cuda", generator=torch.Generator("cuda").manual_seed(7)
+    ).bfloat16()
     local = {n: t if n in ("A_log", "dt_bias") else t[:, mine] for n, t in x.items()}
     ours = run(op, local, [do[:, mine]], cp_context=ctx, impl="triton")
     exact = run(op, {n: t.double() for n, t in x.items()}, [do], cu_seqlens=cu, impl="torch")
@@ -36,12 +38,18 @@ def delta_rule(ctx, mine, rank, op, cu):
 
 def convolution(ctx, mine, rank, cu):
     rng = torch.Generator("cuda").manual_seed(8)
-    x, do = (torch.randn(1, int(cu[-1]), 256, device="cuda", generator=rng).bfloat16() for _ in range(2))
+    x, do = (
+        torch.randn(1, int(cu[-1]), 256, device="cuda", generator=rng).bfloat16() for _ in range(2)
+    )
     weight = torch.randn(256, 4, device="cuda", generator=rng).bfloat16()
     results = []
     for y, dy, options in (
         ({"x": x[:, mine], "weight": weight}, do[:, mine], {"cp_context": ctx, "impl": "triton"}),
-        ({"x": x.double(), "weight": weight.double()}, do.double(), {"cu_seqlens": cu, "impl": "torch"}),
+        (
+            {"x": x.double(), "weight": weight.double()},
+            do.double(),
+            {"cu_seqlens": cu, "impl": "torch"},
+        ),
     ):
         y = leaves(y)
         o = causal_conv1d(**y, activation="silu", **options)[0]

@@ -21,7 +21,8 @@ from titan_linear.ops.experts import (
 from titan_linear.ops.triton import experts as kernels
 
 E = 6
-CASES = [(7, 1, 5), (9, 3, 64), (5, 8, 200), (1, 22, 24), (0, 2, 8)]  # tokens, experts of each, width
+# tokens, experts of each, width
+CASES = [(7, 1, 5), (9, 3, 64), (5, 8, 200), (1, 22, 24), (0, 2, 8)]
 CHOICES = {  # experts [N, k] of tokens; -1: elsewhere
     "some elsewhere": [[0, 2], [3, -1], [5, 0], [-1, -1], [2, 4]],
     "experts without tokens": [[1, 4], [4, 1], [1, 4]],
@@ -52,11 +53,15 @@ def test_the_best_experts(k, E, impl):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-15), (torch.float32, 1e-6), (torch.bfloat16, 2**-9)])
+@pytest.mark.parametrize(
+    "dtype, bound", [(torch.float64, 1e-15), (torch.float32, 1e-6), (torch.bfloat16, 2**-9)]
+)
 def test_logits(dtype, bound, device):
     """Products of bfloat16 are exact: only their sums, in float32, round; and gradients once, to their
     dtype: by 2⁻⁸ at most, and 0.42 of that as a root mean square."""
-    x, weight = (drawn(*shape).to(device, dtype).requires_grad_() for shape in ((40, 200), (6, 200)))
+    x, weight = (
+        drawn(*shape).to(device, dtype).requires_grad_() for shape in ((40, 200), (6, 200))
+    )
     logits = router_logits(x, weight)
     d = drawn(40, 6, seed=1).to(logits)
     assert logits.dtype == torch.promote_types(dtype, torch.float32)
@@ -80,8 +85,12 @@ def test_sums_of_copies(here, impl):
         found = collect(y, copies, impl)
         (dx,) = torch.autograd.grad(found, x, x.detach().flip(0))
         n, j = (copies.slots >= 0).nonzero(as_tuple=True)
-        factors = torch.linspace(1, 2, len(rows), device=DEVICE, dtype=torch.float64)[copies.slots[n, j]]
-        factor = torch.zeros(N, dtype=torch.float64, device=DEVICE).index_add(0, n, factors)[:, None]
+        factors = torch.linspace(1, 2, len(rows), device=DEVICE, dtype=torch.float64)[
+            copies.slots[n, j]
+        ]
+        factor = torch.zeros(N, dtype=torch.float64, device=DEVICE).index_add(0, n, factors)[
+            :, None
+        ]
         assert torch.equal(rows[copies.slots[n, j]], x[n])
         for got, exact in ((found, x.double() * factor), (dx, x.double().flip(0) * factor)):
             assert (got - exact).norm() <= bound * max(1.0, exact.norm().item()), (N, k, D, dtype)
@@ -122,7 +131,10 @@ def one_by_one(experts, x, gated):
 def results(leaves, outputs):
     """Outputs and all gradients."""
     loss = sum((out * drawn(*out.shape, seed=9).to(out.device, out.dtype)).sum() for out in outputs)
-    return [*outputs, *torch.autograd.grad(loss, leaves.values(), allow_unused=True, materialize_grads=True)]
+    return [
+        *outputs,
+        *torch.autograd.grad(loss, leaves.values(), allow_unused=True, materialize_grads=True),
+    ]
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -136,19 +148,29 @@ def test_mixtures(name, gated, impl):
         exact = leaves_of(experts, gated, low)
         for dtype, bound in bounds.items():
             ours = {n: t.to(DEVICE, dtype).requires_grad_() for n, t in exact.items()}
-            weights = ours["weights"].detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+            weights = (
+                ours["weights"]
+                .detach()
+                .to(torch.promote_types(dtype, torch.float32))
+                .requires_grad_()
+            )
             ours["weights"] = weights
             wide = {n: t.detach().double().requires_grad_() for n, t in ours.items()}
             expected = results(wide, one_by_one(experts, wide, gated))
-            for a, b in zip(results(ours, mixture(experts, ours, impl, gated)), expected, strict=True):
-                assert (a - b).norm() <= 4 * bound * b.norm(), (dtype, low)  # roundings of two products, h and the sum
+            for a, b in zip(
+                results(ours, mixture(experts, ours, impl, gated)), expected, strict=True
+            ):
+                # roundings of two products, h and the sum
+                assert (a - b).norm() <= 4 * bound * b.norm(), (dtype, low)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_copies_that_are_not_there_are_not_read(impl):
     """Nor are their weights, whatever these are."""
     experts = torch.tensor(CHOICES["some elsewhere"])
-    x = {n: t.to(DEVICE).float().requires_grad_() for n, t in leaves_of(experts, True, False).items()}
+    x = {
+        n: t.to(DEVICE).float().requires_grad_() for n, t in leaves_of(experts, True, False).items()
+    }
     there = (experts >= 0).to(DEVICE)
     garbage = x | {"weights": x["weights"].detach().where(there, torch.nan).requires_grad_()}
     found = (results(leaves, mixture(experts, leaves, impl, True)) for leaves in (x, garbage))
@@ -159,11 +181,15 @@ def test_copies_that_are_not_there_are_not_read(impl):
 def test_compiled(impl):
     """The same gradients: torch 2.11 loses those of a tensor that a compiled function returns as it is."""
     experts = torch.tensor(CHOICES["some elsewhere"])
-    ours = {n: t.to(DEVICE).float().requires_grad_() for n, t in leaves_of(experts, True, True).items()}
+    ours = {
+        n: t.to(DEVICE).float().requires_grad_() for n, t in leaves_of(experts, True, True).items()
+    }
     copies = copies_of(experts)
 
     def collected(x):
-        return collect(spread(x["x"], copies, impl).sin(), copies, impl), *mixture(experts, x, impl, True)
+        return collect(spread(x["x"], copies, impl).sin(), copies, impl), *mixture(
+            experts, x, impl, True
+        )
 
     compiled = torch.compile(collected, backend="aot_eager")
     assert all(map(torch.equal, results(ours, compiled(ours)), results(ours, collected(ours))))

@@ -14,7 +14,8 @@ from tests.ops.triton.shapes import BF16, MIXERS, SHAPES, Shape, results
 from tests.ops.triton.test_compile import OnTheChip, compiled_launches, with_wrong_instructions
 
 # GDN: none at sm_100, K and V up to 128 at sm_120 (ops/triton/configs.py says why).
-SHARED = {80: 166912, 86: 101376, 89: 101376, 100: 232448, 120: 101376}  # bytes a program may use on sm_<target>
+# bytes a program may use on sm_<target>
+SHARED = {80: 166912, 86: 101376, 89: 101376, 100: 232448, 120: 101376}
 FEW = 64  # bytes a thread that may be spilled: it costs nothing that one would see
 MORE = {(86, "kda"): 88, (86, "gdn"): 648}  # with Triton 3.6, as counted; none with 3.7
 KERNELS = {
@@ -71,7 +72,11 @@ def test_fits_the_chip(compiled, target, op):
     results = compiled[f"{target} {op}"]
     assert {r["kernel"] for r in results} == set(KERNELS[op])
     for r in results:
-        assert r["shared"] <= SHARED[target] and r["spills"] <= MORE.get((target, op), FEW) and not r["wrong"], r
+        assert (
+            r["shared"] <= SHARED[target]
+            and r["spills"] <= MORE.get((target, op), FEW)
+            and not r["wrong"]
+        ), r
 
 
 def supported(target, op, K):
@@ -84,14 +89,27 @@ def supported(target, op, K):
 
 def main():
     if "--json" in sys.argv:
-        print(json.dumps({f"{target} {op}": launches(target, op, 128, KERNELS[op]) for target, op in COMPILED}))
+        print(
+            json.dumps(
+                {
+                    f"{target} {op}": launches(target, op, 128, KERNELS[op])
+                    for target, op in COMPILED
+                }
+            )
+        )
         return
-    cases = [(t, op, K) for t in SHARED for op in KERNELS for K in (64, 128, 256) if supported(t, op, K)]
+    cases = [
+        (t, op, K) for t in SHARED for op in KERNELS for K in (64, 128, 256) if supported(t, op, K)
+    ]
     for target, op, K in cases:
         name = f"sm_{target} {op} K={K}"
-        for r in launches(target, op, K) if all(word in name.split() for word in sys.argv[1:]) else ():
+        for r in (
+            launches(target, op, K) if all(word in name.split() for word in sys.argv[1:]) else ()
+        ):
             fits = "" if r["shared"] <= SHARED[target] and not r["wrong"] else "  DOES NOT FIT"
-            numbers = f"shared {r['shared']:7d}  registers {r['registers']:4d}  spills {r['spills']:6d}"
+            numbers = (
+                f"shared {r['shared']:7d}  registers {r['registers']:4d}  spills {r['spills']:6d}"
+            )
             print(f"{name:18s} {r['kernel']:26s} {numbers}  {r['config']}{fits}", flush=True)
 
 

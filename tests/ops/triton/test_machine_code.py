@@ -8,7 +8,11 @@ from tests.ops.triton.kda_compile import T, launch, meta, results_of, stream
 from tests.ops.triton.machine_code import stack_pointer_as_number, upper_words
 
 # As ptxas 12.8 builds two descriptors, each a lower word and an upper one with a carry.
-RIGHT = ["UMOV UR4, URZ", "UIADD3 UR20, UP1, UR8, 0x2, URZ", "UIADD3.X UR21, UR4, 0x40000040, URZ, UP1, !UPT"]
+RIGHT = [
+    "UMOV UR4, URZ",
+    "UIADD3 UR20, UP1, UR8, 0x2, URZ",
+    "UIADD3.X UR21, UR4, 0x40000040, URZ, UP1, !UPT",
+]
 WRONG = ["UIADD3 UR22, UP0, UR5, 0x40, URZ", "UIADD3.X UR23, UR5, -0x7fffffe0, URZ, UP0, !UPT"]
 BASE = ["UMOV UR5, 0x400", "ULEA UR5, UR7, UR5, 0x18"]
 
@@ -31,7 +35,11 @@ def test_upper_words_are_added_to_zero(lines, wrong):
 
 
 def test_the_stack_pointer_is_no_number():
-    frame = ["IMAD.MOV.U32 R1, RZ, RZ, c[0x0][0x28]", "VIADD R1, R1, 0xffffffe0", "STL [R1+0x8], R5"]
+    frame = [
+        "IMAD.MOV.U32 R1, RZ, RZ, c[0x0][0x28]",
+        "VIADD R1, R1, 0xffffffe0",
+        "STL [R1+0x8], R5",
+    ]
     assert stack_pointer_as_number([*frame, "R2UR UR4, R1"]) == ["R2UR UR4, R1"]
 
 
@@ -52,14 +60,24 @@ def main():
     from titan_linear.ops.triton.rwkv7 import RWKV7
 
     K, V, H = 64, 32, 2
-    inputs = [meta(T, H, dim, kind="bfloat16") for dim in (K, K, V, K, K)] + [meta(T, H, K, kind="float32")]
+    inputs = [meta(T, H, dim, kind="bfloat16") for dim in (K, K, V, K, K)] + [
+        meta(T, H, K, kind="float32")
+    ]
     chunks, *_ = stream(H, K, V, False)
     with compiled_launches() as launches:
         untold, none = ([None] * 7, [1.0, 0.0], 0), dict.fromkeys(RWKV7.tiles._fields)
         *_, inverse, _ = launch(RWKV7.prepare, inputs, list(none.values()), chunks, *untold)
-        launch(RWKV7.recompute, inputs, list((none | {"inverse": inverse}).values()), chunks, *untold)
+        launch(
+            RWKV7.recompute, inputs, list((none | {"inverse": inverse}).values()), chunks, *untold
+        )
     names = ["rwkv7_prepare", "rwkv7_recompute"]
-    print(json.dumps(with_wrong_instructions({name: [made] for name, made in zip(names, launches, strict=True)})))
+    print(
+        json.dumps(
+            with_wrong_instructions(
+                {name: [made] for name, made in zip(names, launches, strict=True)}
+            )
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -11,12 +11,15 @@ HALF = torch.bfloat16, 2**-8
 
 
 @pytest.mark.parametrize(
-    "dtype, bound", [(torch.float32, 1e-6), HALF, pytest.param(*HALF, marks=pytest.mark.cuda, id="on a GPU")]
+    "dtype, bound",
+    [(torch.float32, 1e-6), HALF, pytest.param(*HALF, marks=pytest.mark.cuda, id="on a GPU")],
 )
 def test_matches_float64(dtype, bound):
     """Rows of a stream, with numbers of the other block in another order, and weights down to 0."""
     draw = torch.Generator().manual_seed(0)
-    o, part = (torch.randn(1, *shape, generator=draw).to(dtype) for shape in ((70, 3, 33), (3, 65, 33)))
+    o, part = (
+        torch.randn(1, *shape, generator=draw).to(dtype) for shape in ((70, 3, 33), (3, 65, 33))
+    )
     lse, part_lse = (100 * torch.randn(1, *shape, generator=draw) for shape in ((3, 70), (65, 3)))
     blocks = [x.to(DEVICE) for x in (o, lse, part.transpose(1, 2), part_lse.mT)]
 

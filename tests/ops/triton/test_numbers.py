@@ -48,7 +48,11 @@ def run(op, x, weights, **options):
     outputs = [y for y in call(op, x, **options) if y is not None]
     loss = sum((y.double() * w.double()).sum() for y, w in zip(outputs, weights, strict=True))
     names = ["o", "final"][: len(outputs)] + [f"d{n}" for n in x]
-    return dict(zip(names, [y.detach() for y in outputs] + list(torch.autograd.grad(loss, list(x.values())))))
+    return dict(
+        zip(
+            names, [y.detach() for y in outputs] + list(torch.autograd.grad(loss, list(x.values())))
+        )
+    )
 
 
 def errors(op, x, **options):
@@ -95,7 +99,9 @@ def test_promised_errors(op, K, V, H, gate):
     make = raw_gate_inputs if gate in ("softplus", "bounded") else make_inputs
     x = make(op, sum(lengths), H=H, HV=4, K=K, V=V, gate=name)
     x["initial_state"] = torch.randn(len(lengths), 4, K, V, dtype=torch.float64)
-    found = errors(op, to_device(x), cu_seqlens=boundaries(lengths).cuda(), output_final_state=True, **options)
+    found = errors(
+        op, to_device(x), cu_seqlens=boundaries(lengths).cuda(), output_final_state=True, **options
+    )
     assert not {n: e for n, e in found.items() if not e <= PROMISED[n]}
 
 
@@ -105,7 +111,9 @@ def test_one_document(op, length):
     """Each length alone, in 64 heads: no long document in whose norm its error could hide."""
     x = make_inputs(op, length, H=64, HV=64, K=128, V=128)
     x["initial_state"] = torch.randn(1, 64, 128, 128, dtype=torch.float64)
-    found = errors(op, to_device(x), cu_seqlens=boundaries([length]).cuda(), output_final_state=True)
+    found = errors(
+        op, to_device(x), cu_seqlens=boundaries([length]).cuda(), output_final_state=True
+    )
     assert not {n: e for n, e in found.items() if not e <= PROMISED[n]}
 
 
@@ -117,7 +125,9 @@ def test_other_dtypes(op, dtype, K, V):
     lengths = [*LENGTHS, 1000]
     x = make_inputs(op, sum(lengths), H=2, HV=4, K=K, V=V)
     x["initial_state"] = torch.randn(len(lengths), 4, K, V, dtype=torch.float64)
-    found = errors(op, to_device(x, dtype), cu_seqlens=boundaries(lengths).cuda(), output_final_state=True)
+    found = errors(
+        op, to_device(x, dtype), cu_seqlens=boundaries(lengths).cuda(), output_final_state=True
+    )
     bounds = PROMISED if dtype == torch.float16 else dict.fromkeys(PROMISED, 2e-5)
     assert not {n: e for n, e in found.items() if not e <= bounds[n]}
 
@@ -135,7 +145,9 @@ def test_long(op, gate):
 def hard_inputs(op, kind, T, K, H=4):
     """Slow decay; nearly collinear keys with β near 1; one key repeated; q and k far from zero mean; keys that are
     alike with slow gates (q ~ N(1, 1), k ~ N(−50, 10): the case of docs/kernels.md)."""
-    x = make_inputs(op, T, H=H, HV=H, K=K, V=K, gate="slow" if kind in ("slow", "repeated") else "usual")
+    x = make_inputs(
+        op, T, H=H, HV=H, K=K, V=K, gate="slow" if kind in ("slow", "repeated") else "usual"
+    )
     if kind in ("slow", "repeated"):
         x["g"] = torch.full_like(x["g"], -1e-3)
     if kind == "collinear":
@@ -162,7 +174,13 @@ def test_the_rounding_reference_without_rounding(op, kind, monkeypatch):
     do = torch.randn(x["v"].shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     exact = run(op, x, [do], impl="torch", cu_seqlens=cu)
     arguments = [x[n][0] for n in ("q", "k", "v", "g", "beta")] + [do[0]]
-    assert 1e-3 < relative_error(rounding.rounded_delta_rule(*arguments, cu.tolist())["o"][None], exact["o"]) < 0.1
+    assert (
+        1e-3
+        < relative_error(
+            rounding.rounded_delta_rule(*arguments, cu.tolist())["o"][None], exact["o"]
+        )
+        < 0.1
+    )
     for name in ("rounded", "stored"):
         monkeypatch.setattr(rounding, name, lambda t: t)
     plain = rounding.rounded_delta_rule(*arguments, cu.tolist())
@@ -172,13 +190,22 @@ def test_the_rounding_reference_without_rounding(op, kind, monkeypatch):
 
 def check_hard_case(x, lengths, **options):
     x, cu = to_device(x), boundaries(lengths)
-    do = torch.randn(x["v"].shape, generator=torch.Generator().manual_seed(5)).to(DEVICE, torch.bfloat16)
+    do = torch.randn(x["v"].shape, generator=torch.Generator().manual_seed(5)).to(
+        DEVICE, torch.bfloat16
+    )
     op = "kda" if x["g"].dim() == 4 else "gdn"
     exact = run(op, {n: t.double() for n, t in x.items()}, [do], impl="torch", cu_seqlens=cu)
-    reference = rounding.rounded_delta_rule(*(x[n][0] for n in ("q", "k", "v", "g", "beta")), do[0], cu.tolist())
+    reference = rounding.rounded_delta_rule(
+        *(x[n][0] for n in ("q", "k", "v", "g", "beta")), do[0], cu.tolist()
+    )
     ours = run(op, x, [do], impl="triton", cu_seqlens=cu.to(DEVICE), **options)
-    found = {n: (relative_error(ours[n], exact[n]), relative_error(reference[n][None], exact[n])) for n in exact}
-    assert not {n: (error, cost) for n, (error, cost) in found.items() if not error <= 1.25 * cost}, options
+    found = {
+        n: (relative_error(ours[n], exact[n]), relative_error(reference[n][None], exact[n]))
+        for n in exact
+    }
+    assert not {
+        n: (error, cost) for n, (error, cost) in found.items() if not error <= 1.25 * cost
+    }, options
 
 
 @pytest.mark.cuda
@@ -194,7 +221,11 @@ def test_keys_that_are_alike(op, monkeypatch):
     """Where rounding costs most, in the interpreter too."""
     if DEVICE == "cpu":
         interpret_bfloat16(monkeypatch)
-    check_hard_case(hard_inputs(op, "alike", 192, 64, H=1), [192], **({"safe_gate": True} if op == "kda" else {}))
+    check_hard_case(
+        hard_inputs(op, "alike", 192, 64, H=1),
+        [192],
+        **({"safe_gate": True} if op == "kda" else {}),
+    )
 
 
 @pytest.mark.cuda
@@ -205,7 +236,10 @@ def test_runs_are_bitwise_equal_and_write_everything(op):
     cu = boundaries(lengths).to("cuda", torch.int32)
     weights = [torch.randn(x["v"].shape, device="cuda"), torch.randn_like(x["initial_state"])]
     with new_memory_of_nan():
-        first, second = (run(op, x, weights, impl="triton", cu_seqlens=cu, output_final_state=True) for _ in range(2))
+        first, second = (
+            run(op, x, weights, impl="triton", cu_seqlens=cu, output_final_state=True)
+            for _ in range(2)
+        )
     assert all(t.isfinite().all() for t in first.values())
     assert all(torch.equal(first[n], second[n]) for n in first)
 
@@ -220,7 +254,9 @@ def test_nothing_waits_for_the_device(op):
         torch.cuda.set_sync_debug_mode(mode)
         try:
             o, final = fn(**x, cu_seqlens=cu, output_final_state=True, **flags)
-            torch.autograd.grad([o, final], list(x.values()), [torch.ones_like(o), torch.ones_like(final)])
+            torch.autograd.grad(
+                [o, final], list(x.values()), [torch.ones_like(o), torch.ones_like(final)]
+            )
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -234,7 +270,11 @@ def test_more_elements_than_32_bits_count(op):
     assert T * H * K > 2**31
     x = {n: torch.randn(1, T, H, K, device="cuda", dtype=torch.bfloat16) for n in "qkv"}
     x |= {n: normalize(x[n], dim=-1) for n in "qk"}
-    x["g"] = -torch.rand(1, T, H, K, device="cuda").bfloat16() if op == "kda" else -torch.rand(1, T, H, device="cuda")
+    x["g"] = (
+        -torch.rand(1, T, H, K, device="cuda").bfloat16()
+        if op == "kda"
+        else -torch.rand(1, T, H, device="cuda")
+    )
     x["beta"] = torch.rand(1, T, H, device="cuda", dtype=torch.bfloat16)
     do = torch.randn(1, T, H, K, device="cuda", dtype=torch.bfloat16)
     flags = {"safe_gate": True} if op == "kda" else {}
@@ -242,7 +282,12 @@ def test_more_elements_than_32_bits_count(op):
     def results(x, do, lengths):
         x = leaves(x)
         o = call(op, x, cu_seqlens=boundaries(lengths).cuda(), impl="triton", **flags)[0]
-        return [t[:, -short:].clone() for t in (o.detach(), *torch.autograd.grad(o, list(x.values()), do))]
+        return [
+            t[:, -short:].clone()
+            for t in (o.detach(), *torch.autograd.grad(o, list(x.values()), do))
+        ]
 
-    alone = results({n: t[:, -short:].contiguous() for n, t in x.items()}, do[:, -short:].contiguous(), [short])
+    alone = results(
+        {n: t[:, -short:].contiguous() for n, t in x.items()}, do[:, -short:].contiguous(), [short]
+    )
     assert same(alone, results(x, do, lengths))

@@ -8,7 +8,16 @@ inputs, packed, in segments and on ranks; leaks between documents; what they ref
 import pytest
 import torch
 
-from tests.ops.inputs import DEVICE, boundaries, call, compare_four_ranks, dplr_inputs, errors, leaves, same
+from tests.ops.inputs import (
+    DEVICE,
+    boundaries,
+    call,
+    compare_four_ranks,
+    dplr_inputs,
+    errors,
+    leaves,
+    same,
+)
 from tests.ops.triton.bfloat16 import interpret_bfloat16
 from tests.ops.triton.well_formed import check_stages
 from titan_linear.ops.reference.delta_rule import l2norm
@@ -33,7 +42,13 @@ def rwkv7_inputs(T, *, decay=0.6065, K=32, **dims):
 
 
 def compare(x, lengths, dtype=torch.float32, **options):
-    found = errors("rwkv7", {name: t.to(dtype) for name, t in x.items()}, boundaries(lengths), impl="triton", **options)
+    found = errors(
+        "rwkv7",
+        {name: t.to(dtype) for name, t in x.items()},
+        boundaries(lengths),
+        impl="triton",
+        **options,
+    )
     bounds = dict.fromkeys(found, TOLERANCE)
     if dtype != torch.float32:
         bounds = dict.fromkeys(found, 1.5 * UNIT) | HALF_TOLERANCE
@@ -84,7 +99,9 @@ def test_half_precision(dtype, decay, options, monkeypatch):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("decay, options", [(1e-3, {}), (0.6065, {}), (2.0, {}), (9.0, RAW)], ids=str)
+@pytest.mark.parametrize(
+    "decay, options", [(1e-3, {}), (0.6065, {}), (2.0, {}), (9.0, RAW)], ids=str
+)
 def test_long_documents(decay, options):
     lengths = [1, 63, 4096, 65]
     compare(rwkv7_inputs(sum(lengths), decay=decay, K=64, H=4), lengths, torch.bfloat16, **options)
@@ -97,7 +114,9 @@ def test_documents_in_segments(short_segments):
 
 def test_ranks(layout):
     """Four of them: one document goes through two, and a rank has several; little of the state decays on the way."""
-    compare_four_ranks("rwkv7", rwkv7_inputs(320, decay=1e-3), boundaries([10, 280, 30]), layout, TOLERANCE)
+    compare_four_ranks(
+        "rwkv7", rwkv7_inputs(320, decay=1e-3), boundaries([10, 280, 30]), layout, TOLERANCE
+    )
 
 
 def test_neighbours_of_what_is_not_finite():
@@ -110,7 +129,9 @@ def test_neighbours_of_what_is_not_finite():
         x = leaves({name: t.to(DEVICE) for name, t in given.items()})
         o, _ = call("rwkv7", x, cu_seqlens=cu.to(DEVICE), impl="triton")
         do = torch.ones_like(o)
-        do[:, cu[document] : cu[document + 1]] = given["v"][:, cu[document] : cu[document + 1]].to(do)
+        do[:, cu[document] : cu[document + 1]] = given["v"][:, cu[document] : cu[document + 1]].to(
+            do
+        )
         return [o.detach(), *torch.autograd.grad(o, list(x.values()), do)]
 
     before = results(base, 0)
@@ -120,7 +141,9 @@ def test_neighbours_of_what_is_not_finite():
         changed = {name: t.clone() for name, t in base.items()}
         for name, t in changed.items():
             t[:, inside] = value if name != "w" else -2.0 if value == 6e4 else torch.nan
-        for name, a, b in zip(["o", *base], results(changed, document), results(base, document), strict=True):
+        for name, a, b in zip(
+            ["o", *base], results(changed, document), results(base, document), strict=True
+        ):
             a, b = (torch.cat([t[:, : inside.start], t[:, inside.stop :]], 1) for t in (a, b))
             assert torch.equal(a, b), (name, document, value)
 
@@ -133,5 +156,7 @@ def test_operators_are_well_formed(indexed):
 
 def test_dims_that_the_kernels_do_not_take():
     x = {name: t.float().to(DEVICE) for name, t in rwkv7_inputs(4, K=96).items()}
-    with pytest.raises(ValueError, match="impl = 'triton' cannot run chunk_rwkv7: K = 96 is too large: K <= 64"):
+    with pytest.raises(
+        ValueError, match="impl = 'triton' cannot run chunk_rwkv7: K = 96 is too large: K <= 64"
+    ):
         call("rwkv7", x, impl="triton")

@@ -18,7 +18,18 @@ from torch import Tensor
 
 from tests.ops.inputs import relative_error
 from tests.ops.triton.machine_code import wrong_instructions
-from tests.ops.triton.shapes import BF16, FAMILIES, FP16, FP32, HOPPER, SHAPES, UNIT, attention_facts, op_of, results
+from tests.ops.triton.shapes import (
+    BF16,
+    FAMILIES,
+    FP16,
+    FP32,
+    HOPPER,
+    SHAPES,
+    UNIT,
+    attention_facts,
+    op_of,
+    results,
+)
 from titan_linear.ops.convolution import MAX_WIDTH
 from titan_linear.ops.registry import OPS
 from titan_linear.ops.runtime.support import Target
@@ -29,7 +40,9 @@ EXACT = 2e-5
 # In 16 bits a chain of three roundings of half a unit each: what a product reads, its result, and what is stored.
 # Gates' gradients subtract two such.
 CHAIN = 1.5 * UNIT
-DELTA_RULE = dict.fromkeys(("o", "final", "dq", "dk", "dv", "dinitial_state"), CHAIN) | {"": 2 * CHAIN}
+DELTA_RULE = dict.fromkeys(("o", "final", "dq", "dk", "dv", "dinitial_state"), CHAIN) | {
+    "": 2 * CHAIN
+}
 DECAY = {"": CHAIN} | dict.fromkeys(("dB", "dC", "dq", "dk"), 2 * CHAIN)
 DECAY |= dict.fromkeys(("dA", "ddt_bias", "dD", "ddt", "dg"), 4 * CHAIN)
 HALF = {
@@ -46,7 +59,8 @@ HALF = {
 }
 
 
-SUMS = ("dA_log", "ddt_bias", "dA")  # over tokens, whose errors in a chunk have one sign: twice the bound
+# over tokens, whose errors in a chunk have one sign: twice the bound
+SUMS = ("dA_log", "ddt_bias", "dA")
 
 
 def bound(shape, name):
@@ -63,12 +77,21 @@ class Swept(NamedTuple):
 
 def head_dims(shape):
     """K and V."""
-    return (shape.dims["N"], shape.dims["P"]) if shape.op in ("ssd", "gla") else (shape.dims["K"], shape.dims["V"])
+    return (
+        (shape.dims["N"], shape.dims["P"])
+        if shape.op in ("ssd", "gla")
+        else (shape.dims["K"], shape.dims["V"])
+    )
 
 
 def target(shape):
     dims = attention_facts(shape) if shape.op == "attention" else dict(zip("KV", head_dims(shape)))
-    return Target("cuda", torch.cuda.get_device_capability() if shape.op == "attention" else HOPPER, shape.dtype, dims)
+    return Target(
+        "cuda",
+        torch.cuda.get_device_capability() if shape.op == "attention" else HOPPER,
+        shape.dtype,
+        dims,
+    )
 
 
 # --- The rules -------------------------------------------------------------------------------------------------------
@@ -103,17 +126,43 @@ def test_what_the_rules_accept_is_on_the_list(family, dtype):
         ("kda", FP32, 64, 257, "V = 257 is too large: V <= 256"),
         ("gdn", BF16, 64, 257, "V = 257 is too large: V <= 256"),
         ("rwkv7", BF16, 65, 64, "K = 65 is too large: K <= 64"),
-        ("rwkv7", FP32, 32, 33, "K = 32, V = 33: K and the largest power of two that divides V may be 32 at most"),
+        (
+            "rwkv7",
+            FP32,
+            32,
+            33,
+            "K = 32, V = 33: K and the largest power of two that divides V may be 32 at most",
+        ),
         ("ssd", BF16, 512, 64, "K = 512 is too large: K <= 256"),
         ("ssd", BF16, 128, 144, "V = 144 is too large: V <= 128"),
-        ("ssd", BF16, 48, 64, "K = 16, 32, 64, 128 or 256 and V in steps of 16, not K = 48, V = 64"),
+        (
+            "ssd",
+            BF16,
+            48,
+            64,
+            "K = 16, 32, 64, 128 or 256 and V in steps of 16, not K = 48, V = 64",
+        ),
         ("ssd", FP16, 128, 32, "K = 128, V = 32: in 16 bits V is above 32 where K is above 64"),
-        ("ssd", FP32, 64, 24, "K = 16, 32, 64, 128 or 256 and V in steps of 16, not K = 64, V = 24"),
-        ("gdn", torch.float64, 64, 64, "the dtype float64 is not one of bfloat16, float16, float32"),
+        (
+            "ssd",
+            FP32,
+            64,
+            24,
+            "K = 16, 32, 64, 128 or 256 and V in steps of 16, not K = 64, V = 24",
+        ),
+        (
+            "gdn",
+            torch.float64,
+            64,
+            64,
+            "the dtype float64 is not one of bfloat16, float16, float32",
+        ),
     ],
 )
 def test_what_lies_past_an_edge_is_refused(family, dtype, K, V, reason):
-    found = OPS[FAMILIES[family]].reason_against("triton", Target("cuda", HOPPER, dtype, {"K": K, "V": V}))
+    found = OPS[FAMILIES[family]].reason_against(
+        "triton", Target("cuda", HOPPER, dtype, {"K": K, "V": V})
+    )
     assert found is not None and found.endswith(reason)
 
 
@@ -130,7 +179,10 @@ def test_convolutions_past_the_edge_are_refused():
 def accepted(shape):
     """All but attention are on the list because rules accept them; a kernel of attention may lack a width here, or a
     library."""
-    return shape.op != "attention" or op_of(shape).reason_against(shape.options["kernel"], target(shape)) is None
+    return (
+        shape.op != "attention"
+        or op_of(shape).reason_against(shape.options["kernel"], target(shape)) is None
+    )
 
 
 def sweep(name):
@@ -173,7 +225,11 @@ def swept(request, tmp_path_factory):
         for i in range(workers):
             numbers.put(i)
         with ProcessPoolExecutor(workers, context, take_gpu, (numbers,)) as pool:
-            yield Swept({name: pool.submit(sweep, name) for name in sorted(names, key=cost, reverse=True)}, cache, pool)
+            yield Swept(
+                {name: pool.submit(sweep, name) for name in sorted(names, key=cost, reverse=True)},
+                cache,
+                pool,
+            )
 
 
 def cost(name):

@@ -40,7 +40,9 @@ def compare(op, x, cu=None, dtype=torch.float32, bounds=None, **options):
     x = {n: t.to(dtype if t.dim() > 2 and n not in wide else torch.float32) for n, t in x.items()}
     found = errors(op, x, cu, impl="triton", **options)
     least = TOLERANCE if dtype == torch.float32 else 1.5 * UNIT
-    assert not {n: error for n, error in found.items() if not error < (bounds or {}).get(n, least)}, found
+    assert not {
+        n: error for n, error in found.items() if not error < (bounds or {}).get(n, least)
+    }, found
 
 
 @OPS
@@ -61,7 +63,13 @@ def test_documents_in_segments(op, short_segments):
 
 
 @pytest.mark.parametrize(
-    "dims", [dict(G=1, heads=4, N=128, P=64), dict(G=1, heads=2, N=16, P=128), dict(G=8, heads=8, N=64, P=16)], ids=str
+    "dims",
+    [
+        dict(G=1, heads=4, N=128, P=64),
+        dict(G=1, heads=2, N=16, P=128),
+        dict(G=8, heads=8, N=64, P=16),
+    ],
+    ids=str,
 )
 def test_published_dims(dims):
     """Also a V that comes in slices of 64 to the gradients, in float32."""
@@ -113,7 +121,9 @@ def test_documents_in_pieces(op, pieces, monkeypatch):
     compare(op, decaying_inputs(op, sum(lengths), bias=-5.0, **SMALL), boundaries(lengths))
 
 
-@pytest.mark.parametrize("dtype, N, P", [(torch.bfloat16, 64, 32), (torch.bfloat16, 256, 80), (torch.float16, 64, 32)])
+@pytest.mark.parametrize(
+    "dtype, N, P", [(torch.bfloat16, 64, 32), (torch.bfloat16, 256, 80), (torch.float16, 64, 32)]
+)
 @pytest.mark.parametrize("pieces", [1, 8])
 @OPS
 def test_half_precision(op, pieces, dtype, N, P, monkeypatch):
@@ -153,7 +163,9 @@ def test_views_of_one_projection_are_not_copied(monkeypatch):
     x = {n: t.float().to(DEVICE) for n, t in decaying_inputs("ssd", 70, **SMALL).items()}
     parts = [x["x"].flatten(2), x["B"].flatten(2), x["C"].flatten(2)]
     views = torch.cat(parts, 2).split([t.shape[2] for t in parts], 2)
-    strided = x | {n: view.unflatten(2, x[n].shape[2:]) for n, view in zip(("x", "B", "C"), views, strict=True)}
+    strided = x | {
+        n: view.unflatten(2, x[n].shape[2:]) for n, view in zip(("x", "B", "C"), views, strict=True)
+    }
     assert not any(strided[n].is_contiguous() for n in ("x", "B", "C"))
     want = gradients([call("ssd", own := leaves(x), impl="triton")[0]], own)
     monkeypatch.setattr(tiles, "dense_heads", lambda t: t)

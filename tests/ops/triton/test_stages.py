@@ -9,10 +9,24 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ops.inputs import DEVICE, boundaries, make_inputs, new_memory_of_nan, raw_gate_inputs, relative_error, same
+from tests.ops.inputs import (
+    DEVICE,
+    boundaries,
+    make_inputs,
+    new_memory_of_nan,
+    raw_gate_inputs,
+    relative_error,
+    same,
+)
 from titan_linear.ops.delta_rule import normed
 from titan_linear.ops.layout.boundaries import Boundaries
-from titan_linear.ops.runtime.options import DecayInputs, DeltaRuleOptions, DPLRInputs, Inputs, States
+from titan_linear.ops.runtime.options import (
+    DecayInputs,
+    DeltaRuleOptions,
+    DPLRInputs,
+    Inputs,
+    States,
+)
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule
 from titan_linear.ops.triton import configs, gdn_hopper, kda_hopper, rwkv7_hopper, ssd_hopper
 from titan_linear.ops.triton.chunks import chunks_of
@@ -30,11 +44,15 @@ def flat_inputs(op, make=make_inputs, **shape):
     """float32 q, k, v, g, beta, A_log, dt_bias without a batch dimension."""
     x = make(op, sum(LENGTHS), **{"H": 1, "HV": 1, "K": 32, "V": 32} | shape)
     tokens = [x[n][0].float().to(DEVICE) for n in ("q", "k", "v", "g", "beta")]
-    return Inputs(*tokens, *(x[n].float().to(DEVICE) if n in x else None for n in ("A_log", "dt_bias")))
+    return Inputs(
+        *tokens, *(x[n].float().to(DEVICE) if n in x else None for n in ("A_log", "dt_bias"))
+    )
 
 
 def rule(op, inputs, options=OPTIONS):
-    return RULES[op](inputs, options, chunks_of(boundaries(LENGTHS).to(DEVICE, torch.int32), sum(LENGTHS)), ())
+    return RULES[op](
+        inputs, options, chunks_of(boundaries(LENGTHS).to(DEVICE, torch.int32), sum(LENGTHS)), ()
+    )
 
 
 def numbers(values):
@@ -42,7 +60,9 @@ def numbers(values):
 
 
 def listed(entries, wanted=None):
-    return SimpleNamespace(entries=numbers(entries), wanted=None if wanted is None else numbers(wanted))
+    return SimpleNamespace(
+        entries=numbers(entries), wanted=None if wanted is None else numbers(wanted)
+    )
 
 
 def randn(*shape):
@@ -58,7 +78,8 @@ class Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op.namespace != "titan_linear":
-            self.count += self.inside and op.overloadpacket.__name__ == "clone"  # what contiguous() calls
+            # what contiguous() calls
+            self.count += self.inside and op.overloadpacket.__name__ == "clone"
             return op(*args, **(kwargs or {}))
         self.inside = True
         with self:
@@ -73,7 +94,9 @@ def test_views_of_one_projection_are_not_copied(op):
     do, options = randn(*inputs.v.shape), replace(OPTIONS, gate_in_kernel=True)
 
     def strided(*tensors):
-        together = torch.cat([x.flatten(1) for x in tensors], 1).split([x[0].numel() for x in tensors], 1)
+        together = torch.cat([x.flatten(1) for x in tensors], 1).split(
+            [x[0].numel() for x in tensors], 1
+        )
         return [part.unflatten(1, x.shape[1:]) for part, x in zip(together, tensors, strict=True)]
 
     q, k, v, g, beta, *parameters = inputs
@@ -105,7 +128,10 @@ def test_beta_from_logits(op, beta_range):
         (exact, do.double().cpu(), States(d_final.values.double().cpu())),
     ):
         results.append([*r.forward(None, True), *r.backward(x, None, d, False)[0]])
-    assert max(relative_error(a.cpu(), b) for a, b in zip(*results, strict=True) if a is not None) < 2e-5
+    assert (
+        max(relative_error(a.cpu(), b) for a, b in zip(*results, strict=True) if a is not None)
+        < 2e-5
+    )
 
 
 def test_states_by_index(op):
@@ -115,10 +141,14 @@ def test_states_by_index(op):
     initial, d_final, do = randn(2, 1, 32, 32), randn(2, 1, 32, 32), randn(sum(LENGTHS), 1, 32)
 
     def of_all(states, index):
-        return States(torch.stack([torch.zeros_like(states[0]) if i < 0 else states[i] for i in index]))
+        return States(
+            torch.stack([torch.zeros_like(states[0]) if i < 0 else states[i] for i in index])
+        )
 
     o, final = r.forward(of_all(initial, state_index), True)
-    grads, d_initial = r.backward(do, of_all(initial, state_index), of_all(d_final, final_index), True)
+    grads, d_initial = r.backward(
+        do, of_all(initial, state_index), of_all(d_final, final_index), True
+    )
     entering, leaving = States(initial, numbers(state_index)), States(d_final, numbers(final_index))
     got_o, got_final = r.forward(entering, True)
     got_grads, got_d_initial = r.backward(do, entering, leaving, True)
@@ -133,7 +163,10 @@ def test_only_wanted_boundaries_are_computed(op):
     r, do, entries = rule(op, flat_inputs(op, V=64)), randn(sum(LENGTHS), 1, 64), [1, 2, 0]
     every, some = r.boundary(listed(entries)), r.boundary(listed(entries, [1, 0, 2]))
     assert torch.equal(some[0][[0, 2]], every[0][[0, 2]]) and torch.equal(some[1][2], every[1][2])
-    gradients = r.boundary_backward(do, listed(entries)), r.boundary_backward(do, listed(entries, [1, 0, 1]))
+    gradients = (
+        r.boundary_backward(do, listed(entries)),
+        r.boundary_backward(do, listed(entries, [1, 0, 1])),
+    )
     assert torch.equal(gradients[1][[0, 2]], gradients[0][[0, 2]])
     with new_memory_of_nan():
         S_ext, M = r.boundary(listed(entries, [1, 0, 2]))
@@ -163,7 +196,10 @@ def test_only_wanted_boundaries_are_computed(op):
 def test_where_kernels_are_hoppers_own(monkeypatch, dtype, H, K, V, own, rules):
     """As docs/kernels.md says; all else is Triton's."""
     monkeypatch.setattr(configs, "architecture", lambda device: own)
-    keys, values = torch.empty(1, H, K, dtype=dtype, device="meta"), torch.empty(1, 4, V, dtype=dtype, device="meta")
+    keys, values = (
+        torch.empty(1, H, K, dtype=dtype, device="meta"),
+        torch.empty(1, 4, V, dtype=dtype, device="meta"),
+    )
     dplr = DPLRInputs(keys, keys, values, keys, keys, keys.float())
     decaying = DecayInputs(keys, keys, values, keys, D=torch.empty(4))
     fits = {
@@ -178,9 +214,13 @@ def test_where_kernels_are_hoppers_own(monkeypatch, dtype, H, K, V, own, rules):
     raw = x._replace(g=keys.bfloat16())
     taken = own == (9, 0) and K == 128 and dtype == torch.bfloat16
     assert kda_hopper.prepares(x, 1.0, 0) == kda_hopper.prepares(raw, 1.0, 2) == taken
-    assert not any(kda_hopper.prepares(x, safe, gate) for safe, gate in ((0.0, 0), (0.0, 2), (1.0, 1), (1.0, 2)))
+    assert not any(
+        kda_hopper.prepares(x, safe, gate)
+        for safe, gate in ((0.0, 0), (0.0, 2), (1.0, 1), (1.0, 2))
+    )
     assert not kda_hopper.prepares(raw, 1.0, 0)
     assert not rwkv7_hopper.fits(dplr._replace(gk=keys.half()))
     assert not ssd_hopper.fits(decaying._replace(D=torch.empty(4 * V)))
-    exponents = RWKV7.room(dplr) - 2 * values.numel() * K // 64 * values.element_size()  # but for the states
+    # but for the states
+    exponents = RWKV7.room(dplr) - 2 * values.numel() * K // 64 * values.element_size()
     assert exponents == (0 if "rwkv7" in rules else 4 * keys.numel())

@@ -15,7 +15,9 @@ def run(fn, *shape, dtype, given):
     """y and the gradients of gate_up [.., 2 H] and weight [D, H], in dtype, of inputs rounded to the dtype given."""
     generator = torch.Generator().manual_seed(0)
     *rows, H, D = shape
-    gate_up, weight, dy = (torch.randn(*s, generator=generator) for s in ((*rows, 2 * H), (D, H), (*rows, D)))
+    gate_up, weight, dy = (
+        torch.randn(*s, generator=generator) for s in ((*rows, 2 * H), (D, H), (*rows, D))
+    )
     device = "cpu" if getattr(fn, "func", fn) is exact else DEVICE
     gate_up, weight, dy = (x.to(given).to(device, dtype) for x in (3 * gate_up, weight, dy))
     leaves = gate_up.requires_grad_(), weight.requires_grad_()
@@ -32,8 +34,12 @@ def error(x, y):
     return ((x - y).norm() / y.norm()).item()
 
 
-@pytest.mark.parametrize("shape, factor", [((1, 1, 8, 8), 1.0), ((2, 37, 40, 16), 0.3), ((1, 9, 300, 8), 1.0)])
-@pytest.mark.parametrize("impl", ["torch", "triton", pytest.param("triton", marks=pytest.mark.cuda, id="on a GPU")])
+@pytest.mark.parametrize(
+    "shape, factor", [((1, 1, 8, 8), 1.0), ((2, 37, 40, 16), 0.3), ((1, 9, 300, 8), 1.0)]
+)
+@pytest.mark.parametrize(
+    "impl", ["torch", "triton", pytest.param("triton", marks=pytest.mark.cuda, id="on a GPU")]
+)
 def test_matches_float64(shape, factor, impl):
     ours = partial(swiglu, impl=impl, gate_factor=factor)
     definition = partial(exact, factor=factor)
@@ -43,7 +49,10 @@ def test_matches_float64(shape, factor, impl):
     bounds = {torch.float32: 1e-6, torch.bfloat16: 2**-7 if cut_off else 2**-8}
     bounds |= {torch.float64: 1e-14} if impl == "torch" else {}
     for dtype, bound in bounds.items():
-        got, want = (run(fn, *shape, dtype=d, given=dtype) for fn, d in ((ours, dtype), (definition, torch.float64)))
+        got, want = (
+            run(fn, *shape, dtype=d, given=dtype)
+            for fn, d in ((ours, dtype), (definition, torch.float64))
+        )
         errors = [error(x, y) for x, y in zip(got, want)]
         assert max(errors) <= bound, (dtype, errors)
 

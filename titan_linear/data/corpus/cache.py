@@ -40,7 +40,13 @@ from titan_linear.data.corpus.corpus import (
     unfitting,
 )
 from titan_linear.data.corpus.sources import FIELD_SOURCES, Document, read_documents, source_files
-from titan_linear.data.corpus.tokenise import Encoder, Tokens, may_have_children, tokenise, worker_count
+from titan_linear.data.corpus.tokenise import (
+    Encoder,
+    Tokens,
+    may_have_children,
+    tokenise,
+    worker_count,
+)
 from titan_linear.data.corpus.tokenizer import Tokenizer
 from titan_linear.data.corpus.trees import BACK, MOST, Held, Trees, shared, trees_of
 from titan_linear.data.corpus.writing import (
@@ -64,9 +70,7 @@ from titan_linear.storage.files import (
 )
 
 _NAMED = 3  # number of skipped bad documents that are named
-_SKIP = (
-    'training.on_bad_document = "skip" (titan-linear corpus: --on-bad-document skip) counts such documents and goes on'
-)
+_SKIP = 'training.on_bad_document = "skip" (titan-linear corpus: --on-bad-document skip) counts and skips them'
 
 
 @dataclass(frozen=True)
@@ -108,14 +112,22 @@ class Texts:
             "preference": Preferences,
             "tree": partial(Trees, columns=self.columns),
         }
-        return self.tokenizer if self.dataset_format == "text" else makers[self.dataset_format](self.tokenizer)
+        return (
+            self.tokenizer
+            if self.dataset_format == "text"
+            else makers[self.dataset_format](self.tokenizer)
+        )
 
     @property
     def all_columns(self) -> dict[str, str]:
         """And those that make a tree, and say of a conversation what its answers are."""
         trees = self.dataset_format == "tree" or self.share_prefixes
         weighted = self.dataset_format not in ("text", "tokens")
-        return {**self.columns, **({BACK: "<i4"} if trees else {}), **({WEIGHTS: "<f4"} if weighted else {})}
+        return {
+            **self.columns,
+            **({BACK: "<i4"} if trees else {}),
+            **({WEIGHTS: "<f4"} if weighted else {}),
+        }
 
     @property
     def group(self) -> int:
@@ -124,10 +136,14 @@ class Texts:
     @cached_property
     def content(self) -> str:
         """A hash of what the tokens depend on: the same for other paths and times. Reads all files."""
-        content = hashlib.blake2b(json.dumps(self._how).encode("utf-8", "surrogateescape"), digest_size=16)
+        content = hashlib.blake2b(
+            json.dumps(self._how).encode("utf-8", "surrogateescape"), digest_size=16
+        )
         try:
             for file in progress(self.files, f"reading {self.dataset}"):
-                content.update(f"\n{file.suffix} {file.stat().st_size}\n".encode("utf-8", "surrogateescape"))
+                content.update(
+                    f"\n{file.suffix} {file.stat().st_size}\n".encode("utf-8", "surrogateescape")
+                )
                 add_file(file, content)
         except OSError as error:
             raise _unreadable(error) from error
@@ -146,13 +162,22 @@ class Texts:
             field_or_format = self.encoder.fingerprint
         sharing = [f"shared by {self.group_field}"] if self.share_prefixes else []
         kind = format_of(self.all_columns)
-        return [kind, self.dataset, field_or_format, self.tokenizer.fingerprint, *sorted(self.columns), *sharing]
+        return [
+            kind,
+            self.dataset,
+            field_or_format,
+            self.tokenizer.fingerprint,
+            *sorted(self.columns),
+            *sharing,
+        ]
 
     @property
     def key(self) -> str:
         """A hash of whatever could change the tokens; files enter it by their paths, sizes and times."""
         try:
-            stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in self.files]
+            stats = [
+                (str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in self.files
+            ]
         except OSError as error:
             raise _unreadable(error) from error
         key = json.dumps([*self._how, stats])
@@ -189,7 +214,11 @@ def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool
             f"{t.path_key} = {t.path!r}: written with tokenizer {corpus.info['tokenizer']['fingerprint']!r}, but "
             f"model.tokenizer_path gives {t.tokenizer.fingerprint!r}; set the tokenizer that it was written with"
         )
-    if t.dataset != "tokens" and t.on_bad_document == "stop" and (source := corpus.info["source"]).get("skipped_bad"):
+    if (
+        t.dataset != "tokens"
+        and t.on_bad_document == "stop"
+        and (source := corpus.info["source"]).get("skipped_bad")
+    ):
         raise ValueError(f"{source['bad'][0]}; {_SKIP} ({source['skipped_bad']:,} in all)")
     return corpus
 
@@ -217,7 +246,9 @@ def tokenise_corpus(folder: Path, texts: Texts) -> Corpus:
                 raise ValueError(f"{folder} exists already; choose another folder")
             _tokenise_into(folder, texts)
     except OSError as error:
-        raise ValueError(f"{folder} cannot be written: {error}; choose a folder that can") from error
+        raise ValueError(
+            f"{folder} cannot be written: {error}; choose a folder that can"
+        ) from error
     return load_corpus(folder)
 
 
@@ -229,7 +260,8 @@ def remove_cache(folder: Path) -> bool:
             return False
         shutil.rmtree(temporary_folder(folder), ignore_errors=True)
         if folder.exists():
-            folder.rename(temporary_folder(folder))  # if cut short, the removal leaves nothing that could be opened
+            # if cut short, the removal leaves nothing that could be opened
+            folder.rename(temporary_folder(folder))
             shutil.rmtree(temporary_folder(folder))
     return True
 
@@ -246,7 +278,9 @@ def _paths_when_written(corpus: Corpus) -> tuple[str, ...] | None:
 
 
 def _unreadable(error: OSError) -> ValueError:
-    return ValueError(f"{error.filename} cannot be read: {error.strerror}; leave it out, or give the permission")
+    return ValueError(
+        f"{error.filename} cannot be read: {error.strerror}; leave it out, or give the permission"
+    )
 
 
 def _named(folder: Path) -> Path | None:
@@ -292,7 +326,8 @@ def _tokenise_into(folder: Path, texts: Texts) -> None:
     journal = _resumable(folder, texts) or new
     if journal.read:
         print(f"continuing where tokenising was stopped, after {journal.num_documents:,} documents")
-    with closing(_tokenised(texts, journal)) as documents:  # its processes end with the writing, however that ends
+    # its processes end with the writing, however that ends
+    with closing(_tokenised(texts, journal)) as documents:
         write_into(folder, documents, texts.tokenizer, journal, texts.dataset, texts.files)
 
 
@@ -301,7 +336,8 @@ def _resumable(folder: Path, texts: Texts) -> Journal | None:
     journal = read_journal(folder, texts.tokenizer.vocab_size)
     if journal is None or journal.key != texts.key:
         return None
-    stops = texts.on_bad_document == "stop" and journal.skipped_bad  # it skipped a document at which to stop
+    # it skipped a document at which to stop
+    stops = texts.on_bad_document == "stop" and journal.skipped_bad
     return None if stops else journal
 
 
@@ -317,15 +353,21 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
     bar = progress(None, doing, total, initial=journal.size, unit="B", unit_scale=True, smoothing=0)
     # A chat template runs in a worker (chat.py).
     least = int(texts.dataset_format in ("messages", "preference") and may_have_children())
-    with bar, closing(tokenise(texts.encoder, documents, max(least, worker_count(total)))) as encoded:
+    with (
+        bar,
+        closing(tokenise(texts.encoder, documents, max(least, worker_count(total)))) as encoded,
+    ):
         held: list[Held] = []
         for document, tokens in encoded:
             parts = _parts(document, tokens, texts, journal, eos)
             file_ended = ends and ends[0] <= journal.read
-            if held and (file_ended or not (isinstance(parts, str) or _joins(held, document, parts, texts))):
+            if held and (
+                file_ended or not (isinstance(parts, str) or _joins(held, document, parts, texts))
+            ):
                 yield _trees(held, texts, journal)
                 held = []
-            bar.update(min(document.size, total - bar.n))  # sizes of rows are fractions, whose sum may pass the total
+            # sizes of rows are fractions, whose sum may pass the total
+            bar.update(min(document.size, total - bar.n))
             while ends and ends[0] <= journal.read:
                 ends.popleft()
                 journal.files_read += 1
@@ -345,8 +387,14 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
     journal.files_read = len(texts.files)
     if not journal.num_documents:
         more = f" and {len(texts.files) - 1:,} more" if len(texts.files) > 1 else ""
-        found = f"bad documents: {journal.skipped_bad:,}, the first {journal.bad[0]}" if journal.bad else "all empty"
-        raise ValueError(f"{texts.path_key} has no text in {texts.files[0]}{more}: {found}; give other files")
+        found = (
+            f"bad documents: {journal.skipped_bad:,}, the first {journal.bad[0]}"
+            if journal.bad
+            else "all empty"
+        )
+        raise ValueError(
+            f"{texts.path_key} has no text in {texts.files[0]}{more}: {found}; give other files"
+        )
     _check_unchanged(journal.key, texts)
 
 
@@ -361,14 +409,20 @@ def _parts(
     parts = tokens if isinstance(tokens, list) else [tokens]
     if texts.dataset_format == "tree":
         widths = {**journal.widths}
-        wrong = [f"{n!r} {problem}" for n, x in parts[0].columns.items() if (problem := other_width(n, x, widths))]
+        wrong = [
+            f"{n!r} {problem}"
+            for n, x in parts[0].columns.items()
+            if (problem := other_width(n, x, widths))
+        ]
         return wrong[0] if wrong else parts
     if texts.columns:
         return with_columns(parts, document.columns, texts.columns, texts.tokenizer, journal.widths)
     return parts
 
 
-def _joins(held: Sequence[Held], document: Document, parts: Sequence[DocumentTokens], texts: Texts) -> bool:
+def _joins(
+    held: Sequence[Held], document: Document, parts: Sequence[DocumentTokens], texts: Texts
+) -> bool:
     """Whether a record's document may share a tree with those that wait; a pair has one of its own."""
     if texts.group_field or len(parts) > 1:
         return len(parts) == 1 and document.columns[texts.group_field] == held[0].group
@@ -386,7 +440,11 @@ def _trees(held: Sequence[Held], texts: Texts, journal: Journal) -> Sequence[Doc
 def _ended(document: Document, tokens: np.ndarray, eos: list[int]) -> DocumentTokens | str:
     """A text with its end, or what is wrong with it; "": it is empty."""
     if not len(tokens):
-        return "the tokenizer has no token for any of it" if any(map(str.isalnum, document.content)) else ""
+        return (
+            "the tokenizer has no token for any of it"
+            if any(map(str.isalnum, document.content))
+            else ""
+        )
     ids = np.concatenate([tokens, np.array(eos, dtype=tokens.dtype)])
     return DocumentTokens(ids)
 

@@ -53,13 +53,17 @@ Record = Mapping[str, Any]
 Ranges = list[tuple[int, int]]
 Answers = list[tuple[int, int, float]]  # and their weights
 ANSWERER = "assistant"
-_BEGIN, _END = "\ufdd0answer\ufdd1", "\ufdd0/answer\ufdd1"  # around answers; a text that has them is refused
+# around answers; a text that has them is refused
+_BEGIN, _END = "\ufdd0answer\ufdd1", "\ufdd0/answer\ufdd1"
 SECONDS = 20.0  # of a process's time
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # the first that a message has is its reasoning
-_SHARE_GPT = {name: name for name in ("system", "user", ANSWERER, "tool")}  # roles, by what its messages are from
+# the first that a message has is its reasoning
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+# roles, by what its messages are from
+_SHARE_GPT = {name: name for name in ("system", "user", ANSWERER, "tool")}
 _SHARE_GPT |= {"human": "user", "gpt": ANSWERER, "observation": "tool"}
 _WEIGHTS = ("weight", "train", "trainable")
-_QUOTED = re.compile(r'"(\s|\\[nrt])*\{(\s|\\[nrt])*(\\"|\})')  # JSON text of an object, as a string of JSON
+# JSON text of an object, as a string of JSON
+_QUOTED = re.compile(r'"(\s|\\[nrt])*\{(\s|\\[nrt])*(\\"|\})')
 _REMEDY = "put {% generation %} and {% endgeneration %} around answers in the chat template (docs/data.md)"
 
 
@@ -96,7 +100,11 @@ class Completions:
         before = self._tokenizer.encode(prompt)
         after = (self._continuing if prompt else self._tokenizer).encode(completion)
         ids = np.concatenate([before, after, np.array(eos, dtype=np.int64)])
-        return _with_answer(ids, np.arange(len(ids)) >= len(before), "'completion' is the document's first token alone")
+        return _with_answer(
+            ids,
+            np.arange(len(ids)) >= len(before),
+            "'completion' is the document's first token alone",
+        )
 
 
 class Ids:
@@ -112,7 +120,11 @@ class Ids:
 
     def _encode(self, tokens: object) -> DocumentTokens | str:
         size = self._tokenizer.vocab_size
-        if not (isinstance(tokens, list) and tokens and all(type(x) is int and 0 <= x < size for x in tokens)):
+        if not (
+            isinstance(tokens, list)
+            and tokens
+            and all(type(x) is int and 0 <= x < size for x in tokens)
+        ):
             return f"'tokens' is no list of numbers from 0 to {size - 1}, those of the tokenizer's tokens"
         return DocumentTokens(np.array(tokens))
 
@@ -122,7 +134,9 @@ class Preferences:
 
     def __init__(self, tokenizer: Tokenizer):
         self._texts = Completions(tokenizer)
-        has_template = isinstance(tokenizer, HuggingFaceTokenizer) and "default" in tokenizer.chat_templates
+        has_template = (
+            isinstance(tokenizer, HuggingFaceTokenizer) and "default" in tokenizer.chat_templates
+        )
         self._chats = Conversations(tokenizer) if has_template else None
         self.fingerprint = f"preference-1 {self._chats.fingerprint if self._chats else ''}"
 
@@ -132,7 +146,9 @@ class Preferences:
     def _encode(self, record: Record) -> list[Any] | str:
         prompt, texts = record.get("prompt"), [record["chosen"], record["rejected"]]
         if isinstance(texts[0], str):
-            pair = self._texts.encode_batch([{"prompt": prompt or "", "completion": text} for text in texts])
+            pair = self._texts.encode_batch(
+                [{"prompt": prompt or "", "completion": text} for text in texts]
+            )
         elif self._chats is None or not all(map(_are_objects, texts)):
             return "'chosen' and 'rejected' are no two texts, nor messages for a tokenizer with a chat template"
         else:
@@ -141,7 +157,9 @@ class Preferences:
                 if message != other:
                     break
                 chats[0][i] = chats[1][i] = {**message, "weight": 0}
-            pair = self._chats.encode_batch([{**record, "messages": messages} for messages in chats])
+            pair = self._chats.encode_batch(
+                [{**record, "messages": messages} for messages in chats]
+            )
         return next((problem for problem in pair if isinstance(problem, str)), pair)
 
 
@@ -154,7 +172,9 @@ class Conversations:
     fingerprint: str
 
     def __init__(self, tokenizer: Tokenizer, asked: str = "training.dataset_format = 'messages'"):
-        if not (isinstance(tokenizer, HuggingFaceTokenizer) and "default" in tokenizer.chat_templates):
+        if not (
+            isinstance(tokenizer, HuggingFaceTokenizer) and "default" in tokenizer.chat_templates
+        ):
             raise ValueError(
                 f"{asked} takes a chat template, and the tokenizer has none; set model.tokenizer_path to a folder with "
                 "one (chat_template in tokenizer_config.json, or a chat_template.jinja beside tokenizer.json: "
@@ -162,11 +182,17 @@ class Conversations:
             )
         found = tokenizer.chat_templates
         sources = {name: found[name] for name in ("default", "tool_use") if name in found}
-        self._templates: dict[str, _Template] = {name: _Template(name, source) for name, source in sources.items()}
-        own = set().union(*(template.names for template in self._templates.values())) - {*NAMED_TOKENS}
+        self._templates: dict[str, _Template] = {
+            name: _Template(name, source) for name, source in sources.items()
+        }
+        own = set().union(*(template.names for template in self._templates.values())) - {
+            *NAMED_TOKENS
+        }
         self._tokenizer, known = tokenizer, tokenizer.token_names
         self._names = {name: known[name] for name in (*NAMED_TOKENS, *sorted(own)) if name in known}
-        content = json.dumps([sources, self._names, tokenizer.special_tokens]).encode("utf-8", "surrogatepass")
+        content = json.dumps([sources, self._names, tokenizer.special_tokens]).encode(
+            "utf-8", "surrogatepass"
+        )
         self.fingerprint = "messages-4-" + hashlib.sha256(content).hexdigest()[:32]
 
     def prompt(self, messages: list[Record]) -> list[int]:
@@ -187,7 +213,8 @@ class Conversations:
             text, answers = self._rendered(self._writer(record), messages, weights)
         except _Problem as problem:
             return str(problem)
-        ids, places = self._tokenizer.encode_with_places(text)  # places [n, 2]: characters of each token
+        # places [n, 2]: characters of each token
+        ids, places = self._tokenizer.encode_with_places(text)
         of_tokens = np.zeros(len(ids))
         for begin, end, weight in answers:
             of_tokens[(places[:, 0] < end) & (begin < places[:, 1])] = weight
@@ -198,12 +225,22 @@ class Conversations:
         if not _are_objects(tools or []):
             raise _Problem("'tools' is no list of objects, nor the JSON text of one")
         variables = _parsed(record.get("chat_template_kwargs") or {})
-        if not isinstance(variables, dict) or {"messages", "tools", "add_generation_prompt"} & variables.keys():
-            raise _Problem("'chat_template_kwargs' is no object, or has messages, tools or add_generation_prompt")
+        if (
+            not isinstance(variables, dict)
+            or {"messages", "tools", "add_generation_prompt"} & variables.keys()
+        ):
+            raise _Problem(
+                "'chat_template_kwargs' is no object, or has messages, tools or add_generation_prompt"
+            )
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
-        return _Writer(self._templates[name].programs, {"documents": None, **self._names, **variables, "tools": tools})
+        return _Writer(
+            self._templates[name].programs,
+            {"documents": None, **self._names, **variables, "tools": tools},
+        )
 
-    def _rendered(self, write: _Writer, messages: list[Record], weights: list[float | None]) -> tuple[str, Answers]:
+    def _rendered(
+        self, write: _Writer, messages: list[Record], weights: list[float | None]
+    ) -> tuple[str, Answers]:
         """The text of a conversation, and the ranges of its characters that are trained on, with their weights."""
         messages, whole = _with_arguments(write, messages)
         _check_all_written(write, messages, whole)
@@ -243,14 +280,27 @@ class _Writer(NamedTuple):
     programs: _Programs
     variables: dict[str, Any]
 
-    def __call__(self, messages: list[Record], program: jinja2.Template | None = None, **variables: Any) -> str:
-        values = {"add_generation_prompt": False, **self.variables, **variables, "messages": messages}
+    def __call__(
+        self, messages: list[Record], program: jinja2.Template | None = None, **variables: Any
+    ) -> str:
+        values = {
+            "add_generation_prompt": False,
+            **self.variables,
+            **variables,
+            "messages": messages,
+        }
         try:
             with _in_time():
                 return (program or self.programs.plain).render(values)
         except Exception as error:  # whatever the template raises
-            null = "" if all("content" in message for message in messages) else " (a message's content is null)"
-            raise _Problem(f"the chat template refuses it{null}: {type(error).__name__}: {error}") from error
+            null = (
+                ""
+                if all("content" in message for message in messages)
+                else " (a message's content is null)"
+            )
+            raise _Problem(
+                f"the chat template refuses it{null}: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _with_arguments(write: _Writer, messages: list[Record]) -> tuple[list[Record], str]:
@@ -280,7 +330,9 @@ def _check_all_written(write: _Writer, messages: list[Record], whole: str) -> No
         return False
 
     if _BEGIN[0] in whole:
-        raise _Problem("a message holds the noncharacter U+FDD0, which marks answers here; remove it")
+        raise _Problem(
+            "a message holds the noncharacter U+FDD0, which marks answers here; remove it"
+        )
     tools = write.variables["tools"]
     unwritten = ["'tools'"] if tools and same(messages, tools=tools[:-1]) else []
     for i, message in enumerate(messages):
@@ -306,7 +358,8 @@ def _in_time() -> Iterator[None]:
 
 class _Programs(NamedTuple):
     plain: jinja2.Template
-    marked: jinja2.Template | None  # the same with marks around answers, if the template says where they are
+    # the same with marks around answers, if the template says where they are
+    marked: jinja2.Template | None
 
 
 class _Template:
@@ -359,17 +412,27 @@ def _are_objects(value: object) -> bool:
 def _messages(record: Record) -> list[Record]:
     """A record's messages, as templates know them."""
     messages = record.get("messages")
-    if messages is None and _are_objects(messages := record.get("conversations")) and record.get("system"):
+    if (
+        messages is None
+        and _are_objects(messages := record.get("conversations"))
+        and record.get("system")
+    ):
         messages = [{"role": "system", "content": record["system"]}, *messages]
-    messages = [_as_templates_know_it(message) for message in messages] if _are_objects(messages) else [{}]
+    messages = (
+        [_as_templates_know_it(message) for message in messages] if _are_objects(messages) else [{}]
+    )
     for i, message in enumerate(messages, 1):
-        if not isinstance(message.get("role"), str) or not _are_objects(message.get("tool_calls", [])):
+        if not isinstance(message.get("role"), str) or not _are_objects(
+            message.get("tool_calls", [])
+        ):
             raise _Problem(
                 f"'messages' is no list of objects with a 'role' (or 'from': {', '.join(_SHARE_GPT)}), whose "
                 "'tool_calls', if any, are objects"
             )
         if "content" not in message and not any(map(message.get, ("tool_calls", *_REASONING))):
-            raise _Problem(f"message {i}: its content is null, and it calls nothing; write its text, or leave it out")
+            raise _Problem(
+                f"message {i}: its content is null, and it calls nothing; write its text, or leave it out"
+            )
     return messages
 
 
@@ -392,7 +455,11 @@ def _weight(i: int, message: Record) -> float | None:
         weight = message.get(name, 1)
         if not (isinstance(weight, int | float) and 0 <= weight <= 1):
             raise _Problem(f"message {i}: {name!r} is {weight!r}; give 0 (not trained on) to 1")
-    return float(math.prod(message.get(name, 1) for name in _WEIGHTS)) if message["role"] == ANSWERER else None
+    return (
+        float(math.prod(message.get(name, 1) for name in _WEIGHTS))
+        if message["role"] == ANSWERER
+        else None
+    )
 
 
 def _with_answer(tokens: ndarray, weights: ndarray, lacking: str) -> DocumentTokens | str:
@@ -455,7 +522,9 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """The filter `tojson`. jinja2's own escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str) -> None:

@@ -45,17 +45,27 @@ def with_columns(
     columns: list[dict[str, ndarray]] = [{} for _ in documents]
     for name, dtype in dtypes.items():
         of_each = [values[name]] if len(documents) == 1 else values[name]
-        if len(documents) > 1 and not (isinstance(of_each, list) and len(of_each) == len(documents)):
-            return f"{name!r} is no list of {len(documents)}, one for each of its documents; give that"
+        if len(documents) > 1 and not (
+            isinstance(of_each, list) and len(of_each) == len(documents)
+        ):
+            return (
+                f"{name!r} is no list of {len(documents)}, one for each of its documents; give that"
+            )
         for document, value, into in zip(documents, of_each, columns):
             column = column_of(name, value, len(document.tokens), widths)
-            if problem := column if isinstance(column, str) else problem_of(name, column, tokenizer.vocab_size):
+            if (
+                problem := column
+                if isinstance(column, str)
+                else problem_of(name, column, tokenizer.vocab_size)
+            ):
                 return f"{name!r} {problem}"
             into[name] = column.astype(dtype) * document.columns.get(name, 1)
     return [DocumentTokens(ids, {**own, **more}) for (ids, own), more in zip(documents, columns)]
 
 
-def column_of(name: str, value: Any, tokens: int, widths: MutableMapping[str, int]) -> ndarray | str:
+def column_of(
+    name: str, value: Any, tokens: int, widths: MutableMapping[str, int]
+) -> ndarray | str:
     """The numbers beside a document's tokens, [tokens] or [tokens, width], or what is wrong with them."""
     try:
         column = np.asarray(value, dtype=np.float64)
@@ -82,8 +92,13 @@ def problem_of(name: str, column: ndarray, vocab_size: int) -> str:
     """What is wrong with a document's numbers; else ""."""
     finite = column.size and np.abs(column).max() <= np.finfo(np.float32).max  # nor NaN
     if not finite or (name == WEIGHTS and (column.ndim == 2 or column.min() < 0)):
-        return "has a number that is not finite, or a weight below 0, or several, or none; correct it"
-    if name == "teacher_ids" and not ((column >= 0) & (column < vocab_size) & (column % 1 == 0)).all():
+        return (
+            "has a number that is not finite, or a weight below 0, or several, or none; correct it"
+        )
+    if (
+        name == "teacher_ids"
+        and not ((column >= 0) & (column < vocab_size) & (column % 1 == 0)).all()
+    ):
         return f"has ids outside the vocabulary, 0 to {vocab_size - 1}; correct it"
     if name in LOGPROBS and column.max() > ROUNDED:
         return f"has {column.max():g}, and log-probabilities are 0 or less; give these"

@@ -40,14 +40,23 @@ from numpy import ndarray
 
 from titan_linear.data.corpus.columns import WEIGHTS
 from titan_linear.data.corpus.sources import FIELD_SOURCES, TEXT_SOURCES
-from titan_linear.storage.files import Json, Unreadable, default_cache_dir, progress, read_json, write_whole
+from titan_linear.storage.files import (
+    Json,
+    Unreadable,
+    default_cache_dir,
+    progress,
+    read_json,
+    write_whole,
+)
 
 FORMAT = "titan_linear corpus 1"
-WEIGHTS_FORMAT = "titan_linear corpus 4"  # code that knows only the first would train on every token alike
+# code that knows only the first would train on every token alike
+WEIGHTS_FORMAT = "titan_linear corpus 4"
 DTYPES = ("<u2", "<u4")  # of tokens
 CRC_BLOCK = 1 << 24  # bytes
 SMALL = 1 << 22  # documents: every process may look at this many
-CACHE_NAME = re.compile(rf"({'|'.join(TEXT_SOURCES)})-[0-9a-f]{{24}}")  # of the folders that are ours to remove
+# of the folders that are ours to remove
+CACHE_NAME = re.compile(rf"({'|'.join(TEXT_SOURCES)})-[0-9a-f]{{24}}")
 TOKENS, OFFSETS, HASHES = FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
 FILE_ENDS, PATHS = "files.bin", "files.json"  # of the text files
 INFO = "corpus.json"
@@ -63,9 +72,11 @@ class Corpus:
     offsets: ndarray  # [num_documents + 1] int64
     hashes: ndarray  # [num_documents] uint64
     info: Json  # corpus.json
-    files: ndarray | None = None  # [num_files + 1] int64: documents before each text file; None: unknown
+    # [num_files + 1] int64: documents before each text file; None: unknown
+    files: ndarray | None = None
     paths: tuple[str, ...] | None = None  # of these files, where they were asked for
-    columns: Mapping[str, ndarray] = field(default_factory=dict)  # [num_tokens] or [num_tokens, n] each
+    # [num_tokens] or [num_tokens, n] each
+    columns: Mapping[str, ndarray] = field(default_factory=dict)
 
     @property
     def num_documents(self) -> int:
@@ -109,14 +120,24 @@ class Corpus:
         """For the console: one line, then one for each warning."""
         source = self.info["source"] or {"dataset": "tokens", "skipped_empty": 0}
         what = "texts" if source["dataset"] in FIELD_SOURCES else "files"
-        skipped = f" ({source['skipped_empty']:,} empty {what} skipped)" if source["skipped_empty"] else ""
-        answers = f", {self.info['num_answer_tokens']:,} of them in answers" if WEIGHTS in self.columns else ""
+        skipped = (
+            f" ({source['skipped_empty']:,} empty {what} skipped)"
+            if source["skipped_empty"]
+            else ""
+        )
+        answers = (
+            f", {self.info['num_answer_tokens']:,} of them in answers"
+            if WEIGHTS in self.columns
+            else ""
+        )
         lines = [
             f"corpus {source['dataset']}: {self.num_documents:,} documents{skipped}, {self.num_tokens:,} tokens"
             f"{answers}, in {self.folder}"
         ]
         if bad := source.get("skipped_bad"):
-            lines.append(f"warning: {bad:,} bad documents skipped: " + "; ".join([*source["bad"], "…"][:bad]))
+            lines.append(
+                f"warning: {bad:,} bad documents skipped: " + "; ".join([*source["bad"], "…"][:bad])
+            )
         if self.info["tokenizer"]["eos"] is None:
             lines.append(
                 "warning: the tokenizer has no end token, so nothing in the tokens separates documents: the model will "
@@ -151,13 +172,19 @@ def load_corpus(folder: Path) -> Corpus:
         hashes=files[HASHES],
         info=info,
         files=files.get(FILE_ENDS),
-        columns={name: open_column(folder, name, *kind) for name, kind in info.get("columns", {}).items()},
+        columns={
+            name: open_column(folder, name, *kind) for name, kind in info.get("columns", {}).items()
+        },
     )
-    if len(corpus.offsets) != corpus.num_documents + 1 or not _spans(corpus.offsets, corpus.num_tokens):
+    if len(corpus.offsets) != corpus.num_documents + 1 or not _spans(
+        corpus.offsets, corpus.num_tokens
+    ):
         raise unfitting(folder / OFFSETS)
     if corpus.num_documents <= SMALL:
         check_lengths(corpus, 0, corpus.num_documents)
-    if corpus.files is not None and (not _spans(corpus.files, corpus.num_documents) or _falls(corpus.files)):
+    if corpus.files is not None and (
+        not _spans(corpus.files, corpus.num_documents) or _falls(corpus.files)
+    ):
         raise unfitting(folder / FILE_ENDS)
     return corpus
 
@@ -180,7 +207,9 @@ def _check_size(path: Path, size: int) -> None:
     if not path.is_file():
         raise ValueError(f"{path} is missing; {how_to_mend(path.parent)}")
     if path.stat().st_size != size:
-        raise ValueError(f"{path} has {path.stat().st_size:,} bytes instead of {size:,}; {how_to_mend(path.parent)}")
+        raise ValueError(
+            f"{path} has {path.stat().st_size:,} bytes instead of {size:,}; {how_to_mend(path.parent)}"
+        )
 
 
 def _spans(ends: ndarray, total: int) -> bool:
@@ -200,7 +229,9 @@ def check_lengths(corpus: Corpus, low: int, high: int) -> ndarray:
     if not (rising := offsets[1:] > offsets[:-1]).all():
         empty = low + int(rising.argmin())
         remedy = how_to_mend(corpus.folder)
-        raise ValueError(f"{corpus.folder / 'offsets.bin'}: document {empty} has no tokens; {remedy}")
+        raise ValueError(
+            f"{corpus.folder / 'offsets.bin'}: document {empty} has no tokens; {remedy}"
+        )
     return offsets
 
 
@@ -215,7 +246,10 @@ def read(numbers: ndarray, low: int, high: int) -> ndarray:
 
 def _falls(numbers: ndarray) -> bool:
     """Whether some number is less than the one before; looks part by part, as there may be 10⁹."""
-    parts = (read(numbers, low, min(low + SMALL, len(numbers))) for low in range(0, len(numbers), SMALL - 1))
+    parts = (
+        read(numbers, low, min(low + SMALL, len(numbers)))
+        for low in range(0, len(numbers), SMALL - 1)
+    )
     return any((part[1:] < part[:-1]).any() for part in parts)
 
 
@@ -238,7 +272,10 @@ def verify_changed(corpus: Corpus) -> None:
 
     If these cannot be noted among the caches, it says so, and the next start reads everything again.
     """
-    note = default_cache_dir() / f"whole-{hashlib.sha256(os.fsencode(corpus.folder)).hexdigest()[:24]}.json"
+    note = (
+        default_cache_dir()
+        / f"whole-{hashlib.sha256(os.fsencode(corpus.folder)).hexdigest()[:24]}.json"
+    )
     stats = ((name, (corpus.folder / name).stat()) for name in (INFO, *names_in(corpus.info)))
     files = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in stats}
     with suppress(Unreadable):
@@ -294,7 +331,11 @@ def how_to_mend(folder: Path) -> str:
 def _read_info(folder: Path) -> Json:
     path = folder / INFO
     remedy = how_to_mend(folder)
-    if not path.is_file() and not CACHE_NAME.fullmatch(folder.name) and not (folder / FILES[0]).exists():
+    if (
+        not path.is_file()
+        and not CACHE_NAME.fullmatch(folder.name)
+        and not (folder / FILES[0]).exists()
+    ):
         raise ValueError(
             f"{path} is missing: {folder} is no corpus of tokens; titan-linear corpus writes one; for texts "
             f"training.dataset is {', '.join(TEXT_SOURCES[1:-1])} or {TEXT_SOURCES[-1]}"
@@ -303,7 +344,9 @@ def _read_info(folder: Path) -> Json:
     # Of other types, numpy would take what is in the file for addresses of Python's objects.
     for key, known in (("format", (FORMAT, WEIGHTS_FORMAT)), ("dtype", DTYPES)):
         if info.get(key) not in known:
-            raise ValueError(f"{path}: {key} = {info.get(key)!r} must be {' or '.join(map(repr, known))}; {remedy}")
+            raise ValueError(
+                f"{path}: {key} = {info.get(key)!r} must be {' or '.join(map(repr, known))}; {remedy}"
+            )
     if info.get("checksum") != info_checksum(info):
         raise ValueError(f"{path} was altered: it does not have its checksum; {remedy}")
     return info

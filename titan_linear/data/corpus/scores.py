@@ -23,7 +23,8 @@ Rows = list[np.ndarray]  # places in the corpus [n], then each column, [n] or [n
 class Scores(BaseModel):
     corpus: str  # fingerprint
     tokenizer: str
-    by: dict[str, str]  # what else gives other numbers: the weights, the temperature, how streams are packed
+    # what else gives other numbers: the weights, the temperature, how streams are packed
+    by: dict[str, str]
     columns: dict[str, tuple[str, int]]  # dtype, numbers for each token or 0
     next_stream: int
     streams: int
@@ -44,7 +45,9 @@ def open_scores(folder: Path) -> tuple[Scores, dict[str, np.ndarray]]:
     return scores, {name: open_column(folder, name, *kind) for name, kind in scores.columns.items()}
 
 
-def with_scores(corpora: Iterable[Corpus], folders: Iterable[str], temperature: float) -> list[Corpus]:
+def with_scores(
+    corpora: Iterable[Corpus], folders: Iterable[str], temperature: float
+) -> list[Corpus]:
     """The corpora with the columns of these folders. ValueError: one is of none of the corpora, or was scored at
     another temperature than the loss has."""
     corpora = list(corpora)
@@ -62,7 +65,9 @@ def with_scores(corpora: Iterable[Corpus], folders: Iterable[str], temperature: 
                 f"log-probabilities at {temperature:g}; score with that, or set distillation.temperature"
             )
         corpora = [
-            replace(corpus, columns={**corpus.columns, **columns}) if corpus.identity == identity else corpus
+            replace(corpus, columns={**corpus.columns, **columns})
+            if corpus.identity == identity
+            else corpus
             for corpus in corpora
         ]
     return corpora
@@ -72,7 +77,9 @@ def begin(folder: Path, scores: Scores, num_tokens: int) -> None:
     """New files, unless `folder` holds some of these scores. ValueError: it holds others."""
     if (folder / SCORES).exists():
         if read_scores(folder).model_copy(update={"next_stream": 0}) != scores:
-            raise ValueError(f"{folder} holds scores of other weights, texts or columns; choose another folder")
+            raise ValueError(
+                f"{folder} holds scores of other weights, texts or columns; choose another folder"
+            )
         return
     folder.mkdir(parents=True, exist_ok=True)
     for name, (dtype, width) in scores.columns.items():
@@ -93,7 +100,9 @@ def keep(folder: Path, scores: Scores, end: int) -> None:
     """The rows of the streams before `end` are there."""
     for name in scores.columns:
         sync(folder / column_file(name))
-    write_whole(folder / SCORES, as_json(scores.model_copy(update={"next_stream": end}).model_dump()))
+    write_whole(
+        folder / SCORES, as_json(scores.model_copy(update={"next_stream": end}).model_dump())
+    )
     sync(folder)
 
 
@@ -101,7 +110,9 @@ def differences(first: Path, second: Path) -> dict[str, tuple[float, int]]:
     """For each column that both have: the largest difference, and the token it is at. ValueError: other texts."""
     (one, columns), (other, others) = open_scores(first), open_scores(second)
     if (one.corpus, one.tokenizer) != (other.corpus, other.tokenizer):
-        raise ValueError(f"{first} and {second} are of other corpora or tokenizers; score one with both")
+        raise ValueError(
+            f"{first} and {second} are of other corpora or tokenizers; score one with both"
+        )
     found = {}
     for name, column in columns.items():
         if other.columns.get(name) == one.columns[name]:

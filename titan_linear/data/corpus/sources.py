@@ -109,12 +109,16 @@ class _Fields:
             (name,) = self.needed
             if not isinstance(content := record[name], str):
                 remedy = f"; {_reading(record)}" if isinstance(content, list) else ""
-                return Document("", origin, size, f"{name!r} is {type(content).__name__}, not text{remedy}")
+                return Document(
+                    "", origin, size, f"{name!r} is {type(content).__name__}, not text{remedy}"
+                )
         try:
             to_json(content, bytes_mode="base64", fallback=str)
         except ValueError as error:  # half a character, or it is nested more than 250 deep
             return Document("", origin, size, f"not JSON in UTF-8: {error}; repair it")
-        return Document(content, origin, size, columns={name: record[name] for name in self.columns})
+        return Document(
+            content, origin, size, columns={name: record[name] for name in self.columns}
+        )
 
     def missing(self, names: Collection[str], what: str = "field") -> str:
         """What to say if a needed field is missing; else ""."""
@@ -135,7 +139,10 @@ def _lacked(needed: Iterable[str], names: Collection[str]) -> str | None:
 
 def _reading(names: Collection[str]) -> str:
     """How records with these fields can be read, if not as texts under the field that was asked for."""
-    fits = next((form for form, (needed, _) in RECORD_FIELDS.items() if _lacked(needed, names) is None), None)
+    fits = next(
+        (form for form, (needed, _) in RECORD_FIELDS.items() if _lacked(needed, names) is None),
+        None,
+    )
     if fits is None:
         return (
             "set training.dataset_text_field (titan-linear corpus: --text-field), or for conversations "
@@ -158,24 +165,34 @@ class _Saved(BaseModel):
     indices: list[_File] | None = Field(None, alias="_indices_data_files")
 
 
-def source_files(dataset: str, dataset_path: str | None, *, path_key: str = "training.dataset_path") -> list[Path]:
+def source_files(
+    dataset: str, dataset_path: str | None, *, path_key: str = "training.dataset_path"
+) -> list[Path]:
     """The files of a text source, in order. ValueError (naming the key) if there are none."""
     if dataset == "stdlib":
         if dataset_path:
-            raise ValueError(f'{path_key} = {dataset_path!r}: training.dataset = "stdlib" takes none; leave it empty')
+            raise ValueError(
+                f'{path_key} = {dataset_path!r}: training.dataset = "stdlib" takes none; leave it empty'
+            )
         return _stdlib_files()
     if not dataset_path:
-        raise ValueError(f"{path_key} is empty: training.dataset = {dataset!r} needs a file, a folder or globs")
+        raise ValueError(
+            f"{path_key} is empty: training.dataset = {dataset!r} needs a file, a folder or globs"
+        )
     suffixes = SUFFIXES[dataset]
     files: set[Path] = set()
     for pattern in [dataset_path] if os.path.exists(dataset_path) else dataset_path.split(","):
         if not pattern.strip():
-            raise ValueError(f"{path_key} = {dataset_path!r}: nothing stands beside a comma; leave the comma out")
+            raise ValueError(
+                f"{path_key} = {dataset_path!r}: nothing stands beside a comma; leave the comma out"
+            )
         found = _expand(pattern.strip(), dataset)
         if not found:
             path = Path(os.path.expanduser(pattern.strip()))
             here = "" if path.is_absolute() else f" in {os.getcwd()}"
-            kind = f"no {suffixes[0]} file".replace("  ", " ") + (", compressed or not," if suffixes[1:] else "")
+            kind = f"no {suffixes[0]} file".replace("  ", " ") + (
+                ", compressed or not," if suffixes[1:] else ""
+            )
             what = kind if os.path.exists(path) or glob.has_magic(pattern) else "nothing"
             raise ValueError(
                 f"{path_key} = {dataset_path!r}: {what} is at {pattern.strip()!r}{here}; "
@@ -185,7 +202,9 @@ def source_files(dataset: str, dataset_path: str | None, *, path_key: str = "tra
     once = _each_once(files)
     for file in once:
         if file.exists() and not file.is_file():  # reading it would wait for somebody who writes
-            raise ValueError(f"{path_key}: {file} is a pipe or a device; write its content to a file, or leave it out")
+            raise ValueError(
+                f"{path_key}: {file} is a pipe or a device; write its content to a file, or leave it out"
+            )
     return sorted(once) if dataset != "arrow" else _as_saved(once, path_key)
 
 
@@ -212,9 +231,12 @@ def read_documents(
         fields = _Fields(needed, optional, False, remedy, (*columns,))
     try:
         yield from readers[dataset](file, fields)
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # all but the first: compressed files, damaged
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        # all but the first: compressed files, damaged
         why = getattr(error, "strerror", None) or error
-        raise ValueError(f"{file} cannot be read: {why}; leave it out, or restore it from a copy") from error
+        raise ValueError(
+            f"{file} cannot be read: {why}; leave it out, or restore it from a copy"
+        ) from error
 
 
 # --- finding files -----------------------------------------------------------------------------------------------
@@ -224,13 +246,22 @@ def _stdlib_files() -> list[Path]:
     # site-packages lies inside this folder but is not the library. Test folders are left out because distributions
     # differ in whether they ship them, and because they hold, on purpose, broken sources and other encodings.
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = _walk(root, (".py",), skip={"site-packages", "dist-packages", "test", "tests", "idle_test"}, follow=False)
+    files = _walk(
+        root,
+        (".py",),
+        skip={"site-packages", "dist-packages", "test", "tests", "idle_test"},
+        follow=False,
+    )
     if not files:
-        raise ValueError(f'training.dataset = "stdlib": this Python has no library sources in {root}; choose another')
+        raise ValueError(
+            f'training.dataset = "stdlib": this Python has no library sources in {root}; choose another'
+        )
     return files
 
 
-def _walk(folder: Path, suffixes: tuple[str, ...], skip: Set[str] = frozenset(), *, follow: bool = True) -> list[Path]:
+def _walk(
+    folder: Path, suffixes: tuple[str, ...], skip: Set[str] = frozenset(), *, follow: bool = True
+) -> list[Path]:
     """Files in a folder and in those below it. follow: also in those that it links to, each folder once.
 
     ValueError: a folder cannot be read.
@@ -242,13 +273,21 @@ def _walk(folder: Path, suffixes: tuple[str, ...], skip: Set[str] = frozenset(),
             continue
         seen.add(real)
         # Sorted, so that of two links to a folder the same one, the first, is followed on any file system.
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skip)
-        found += [Path(root, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
+        folders[:] = sorted(
+            name for name in folders if not name.startswith(".") and name not in skip
+        )
+        found += [
+            Path(root, name)
+            for name in names
+            if name.endswith(suffixes) and not name.startswith(".")
+        ]
     return sorted(found)
 
 
 def _refuse_unreadable(error: OSError) -> None:
-    raise ValueError(f"{error.filename} cannot be read: {error.strerror}; give the permission, or leave the folder out")
+    raise ValueError(
+        f"{error.filename} cannot be read: {error.strerror}; give the permission, or leave the folder out"
+    )
 
 
 def _expand(pattern: str, dataset: str) -> list[Path]:
@@ -257,7 +296,8 @@ def _expand(pattern: str, dataset: str) -> list[Path]:
     path = Path(os.path.expanduser(pattern)).absolute()
     if path.exists() and not path.is_dir():
         return [path]
-    folder = next(each for each in (path, *path.parents) if each.is_dir())  # its own name may hold brackets
+    # its own name may hold brackets
+    folder = next(each for each in (path, *path.parents) if each.is_dir())
     below = path.relative_to(folder)
     matches = [folder / name for name in glob.glob(str(below), root_dir=folder, recursive=True)]
     files = [match for match in matches if not match.is_dir()]
@@ -267,7 +307,10 @@ def _expand(pattern: str, dataset: str) -> list[Path]:
     return [
         file
         for file in files
-        if not any(name.startswith("_") for name in {*file.relative_to(folder).parent.parts} - {*below.parts})
+        if not any(
+            name.startswith("_")
+            for name in {*file.relative_to(folder).parent.parts} - {*below.parts}
+        )
     ]
 
 
@@ -275,7 +318,9 @@ def _each_once(files: Set[Path]) -> set[Path]:
     """Each file under one path: the first of those that lead to it, by links to it or to a folder above it."""
     folders = {folder: os.path.realpath(folder) for folder in {file.parent for file in files}}
     real = {
-        os.path.realpath(file) if file.is_symlink() else os.path.join(folders[file.parent], file.name): file
+        os.path.realpath(file)
+        if file.is_symlink()
+        else os.path.join(folders[file.parent], file.name): file
         for file in sorted(files, reverse=True)
     }
     return set(real.values())
@@ -288,10 +333,17 @@ def _as_saved(files: Set[Path], path_key: str) -> list[Path]:
     given at once.
     """
     ordered: list[Path] = []
-    splits = {file.parent.parent for file in files if (file.parent.parent / "dataset_dict.json").is_file()}
+    splits = {
+        file.parent.parent for file in files if (file.parent.parent / "dataset_dict.json").is_file()
+    }
     for root in sorted(splits):
-        if len(names := sorted({file.parent.name for file in files if file.parent.parent == root})) > 1:
-            raise ValueError(f"{path_key}: {root} holds the splits {', '.join(names)}; give one, {root / names[0]}")
+        if (
+            len(names := sorted({file.parent.name for file in files if file.parent.parent == root}))
+            > 1
+        ):
+            raise ValueError(
+                f"{path_key}: {root} holds the splits {', '.join(names)}; give one, {root / names[0]}"
+            )
     for folder in sorted({file.parent for file in files}):
         here = sorted(file for file in files if file.parent == folder)
         if (folder / "state.json").is_file():
@@ -305,10 +357,14 @@ def _listed(state: Path) -> list[Path]:
     saved = read_json(state, _Saved, "save the dataset again")
     names = [file.filename for file in saved.files]
     if saved.indices:
-        raise ValueError(f"{state}: the dataset is a selection of rows; save its flatten_indices() instead")
+        raise ValueError(
+            f"{state}: the dataset is a selection of rows; save its flatten_indices() instead"
+        )
     for name in names:
         if not (state.parent / name).is_file():
-            raise ValueError(f"{state.parent / name} is missing: state.json lists it; restore it, or save it again")
+            raise ValueError(
+                f"{state.parent / name} is missing: state.json lists it; restore it, or save it again"
+            )
     return [state.parent / name for name in names]
 
 
@@ -319,8 +375,12 @@ def _read_text(file: Path, _: _Fields) -> Iterator[Document]:
     with file.open("rb") as raw, _decompressed(raw) as text:
         _check_kind(file, text.peek(1), "text")
         data = text.read().removeprefix(codecs.BOM_UTF8)
-    problem = "lines of JSON; training.dataset = 'jsonl' reads them" if _holds_records(file, data) else ""
-    yield Document(data.decode("utf-8", "surrogateescape"), shown(file), file.stat().st_size, problem)
+    problem = (
+        "lines of JSON; training.dataset = 'jsonl' reads them" if _holds_records(file, data) else ""
+    )
+    yield Document(
+        data.decode("utf-8", "surrogateescape"), shown(file), file.stat().st_size, problem
+    )
 
 
 def _holds_records(file: Path, data: bytes) -> bool:
@@ -362,7 +422,9 @@ def _decompressed(raw: io.BufferedReader) -> Iterator[io.BufferedReader]:
 
         with io.BufferedReader(pa.CompressedInputStream(raw, "zstd")) as lines:
             yield lines
-    elif opened := next((opened for begin, opened in _COMPRESSED.items() if head.startswith(begin)), None):
+    elif opened := next(
+        (opened for begin, opened in _COMPRESSED.items() if head.startswith(begin)), None
+    ):
         with opened(raw) as lines:
             yield lines
     else:
@@ -383,9 +445,13 @@ def _read_parquet(file: Path, fields: _Fields) -> Iterator[Document]:
         with pq.ParquetFile(file) as table:
             columns = _columns(file, table.schema_arrow.names, fields)
             size = file.stat().st_size / max(table.metadata.num_rows, 1)
-            yield from _rows(file, table.iter_batches(batch_size=ROWS, columns=columns), size, fields)
+            yield from _rows(
+                file, table.iter_batches(batch_size=ROWS, columns=columns), size, fields
+            )
     except pa.ArrowException as error:
-        raise ValueError(f"{file}: not a whole parquet file: {error}; leave it out, or write it again") from error
+        raise ValueError(
+            f"{file}: not a whole parquet file: {error}; leave it out, or write it again"
+        ) from error
 
 
 def _read_arrow(file: Path, fields: _Fields) -> Iterator[Document]:
@@ -396,11 +462,16 @@ def _read_arrow(file: Path, fields: _Fields) -> Iterator[Document]:
         with pa.memory_map(str(file)) as source:
             open_table = pa.ipc.open_file if source.read(6) == b"ARROW1" else pa.ipc.open_stream
             source.seek(0)
-            table = open_table(source).read_all()  # mapped: a column's bytes are read when they are used
+            # mapped: a column's bytes are read when they are used
+            table = open_table(source).read_all()
             chosen = table.select(_columns(file, table.column_names, fields))
-            yield from _rows(file, _sound(chosen), file.stat().st_size / max(table.num_rows, 1), fields)
+            yield from _rows(
+                file, _sound(chosen), file.stat().st_size / max(table.num_rows, 1), fields
+            )
     except pa.ArrowException as error:
-        raise ValueError(f"{file}: not a whole arrow file: {error}; leave it out, or write it again") from error
+        raise ValueError(
+            f"{file}: not a whole arrow file: {error}; leave it out, or write it again"
+        ) from error
 
 
 def _sound(table: Any) -> Iterator[Any]:
@@ -411,7 +482,8 @@ def _sound(table: Any) -> Iterator[Any]:
         for column in batch.columns:
             try:
                 column.validate(full=True)
-            except pa.ArrowInvalid:  # perhaps only a text that is not UTF-8, which spoils its own row alone
+            except pa.ArrowInvalid:
+                # perhaps only a text that is not UTF-8, which spoils its own row alone
                 column.view(_of_bytes(column.type)).validate(full=True)
         for row in range(0, len(batch), ROWS):
             yield batch.slice(row, ROWS)
@@ -422,13 +494,17 @@ def _of_bytes(kind: Any) -> Any:
     import pyarrow as pa
 
     if isinstance(kind, pa.MapType):
-        return pa.map_(_of_bytes(kind.key_type), kind.item_field.with_type(_of_bytes(kind.item_type)))
+        return pa.map_(
+            _of_bytes(kind.key_type), kind.item_field.with_type(_of_bytes(kind.item_type))
+        )
     if pa.types.is_list(kind):
         return pa.list_(kind.value_field.with_type(_of_bytes(kind.value_type)))
     if pa.types.is_large_list(kind):
         return pa.large_list(kind.value_field.with_type(_of_bytes(kind.value_type)))
     if pa.types.is_struct(kind):
-        return pa.struct([kind.field(i).with_type(_of_bytes(kind.field(i).type)) for i in range(kind.num_fields)])
+        return pa.struct(
+            [kind.field(i).with_type(_of_bytes(kind.field(i).type)) for i in range(kind.num_fields)]
+        )
     return {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}.get(kind, kind)
 
 
@@ -457,9 +533,17 @@ def _records(batch: Any, fields: _Fields) -> Iterator[Json | str]:
         if not fields.is_text:
             records = [_as_in_json(record, batch.schema) for record in records]
     except (ValueError, RecursionError) as error:
-        records = [f"not UTF-8 ({error})" if isinstance(error, UnicodeDecodeError) else f"cannot be read ({error})"]
+        records = [
+            f"not UTF-8 ({error})"
+            if isinstance(error, UnicodeDecodeError)
+            else f"cannot be read ({error})"
+        ]
         if len(batch) > 1:
-            records = (record for row in range(len(batch)) for record in _records(batch.slice(row, 1), fields))
+            records = (
+                record
+                for row in range(len(batch))
+                for record in _records(batch.slice(row, 1), fields)
+            )
     yield from records
 
 
@@ -474,9 +558,15 @@ def _as_in_json(value: Any, kind: Any) -> Any:
     if isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json":
         return json.loads(value)
     if isinstance(kind, pa.Schema | pa.StructType):
-        return {field.name: _as_in_json(x, field.type) for field in kind if (x := value[field.name]) is not None}
+        return {
+            field.name: _as_in_json(x, field.type)
+            for field in kind
+            if (x := value[field.name]) is not None
+        }
     if isinstance(kind, pa.MapType):
-        return {str(_as_in_json(key, kind.key_type)): _as_in_json(x, kind.item_type) for key, x in value}
+        return {
+            str(_as_in_json(key, kind.key_type)): _as_in_json(x, kind.item_type) for key, x in value
+        }
     if isinstance(value, list):
         return [_as_in_json(x, kind.value_type) for x in value]
     if isinstance(value, bytes):

@@ -61,7 +61,8 @@ def tokenise(
         for block in blocks:
             yield from _of_all(block, _encode(encoder, _contents(block)))
         return
-    workers: dict[Connection, multiprocessing.Process] = {}  # our end of each worker's pipe → the worker
+    # our end of each worker's pipe → the worker
+    workers: dict[Connection, multiprocessing.Process] = {}
     try:
         _start(workers, encoder, num_workers)
         for block, encoded in _in_order(list(workers), blocks):
@@ -112,18 +113,26 @@ def _encode(encoder: Encoder, contents: Sequence[Any]) -> Encoded:
         if not isinstance(error, UnicodeEncodeError):
             return [str(error)]
         is_byte = 0xDC80 <= ord(error.object[error.start]) <= 0xDCFF  # of a file that is not UTF-8
-        remedy = "; repair it" + (", or train on bytes (no model.tokenizer_path)" if is_byte else "")
+        remedy = "; repair it" + (
+            ", or train on bytes (no model.tokenizer_path)" if is_byte else ""
+        )
         return [f"not UTF-8 at character {error.start}{remedy}"]
 
 
-def _in_order(workers: list[Connection], blocks: Iterator[Block]) -> Iterator[tuple[Block, Encoded]]:
+def _in_order(
+    workers: list[Connection], blocks: Iterator[Block]
+) -> Iterator[tuple[Block, Encoded]]:
     numbered = enumerate(blocks)
     idle = workers
     at_work: dict[Any, Any] = {}  # worker → (number, block)
     done: dict[int, tuple[Block, Encoded]] = {}
     following = 0  # the number of the block to yield next
     while True:
-        while idle and len(done) < AHEAD * (len(idle) + len(at_work)) and (item := next(numbered, None)):
+        while (
+            idle
+            and len(done) < AHEAD * (len(idle) + len(at_work))
+            and (item := next(numbered, None))
+        ):
             worker = idle.pop()
             worker.send(_contents(item[1]))
             at_work[worker] = item
@@ -141,17 +150,23 @@ def _in_order(workers: list[Connection], blocks: Iterator[Block]) -> Iterator[tu
             following += 1
 
 
-def _start(workers: dict[Connection, multiprocessing.Process], encoder: Encoder, num_workers: int) -> None:
+def _start(
+    workers: dict[Connection, multiprocessing.Process], encoder: Encoder, num_workers: int
+) -> None:
     """Start workers and add them to `workers`. A Ctrl-C meanwhile is raised once all have started."""
     fork = multiprocessing.get_context("fork")
-    name = "TOKENIZERS_PARALLELISM"  # set: the library does not warn of the fork, which its threads would not survive
+    # set: the library does not warn of the fork, which its threads would not survive
+    name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # workers inherit it, and keep it
+    # workers inherit it, and keep it
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         for _ in range(num_workers):
             ours, theirs = fork.Pipe()
-            process = fork.Process(target=_work, args=(encoder, theirs, [ours, *workers]), daemon=True)
+            process = fork.Process(
+                target=_work, args=(encoder, theirs, [ours, *workers]), daemon=True
+            )
             process.start()
             theirs.close()  # so that the worker's end is noticed here
             workers[ours] = process
@@ -172,7 +187,8 @@ def _work(encoder: Encoder, connection: Connection, inherited: list[Connection])
             contents = connection.recv()
             try:
                 encoded: Encoded | Exception = _encode(encoder, contents)
-            except Exception as error:  # whatever the tokenizer raises is raised again in the process that asked
+            except Exception as error:
+                # whatever the tokenizer raises is raised again in the process that asked
                 encoded = error
             connection.send(encoded)
     except (EOFError, OSError):  # nobody is there any more

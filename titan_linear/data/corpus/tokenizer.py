@@ -42,11 +42,29 @@ _CHANGES_TOKENS = (
     "tokenizer_file",
 )
 # Settings of one token each, which every tokenizer may have; and settings of several, in a list or an object by name.
-NAMED_TOKENS = ("bos_token", "cls_token", "mask_token", "pad_token", "sep_token", "unk_token", "eos_token")
-_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
-_OTHER_KIND = re.compile(r"tiktoken|tekken|\.model\b|^vocab\.|^merges\.txt$")  # names of tokenizers of other kinds
+NAMED_TOKENS = (
+    "bos_token",
+    "cls_token",
+    "mask_token",
+    "pad_token",
+    "sep_token",
+    "unk_token",
+    "eos_token",
+)
+_TOKEN_LISTS = (
+    "additional_special_tokens",
+    "extra_special_tokens",
+    "model_specific_special_tokens",
+)
+# names of tokenizers of other kinds
+_OTHER_KIND = re.compile(r"tiktoken|tekken|\.model\b|^vocab\.|^merges\.txt$")
 # Settings with which the parts of a tokenizer put no space before a text, and take none from it.
-_NO_SPACE = {"prepend": "", "strip_left": False, "prepend_scheme": "never", "add_prefix_space": False}
+_NO_SPACE = {
+    "prepend": "",
+    "strip_left": False,
+    "prepend_scheme": "never",
+    "add_prefix_space": False,
+}
 _GROWTH = 10_000  # the most characters that may be made of one: real tokenizers make some tens
 GENERATION = "generation_config.json"
 _COPIED = ("vocab.json", "merges.txt", "tokenizer.model", GENERATION)
@@ -106,7 +124,9 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> ndarray:
         # uint16, as on disk: a document may be large.
-        return np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8).astype(np.uint16)
+        return np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8).astype(
+            np.uint16
+        )
 
     def encode_batch(self, texts: Sequence[str]) -> list[ndarray]:
         return [self.encode(text) for text in texts]
@@ -126,10 +146,25 @@ class ByteTokenizer:
         """The end token's name, spelled out in a text, gives its bytes, here and in transformers
         (split_special_tokens)."""
         name = _USUAL_EOS[0]
-        eos = {"id": self.eos_id, "content": name, "single_word": False, "lstrip": False, "rstrip": False}
+        eos = {
+            "id": self.eos_id,
+            "content": name,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+        }
         eos |= {"normalized": False, "special": True}
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-        model = {"type": "BPE", "vocab": {letter: byte for byte, letter in _byte_letters().items()}, "merges": []}
+        byte_level = {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": False,
+            "use_regex": False,
+        }
+        model = {
+            "type": "BPE",
+            "vocab": {letter: byte for byte, letter in _byte_letters().items()},
+            "merges": [],
+        }
         content = {
             "version": "1.0",
             "truncation": None,
@@ -141,7 +176,10 @@ class ByteTokenizer:
             "decoder": byte_level,
             "model": model,
         }
-        return {TOKENIZER: _json(content), SETTINGS: _settings({"split_special_tokens": True}, name)}
+        return {
+            TOKENIZER: _json(content),
+            SETTINGS: _settings({"split_special_tokens": True}, name),
+        }
 
 
 class HuggingFaceTokenizer:
@@ -167,7 +205,8 @@ class HuggingFaceTokenizer:
         self._added = content.get("added_tokens") or []
         # A part that writes n characters for some makes at most n + 1 of each; one that writes bytes as letters, 4.
         growth = math.prod(
-            4 if part.get("type") == "ByteLevel" else 1 + len(part.get("content", "")) for part in _parts(content)
+            4 if part.get("type") == "ByteLevel" else 1 + len(part.get("content", ""))
+            for part in _parts(content)
         )
         if growth > _GROWTH:
             raise ValueError(
@@ -186,7 +225,9 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         self._settings = _read_settings(file.parent)
         self.eos_id = _find_eos(file, self._settings, self._added, vocabulary)
-        self.fingerprint = "hf-" + hashlib.sha256(data + f"eos={self.eos_id}".encode()).hexdigest()[:32]
+        self.fingerprint = (
+            "hf-" + hashlib.sha256(data + f"eos={self.eos_id}".encode()).hexdigest()[:32]
+        )
 
     def encode(self, text: str) -> ndarray:
         return self.encode_batch([text])[0]
@@ -196,16 +237,20 @@ class HuggingFaceTokenizer:
         off = f"; switched off: {', '.join(self._off)}" if self._off else ""
         line = f"tokenizer: '{self._file}', {self.vocab_size:,} tokens{off}"
         try:
-            known = len(self.encode("\U00012000"))  # a letter of cuneiform, which vocabularies do not have
+            # a letter of cuneiform, which vocabularies do not have
+            known = len(self.encode("\U00012000"))
         except ValueError:  # a document with such a letter is refused
             return line
         return (
-            line if known else f"{line}\nwarning: it drops characters that it does not know: no token stands for them"
+            line
+            if known
+            else f"{line}\nwarning: it drops characters that it does not know: no token stands for them"
         )
 
     def encode_batch(self, texts: Sequence[str]) -> list[ndarray]:
         for text in texts:
-            text.encode("utf-8")  # raises at a lone surrogate, and says which; the library only says "must be str"
+            # raises at a lone surrogate, and says which; the library only says "must be str"
+            text.encode("utf-8")
         with _refusals():
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
@@ -215,13 +260,16 @@ class HuggingFaceTokenizer:
         text.encode("utf-8")
         with _refusals():
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        return np.array(encoding.ids, dtype=np.int64), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return np.array(encoding.ids, dtype=np.int64), np.array(
+            encoding.offsets, dtype=np.int64
+        ).reshape(-1, 2)
 
     def continuing(self) -> HuggingFaceTokenizer:
         content = json.loads(self._content)
         for part in _parts(content):
             part |= {key: value for key, value in _NO_SPACE.items() if key in part}
-            if part.get("type") == "WhitespaceSplit":  # all spaces in a text are those that are put before its words
+            # all spaces in a text are those that are put before its words
+            if part.get("type") == "WhitespaceSplit":
                 raise ValueError(
                     f"training.dataset_format = 'completion': {self._file} puts a space before every text, so before "
                     "completions too; set model.tokenizer_path to a tokenizer that keeps spaces as they are"
@@ -234,11 +282,18 @@ class HuggingFaceTokenizer:
     def chat_templates(self) -> dict[str, str]:
         """The folder's chat templates by name, as transformers finds them: files of their own go before a setting."""
         files = self._template_files().items()
-        if found := {"default" if name == CHAT_TEMPLATE else file.stem: _read_text(file) for name, file in files}:
+        if found := {
+            "default" if name == CHAT_TEMPLATE else file.stem: _read_text(file)
+            for name, file in files
+        }:
             return found
         setting = self._settings.get("chat_template")
         if isinstance(setting, list):
-            setting = {entry.get("name"): entry.get("template") for entry in setting if isinstance(entry, dict)}
+            setting = {
+                entry.get("name"): entry.get("template")
+                for entry in setting
+                if isinstance(entry, dict)
+            }
         named = setting if isinstance(setting, dict) else {"default": setting}
         return {name: text for name, text in named.items() if isinstance(text, str)}
 
@@ -254,8 +309,12 @@ class HuggingFaceTokenizer:
         given = {name: value for name, value in self._settings.items() if name.endswith("_token")}
         for tokens in (self._settings.get(name) for name in _TOKEN_LISTS):
             given |= tokens if isinstance(tokens, dict) else {}
-        given["eos_token"] = None if self.eos_id is None else self._tokenizer.id_to_token(self.eos_id)
-        return {name: text for name, value in given.items() if isinstance(text := _name_of(value), str)}
+        given["eos_token"] = (
+            None if self.eos_id is None else self._tokenizer.id_to_token(self.eos_id)
+        )
+        return {
+            name: text for name, value in given.items() if isinstance(text := _name_of(value), str)
+        }
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
@@ -281,7 +340,9 @@ class HuggingFaceTokenizer:
         config = _read_object(self._file.with_name(GENERATION))
         known = config.get("eos_token_id")
         ends = known if isinstance(known, list) else [known]
-        return _json(config if self.eos_id in (None, *ends) else config | {"eos_token_id": self.eos_id})
+        return _json(
+            config if self.eos_id in (None, *ends) else config | {"eos_token_id": self.eos_id}
+        )
 
     def _kept_settings(self) -> tuple[Json, str | None]:
         """The settings beside tokenizer.json, without those that change tokens; and the text of the end token."""
@@ -296,7 +357,11 @@ class HuggingFaceTokenizer:
             elif key in _TOKEN_LISTS and isinstance(value, list):
                 found[key] = [_name_of(token) for token in value if _name_of(token) in added]
             elif key in _TOKEN_LISTS and isinstance(value, dict):
-                found[key] = {name: _name_of(token) for name, token in value.items() if _name_of(token) in added}
+                found[key] = {
+                    name: _name_of(token)
+                    for name, token in value.items()
+                    if _name_of(token) in added
+                }
         return found, None if self.eos_id is None else self._tokenizer.id_to_token(self.eos_id)
 
 
@@ -372,14 +437,18 @@ def _read(file: Path) -> bytes:
     try:
         return file.read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
-        raise ValueError(f"model.tokenizer_path: cannot read {file}: {error.strerror}; give the permission") from error
+        raise ValueError(
+            f"model.tokenizer_path: cannot read {file}: {error.strerror}; give the permission"
+        ) from error
 
 
 def _read_text(file: Path) -> str:
     try:
         return _read(file).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"model.tokenizer_path: {file} is not UTF-8: {error}; write it anew") from error
+        raise ValueError(
+            f"model.tokenizer_path: {file} is not UTF-8: {error}; write it anew"
+        ) from error
 
 
 def _read_settings(folder: Path) -> Json:
@@ -416,11 +485,17 @@ def _name_of(token: object) -> object:
 
 def _settings(found: Json, eos: str | None) -> bytes:
     """The content of tokenizer_config.json."""
-    forced = {"tokenizer_class": _GENERIC_CLASS, "eos_token": eos, "clean_up_tokenization_spaces": False}
+    forced = {
+        "tokenizer_class": _GENERIC_CLASS,
+        "eos_token": eos,
+        "clean_up_tokenization_spaces": False,
+    }
     return _json({**found, **forced})
 
 
-def _find_eos(file: Path, settings: Json, added: list[Json], vocabulary: dict[str, int]) -> int | None:
+def _find_eos(
+    file: Path, settings: Json, added: list[Json], vocabulary: dict[str, int]
+) -> int | None:
     eos = _name_of(settings.get("eos_token"))
     if eos is not None:
         if eos not in vocabulary:
@@ -430,7 +505,9 @@ def _find_eos(file: Path, settings: Json, added: list[Json], vocabulary: dict[st
             )
         return vocabulary[eos]
     special = {token["content"] for token in added if token.get("special")}
-    return next((vocabulary[name] for name in _USUAL_EOS if name in special and name in vocabulary), None)
+    return next(
+        (vocabulary[name] for name in _USUAL_EOS if name in special and name in vocabulary), None
+    )
 
 
 def _byte_letters() -> dict[int, str]:
@@ -438,4 +515,6 @@ def _byte_letters() -> dict[int, str]:
     others stand, in order, the code points from 256 on (GPT-2's encoding)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + i) for i, byte in enumerate(others)
+    }

@@ -24,7 +24,8 @@ from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens, with_colum
 from titan_linear.data.corpus.tokenizer import Tokenizer
 
 BACK, SHARE = "back", "share"
-LEAST = 64  # tokens, a recurrence's chunk: documents share multiples of them, since shorter nodes cost as much
+# tokens, a recurrence's chunk: documents share multiples of them, since shorter nodes cost as much
+LEAST = 64
 MOST = 64  # documents of a tree, unless a field says which belong together
 
 
@@ -56,22 +57,32 @@ class Trees:
         except ValueError as problem:
             return str(problem)
 
-    def _nodes(self, node: Any, place: str, back: int, widths: dict[str, int]) -> Iterator[DocumentTokens]:
+    def _nodes(
+        self, node: Any, place: str, back: int, widths: dict[str, int]
+    ) -> Iterator[DocumentTokens]:
         """A node, whose first token lies so far behind that which it continues, and those below it, depth first."""
         children = node.get("children") if isinstance(node, dict) else 0
         if not isinstance(children, list | None):
             raise ValueError(f"{place} is no object, or its 'children' are no list; correct it")
-        ids, columns = self._node(node, place, self._tokens(node, place, back == 0, not children), widths)
-        yield DocumentTokens(ids, {**columns, BACK: np.append(back, np.ones(len(ids) - 1, dtype=np.int64))})
+        ids, columns = self._node(
+            node, place, self._tokens(node, place, back == 0, not children), widths
+        )
+        yield DocumentTokens(
+            ids, {**columns, BACK: np.append(back, np.ones(len(ids) - 1, dtype=np.int64))}
+        )
         back = 1
         for n, child in enumerate(children or []):
             for below in self._nodes(child, f"{place}.children[{n}]", back, widths):
                 yield below
                 back += len(below.tokens)
 
-    def _node(self, node: dict[str, Any], place: str, ids: np.ndarray, widths: dict[str, int]) -> DocumentTokens:
+    def _node(
+        self, node: dict[str, Any], place: str, ids: np.ndarray, widths: dict[str, int]
+    ) -> DocumentTokens:
         """Its tokens with its columns, less those that it leaves out."""
-        numbers = {name: node[name] for name in (WEIGHTS, *self.columns) if node.get(name) is not None}
+        numbers = {
+            name: node[name] for name in (WEIGHTS, *self.columns) if node.get(name) is not None
+        }
         dtypes = {name: self.columns.get(name, "<f4") for name in numbers}
         whole = DocumentTokens(ids, {WEIGHTS: np.ones(len(ids), dtype=np.float32)})
         made = with_columns([whole], numbers, dtypes, self._tokenizer, widths)
@@ -79,7 +90,9 @@ class Trees:
             raise ValueError(f"{place}: {made}")
         missing = [name for name in self.columns if name not in (WEIGHTS, *numbers)]
         if missing and made[0].weights.any():
-            raise ValueError(f"{place} has no {missing[0]!r} for tokens that count; give it, or 'weights': 0")
+            raise ValueError(
+                f"{place} has no {missing[0]!r} for tokens that count; give it, or 'weights': 0"
+            )
         return made[0]
 
     def _tokens(self, node: dict[str, Any], place: str, root: bool, leaf: bool) -> np.ndarray:
@@ -87,7 +100,10 @@ class Trees:
         if not isinstance(text, str | None) or (text is None) == (ids is None):
             raise ValueError(f"{place} must have either 'text' or 'tokens'; give one")
         if text is not None:
-            ids = [*map(int, (self._tokenizer if root else self._continuing).encode(text)), *self._eos * leaf]
+            ids = [
+                *map(int, (self._tokenizer if root else self._continuing).encode(text)),
+                *self._eos * leaf,
+            ]
         (masked,) = self._ids.encode_batch([{"tokens": ids}])
         if isinstance(masked, str):
             raise ValueError(f"{place}: {'it is empty' if ids == [] else masked}")
@@ -100,7 +116,9 @@ def _joined(nodes: Sequence[DocumentTokens], names: Iterable[str]) -> DocumentTo
     for name in filter(set().union(*(node.columns for node in nodes)).__contains__, names):
         of_nodes = [node.columns.get(name, np.zeros(len(node.tokens))) for node in nodes]
         width = max(of_nodes, key=np.ndim).shape[1:]
-        columns[name] = np.concatenate([x if x.shape[1:] == width else np.zeros((len(x), *width)) for x in of_nodes])
+        columns[name] = np.concatenate(
+            [x if x.shape[1:] == width else np.zeros((len(x), *width)) for x in of_nodes]
+        )
     return DocumentTokens(np.concatenate([node.tokens for node in nodes]), columns)
 
 
@@ -136,7 +154,9 @@ def trees_of(held: Sequence[Held], pair: bool) -> list[DocumentTokens] | str:
 
 def _difference(a: Held, b: Held, common: int) -> str:
     """What to say of documents that share tokens, if these do not count the same in both; else ""."""
-    counted = ((a.document.weights > 0)[:common] | (b.document.weights > 0)[:common]) & (np.arange(common) > 0)
+    counted = ((a.document.weights > 0)[:common] | (b.document.weights > 0)[:common]) & (
+        np.arange(common) > 0
+    )
     for name, column in a.document.columns.items():
         x, y = column[:common], b.document.columns[name][:common]
         if (differ := (x != y).reshape(common, -1).any(1) & counted).any():

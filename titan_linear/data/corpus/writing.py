@@ -44,7 +44,11 @@ from titan_linear.storage.files import Json, lock, open_own, read_json, shown, s
 
 JOURNAL_SECONDS = 5.0  # of tokenising that a kill costs
 JOURNAL = "journal.json"
-_OURS = {*FILES, FILE_ENDS, *(name + end for name in (PATHS, INFO, JOURNAL) for end in ("", ".new"))}
+_OURS = {
+    *FILES,
+    FILE_ENDS,
+    *(name + end for name in (PATHS, INFO, JOURNAL) for end in ("", ".new")),
+}
 
 
 def write_corpus(
@@ -90,7 +94,8 @@ class Journal:
     num_tokens: int = 0
     num_answer_tokens: int = 0  # with a weight above 0
     columns: dict[str, str] = field(default_factory=dict)  # name → dtype
-    widths: dict[str, int] = field(default_factory=dict)  # name → numbers for each token; 0: one, without a list
+    # name → numbers for each token; 0: one, without a list
+    widths: dict[str, int] = field(default_factory=dict)
     group: int = 1  # documents that belong together
     leaves: int = 1  # likewise, in one tree
     num_ended: int = 0  # documents whose last such token is the end token
@@ -148,7 +153,10 @@ def write_into(
         os.rename(temporary, folder)
         sync(folder.parent)
     except BaseException as stop:
-        if isinstance(stop, (KeyboardInterrupt, SystemExit, BadDocument)) and (temporary / JOURNAL).exists():
+        if (
+            isinstance(stop, (KeyboardInterrupt, SystemExit, BadDocument))
+            and (temporary / JOURNAL).exists()
+        ):
             print(f"what is tokenised is kept in {temporary}: the same command resumes from it")
         else:  # a full disk, say: leave no half corpus to fill it
             shutil.rmtree(temporary, ignore_errors=True)
@@ -177,7 +185,9 @@ def _info(
     }
     info |= {name: n for name in ("group", "leaves") if (n := getattr(journal, name)) > 1}
     if journal.columns:
-        info["columns"] = {name: [dtype, journal.widths[name]] for name, dtype in journal.columns.items()}
+        info["columns"] = {
+            name: [dtype, journal.widths[name]] for name, dtype in journal.columns.items()
+        }
     if journal.texts:
         info["texts"] = journal.texts
     return {**info, "checksum": info_checksum(info)}
@@ -186,7 +196,9 @@ def _info(
 def _source(dataset: str, files: int, journal: Journal) -> Json:
     """The value of "source" in corpus.json."""
     source = {"dataset": dataset, "files": files, "skipped_empty": journal.skipped_empty}
-    return source | ({"skipped_bad": journal.skipped_bad, "bad": journal.bad} if journal.bad else {})
+    return source | (
+        {"skipped_bad": journal.skipped_bad, "bad": journal.bad} if journal.bad else {}
+    )
 
 
 def _remove_remains(temporary: Path) -> None:
@@ -199,7 +211,9 @@ def _remove_remains(temporary: Path) -> None:
         shutil.rmtree(temporary)
 
 
-def _write_arrays(folder: Path, documents: Iterator[Sequence[Tokens]], tokenizer: Tokenizer, journal: Journal) -> Json:
+def _write_arrays(
+    folder: Path, documents: Iterator[Sequence[Tokens]], tokenizer: Tokenizer, journal: Journal
+) -> Json:
     """Writes the files of _names on from what counts of them. Returns the counts, dtype and fingerprint for
     corpus.json."""
     with ExitStack() as stack:
@@ -216,7 +230,9 @@ def _write_arrays(folder: Path, documents: Iterator[Sequence[Tokens]], tokenizer
         if not journal.num_documents:
             raise ValueError(f"no documents to write to {folder}; give one at least")
         if journal.num_documents % journal.group:
-            raise ValueError(f"{journal.num_documents:,} documents for {folder} are no pairs; give each its other one")
+            raise ValueError(
+                f"{journal.num_documents:,} documents for {folder} are no pairs; give each its other one"
+            )
         if FILE_ENDS in files:
             files[FILE_ENDS].write(_file_ends(journal))
         _sync_files(files)
@@ -234,20 +250,25 @@ def _write_arrays(folder: Path, documents: Iterator[Sequence[Tokens]], tokenizer
     return {**found, "fingerprint": content.hexdigest()[:32]}
 
 
-def _write_document(document: Tokens, files: dict[str, BinaryIO], tokenizer: Tokenizer, journal: Journal) -> bytes:
+def _write_document(
+    document: Tokens, files: dict[str, BinaryIO], tokenizer: Tokenizer, journal: Journal
+) -> bytes:
     """Adds a document to all files but corpus.json, and returns its hash."""
     ids, columns = document if isinstance(document, tuple) else DocumentTokens(document)
     ids = _checked(np.asarray(ids), journal.num_documents, tokenizer.vocab_size)
     for name, dtype in journal.columns.items():
         if name in columns or name in journal.widths:
-            files[column_file(name)].write(_column(name, columns.get(name), dtype, len(ids), tokenizer, journal))
+            files[column_file(name)].write(
+                _column(name, columns.get(name), dtype, len(ids), tokenizer, journal)
+            )
     if WEIGHTS in journal.columns:
         counted = np.flatnonzero(columns[WEIGHTS])
         journal.num_answer_tokens += len(counted)
         journal.num_ended += int(len(counted) > 0 and ids[counted[-1]] == tokenizer.eos_id)
     if FILE_ENDS in files:
         files[FILE_ENDS].write(_file_ends(journal))
-    data = np.ascontiguousarray(ids, dtype=_dtype(tokenizer.vocab_size)).data  # no copy of what has the type already
+    # no copy of what has the type already
+    data = np.ascontiguousarray(ids, dtype=_dtype(tokenizer.vocab_size)).data
     digest = hashlib.blake2b(data, digest_size=8).digest()
     journal.num_documents += 1
     journal.num_tokens += len(ids)
@@ -262,14 +283,23 @@ def _checked(ids: ndarray, n: int, vocab_size: int) -> ndarray:
     if not ids.size:
         raise ValueError(f"document {n} has no tokens; leave it out")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise ValueError(f"document {n} is {ids.dtype} {list(ids.shape)}; give its tokens as integers [n]")
+        raise ValueError(
+            f"document {n} is {ids.dtype} {list(ids.shape)}; give its tokens as integers [n]"
+        )
     if ids.min() < 0 or ids.max() >= vocab_size:
-        raise ValueError(f"document {n} has tokens outside the vocabulary, 0 to {vocab_size - 1}; leave them out")
+        raise ValueError(
+            f"document {n} has tokens outside the vocabulary, 0 to {vocab_size - 1}; leave them out"
+        )
     return ids
 
 
 def _column(
-    name: str, column: ndarray | None, dtype: str, tokens: int, tokenizer: Tokenizer, journal: Journal
+    name: str,
+    column: ndarray | None,
+    dtype: str,
+    tokens: int,
+    tokenizer: Tokenizer,
+    journal: Journal,
 ) -> bytes:
     """None: a prefix tree whose tokens count nothing lacks it, as those may that came before its first one."""
     if column is None:
@@ -279,7 +309,9 @@ def _column(
     before = 0 if name in journal.widths else journal.num_tokens
     if len(column) != tokens or journal.widths.setdefault(name, width) != width:
         shape = f"[{tokens}, {journal.widths[name]}]" if journal.widths[name] else f"[{tokens}]"
-        raise ValueError(f"document {journal.num_documents}: its column {name!r} is {list(column.shape)}; give {shape}")
+        raise ValueError(
+            f"document {journal.num_documents}: its column {name!r} is {list(column.shape)}; give {shape}"
+        )
     if problem := problem_of(name, column, tokenizer.vocab_size):
         raise ValueError(f"document {journal.num_documents}: its column {name!r} {problem}")
     return np.zeros((before, max(width, 1)), dtype).tobytes() + column.tobytes()
@@ -321,12 +353,15 @@ def _sizes(journal: Journal, dtype: str) -> dict[str, int]:
     return {name: sizes[name] for name in _names(journal)}
 
 
-def _open_arrays(folder: Path, dtype: str, journal: Journal, stack: ExitStack) -> dict[str, BinaryIO]:
+def _open_arrays(
+    folder: Path, dtype: str, journal: Journal, stack: ExitStack
+) -> dict[str, BinaryIO]:
     """The files of _names, cut to what counts of them and open at their ends."""
     files: Json = {}
     for name, size in _sizes(journal, dtype).items():
         files[name] = stack.enter_context(open_own(folder / name, "ab"))
-        files[name].truncate(size)  # extends new offsets.bin and files.bin, which begin with 0, to 8 zeros
+        # extends new offsets.bin and files.bin, which begin with 0, to 8 zeros
+        files[name].truncate(size)
     return files
 
 

@@ -55,13 +55,17 @@ class FileGroups:
             np.bincount(groups, np.diff(self._edges[name]), minlength=len(self.names))
             for name, groups in self._groups.items()
         )
-        return "loss by source: " + ", ".join(f"{n} {count:,.0f} tokens" for n, count in zip(self.names, tokens))
+        return "loss by source: " + ", ".join(
+            f"{n} {count:,.0f} tokens" for n, count in zip(self.names, tokens)
+        )
 
 
 def _edges(corpus: Corpus) -> ndarray:
     """Where each file's tokens begin, and the last one's end, [num_files + 1] int64. If the files are not known, the
     corpus counts as one."""
-    return np.array([0, corpus.num_tokens]) if corpus.paths is None else corpus.offsets[corpus.files]
+    return (
+        np.array([0, corpus.num_tokens]) if corpus.paths is None else corpus.offsets[corpus.files]
+    )
 
 
 def _grouped(corpora: Mapping[str, Corpus], patterns: Mapping[str, str]) -> dict[str, ndarray]:

@@ -46,7 +46,11 @@ class Batch:
     def nodes(self) -> Nodes:
         """The documents, or nodes of prefix trees."""
         edges = self.cu_seqlens.numpy().astype(np.int64)
-        return Nodes.behind(self.columns[BACK][0].numpy(), edges) if BACK in self.columns else Nodes.apart(edges)
+        return (
+            Nodes.behind(self.columns[BACK][0].numpy(), edges)
+            if BACK in self.columns
+            else Nodes.apart(edges)
+        )
 
 
 @dataclass(eq=False)
@@ -84,7 +88,9 @@ class StreamLoader(Stateful):
         """Batches from `next_stream` on. An error in a thread is raised here as it is."""
         # G is a multiple of dp·L: step s begins at micro-batch s·G / (dp·L).
         numbers = itertools.count(self.next_stream // (self.dp_degree * self.local_batch_size))
-        node = ParallelMapper(IterableWrapper(numbers), self._read, num_workers=self.num_workers, method="thread")
+        node = ParallelMapper(
+            IterableWrapper(numbers), self._read, num_workers=self.num_workers, method="thread"
+        )
         for batch in Loader(node):
             if isinstance(batch, Exception):
                 raise batch
@@ -118,7 +124,13 @@ class StreamLoader(Stateful):
 
 
 def validation_batches(
-    streams: Streams, *, local_batch_size: int, dp_rank: int, dp_degree: int, limit: int = -1, first: int = 0
+    streams: Streams,
+    *,
+    local_batch_size: int,
+    dp_rank: int,
+    dp_degree: int,
+    limit: int = -1,
+    first: int = 0,
 ) -> Iterator[Batch]:
     """This rank's micro-batches, from `first` on, of one pass over streams with repeat=False, or over `limit` of them.
 
@@ -130,7 +142,12 @@ def validation_batches(
 
 
 def micro_batch(
-    streams: Streams, n: int, local_batch_size: int, dp_rank: int, dp_degree: int, end: float = math.inf
+    streams: Streams,
+    n: int,
+    local_batch_size: int,
+    dp_rank: int,
+    dp_degree: int,
+    end: float = math.inf,
 ) -> Batch:
     """A rank's micro-batch n, counted from stream 0: streams [n·dp·L + d·L, … + L), padding in place of those from
     `end` on."""
@@ -146,8 +163,11 @@ def _collate(streams: list[Stream], indices: tuple[int, ...]) -> Batch:
 
     seq_len = len(streams[0].tokens)
     edges = [stream.cu_seqlens[1:] + j * seq_len for j, stream in enumerate(streams)]
-    columns = {name: joined(stream.columns[name] for stream in streams) for name in streams[0].columns}
-    counts = [len(stream.cu_seqlens) // 2 * 2 for stream in streams]  # documents, with padding so that pairs stay pairs
+    columns = {
+        name: joined(stream.columns[name] for stream in streams) for name in streams[0].columns
+    }
+    # documents, with padding so that pairs stay pairs
+    counts = [len(stream.cu_seqlens) // 2 * 2 for stream in streams]
     if "document" in columns:
         columns["document"] += torch.from_numpy(np.repeat(np.cumsum([0, *counts[:-1]]), seq_len))
     return Batch(

@@ -62,12 +62,18 @@ class MixedStreams:
         self.phases = list(phases)
         self.repeat = repeat
         self.known = dict(known or {})
-        self._turns = [Interleaving(list(p.weights.values()), seed, p.start, finite=not repeat) for p in phases]
-        self._before: list[dict[str, int]] = [{}]  # for each phase: streams that sources gave in those before
+        self._turns = [
+            Interleaving(list(p.weights.values()), seed, p.start, finite=not repeat) for p in phases
+        ]
+        # for each phase: streams that sources gave in those before
+        self._before: list[dict[str, int]] = [{}]
         for n, following in enumerate(phases[1:]):
             self._before.append(self._given(following.start, n))
         if lengths:
-            given = [(self._given(length.start, self._phase(length.start)), length.seq_len) for length in lengths]
+            given = [
+                (self._given(length.start, self._phase(length.start)), length.seq_len)
+                for length in lengths
+            ]
             for name, streams in sources.items():
                 own = [Length(counts.get(name, 0), seq_len) for counts, seq_len in given]
                 self.sources[name] = streams.of_lengths(own)
@@ -75,7 +81,9 @@ class MixedStreams:
     @property
     def fingerprints(self) -> dict[str, str]:
         """Those of the corpora that sources have or had, by name."""
-        return self.known | {name: streams.corpus.fingerprint for name, streams in self.sources.items()}
+        return self.known | {
+            name: streams.corpus.fingerprint for name, streams in self.sources.items()
+        }
 
     def __len__(self) -> int:
         if self.repeat:
@@ -85,7 +93,9 @@ class MixedStreams:
     def __getitem__(self, i: int) -> Stream:
         name, own = self.source(i)
         if name not in self.sources:
-            raise ValueError(f"stream {i} is of {name!r}, which training.mixture no longer has; name it there again")
+            raise ValueError(
+                f"stream {i} is of {name!r}, which training.mixture no longer has; name it there again"
+            )
         return self.sources[name][own]
 
     def source(self, i: int) -> tuple[str, int]:
@@ -104,7 +114,9 @@ class MixedStreams:
         parts = []
         for name, source in self.sources.items():
             epochs = source.place(given[name])[0] / source.num_tokens
-            parts.append(f"{name} {given[name] / end:.1%} ({epochs:.3g} epochs of {source.num_tokens:,} tokens)")
+            parts.append(
+                f"{name} {given[name] / end:.1%} ({epochs:.3g} epochs of {source.num_tokens:,} tokens)"
+            )
         return f"mixture: {', '.join(parts)}"
 
     def _phase(self, i: int) -> int:
@@ -131,7 +143,9 @@ class Interleaving:
     finite: weights are counts, and the sequence ends where each place has come that many times.
     """
 
-    def __init__(self, weights: Sequence[float], seed: int, start: int = 0, *, finite: bool = False):
+    def __init__(
+        self, weights: Sequence[float], seed: int, start: int = 0, *, finite: bool = False
+    ):
         exact = [Fraction(str(weight)) for weight in weights]
         common = math.lcm(*(weight.denominator for weight in exact))
         counts = [int(weight * common) for weight in exact]
@@ -152,7 +166,11 @@ class Interleaving:
     def counts(self, i: int) -> list[int]:
         """How many turns each weight had before i."""
         cycle, rest = divmod(i, self.cycle)
-        within = np.bincount(self._cycle(cycle)[:rest], minlength=len(self.sums) - 1) if rest else [0] * len(self.sums)
+        within = (
+            np.bincount(self._cycle(cycle)[:rest], minlength=len(self.sums) - 1)
+            if rest
+            else [0] * len(self.sums)
+        )
         return [edge + int(more) for edge, more in zip(self._at_edge(cycle), within)]
 
     def _at_edge(self, cycle: int) -> list[int]:
@@ -164,7 +182,9 @@ class Interleaving:
 
     def _drawn(self, cycle: int) -> np.ndarray:
         """A cycle's order, [cycle] int64 (a finite sequence's last one is shorter)."""
-        turns = [after - before for before, after in zip(self._at_edge(cycle), self._at_edge(cycle + 1))]
+        turns = [
+            after - before for before, after in zip(self._at_edge(cycle), self._at_edge(cycle + 1))
+        ]
         order = np.repeat(np.arange(len(turns)), turns)
         key = np.array([self.seed % 2**64, cycle], dtype=np.uint64)
         counter = np.array([0, 0, 1, self.start], dtype=np.uint64)

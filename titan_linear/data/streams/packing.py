@@ -62,7 +62,9 @@ class InPlace:
         assert epoch == 0, epoch
         low, high = np.searchsorted(self.side.ends[1:], [first, last - 1], side="right")
         documents = self.side.documents(np.arange(low, high + 1))
-        return documents, self.side.ends[low] + np.cumsum(document_lengths(self.side.corpus, documents))
+        return documents, self.side.ends[low] + np.cumsum(
+            document_lengths(self.side.corpus, documents)
+        )
 
 
 class Pooled:
@@ -155,7 +157,9 @@ def _scrambled(values: ndarray, key: np.uint64) -> ndarray:
 def _draws(seed: int, epoch: int, count: int, stream: int = 0) -> ndarray:
     """[count] uint64 random draws; those for different values of `stream` are independent of each other."""
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
-    return np.random.Philox(key=key, counter=np.array([0, stream, 0, 0], dtype=np.uint64)).random_raw(count)
+    return np.random.Philox(
+        key=key, counter=np.array([0, stream, 0, 0], dtype=np.uint64)
+    ).random_raw(count)
 
 
 def document_lengths(corpus: Corpus, documents: ndarray) -> ndarray:
@@ -171,7 +175,8 @@ class Stream:
     """T tokens of packed documents. A document that the stream's edge cuts goes on in the next as a new document."""
 
     tokens: ndarray  # [T] int64
-    labels: ndarray  # [T] int64: the next token of the same document, where it is trained on; else IGNORE
+    # [T] int64: the next token of the same document, where it is trained on; else IGNORE
+    labels: ndarray
     cu_seqlens: ndarray  # [N+1] int32, from 0 to T
     position_ids: ndarray  # [T] int64, from 0 in each document
     columns: dict[str, ndarray]  # [T] or [T, n] each: numbers of the labels, "weights" always
@@ -207,7 +212,15 @@ class PackedStreams:
     repeat=False: one pass in the corpus's order, in len(streams) streams; padding, as a document, fills up the last.
     """
 
-    def __init__(self, side: Side, *, seq_len: int, seed: int, repeat: bool = True, targets: Targets = Targets()):
+    def __init__(
+        self,
+        side: Side,
+        *,
+        seq_len: int,
+        seed: int,
+        repeat: bool = True,
+        targets: Targets = Targets(),
+    ):
         self.corpus = side.corpus
         self.targets = targets
         self.repeat = repeat
@@ -266,7 +279,12 @@ class PackedStreams:
         return self._stream(self.seq_len, none, none, IGNORE)
 
     def _stream(
-        self, seq_len: int, starts: ndarray, lengths: ndarray, next_token: int, parents: Sequence[int] = ()
+        self,
+        seq_len: int,
+        starts: ndarray,
+        lengths: ndarray,
+        next_token: int,
+        parents: Sequence[int] = (),
     ) -> Stream:
         """Of these runs of the corpus's tokens, then the token that follows; padding, a document of zeros, fills it.
         parents: of runs that continue others, as in `Nodes`; by default none does."""
@@ -333,4 +351,8 @@ class PackedStreams:
             start += last - first
         end = int(starts[-1][-1] + lengths[-1][-1])
         goes_on = end < self.corpus.offsets[documents[-1] + 1]
-        return np.concatenate(starts), np.concatenate(lengths), int(self.corpus.tokens[end]) if goes_on else IGNORE
+        return (
+            np.concatenate(starts),
+            np.concatenate(lengths),
+            int(self.corpus.tokens[end]) if goes_on else IGNORE,
+        )

@@ -74,7 +74,10 @@ class Prompts:
         lengths = [*map(len, prompts), self.seq_len - sum(map(len, prompts))]
         rows = np.concatenate([*prompts, rows_of([0] * lengths[-1])])
         positions = np.concatenate([*map(np.arange, lengths)])
-        tokens, answers = rows[:, 0], np.c_[np.repeat([*samples, NONE], lengths), positions, rows[:, 1:]]
+        tokens, answers = (
+            rows[:, 0],
+            np.c_[np.repeat([*samples, NONE], lengths), positions, rows[:, 1:]],
+        )
         answers = np.roll(answers, -1, 0)  # of the labels; no prompt begins with an answer
         labels = np.where(answers[:, 2] == NONE, IGNORE, np.roll(tokens, -1))
         edges = np.unique(np.cumsum([0, *lengths])).astype(np.int32)
@@ -94,8 +97,12 @@ class Questions:
         if sample.task == LOSS:
             return rows_of(self._document(rng, sample.length), 0, 1)
         question = TASKS[sample.task](Draw(rng), self._text(rng), sample.depth)
-        before, after = self.encode([self.around[0] + question.head, question.question + self.around[1]])
-        answers = np.concatenate([self._answer(i, *answer) for i, answer in enumerate(question.answers)])
+        before, after = self.encode(
+            [self.around[0] + question.head, question.question + self.around[1]]
+        )
+        answers = np.concatenate(
+            [self._answer(i, *answer) for i, answer in enumerate(question.answers)]
+        )
         context = self._context(question, sample, len(before) + len(after) + len(answers))
         return np.concatenate([rows_of(np.concatenate([before, *context, after])), answers])
 
@@ -104,7 +111,9 @@ class Questions:
         before, *texts = self.encode([lead, text, *others])
         own, *rest = [tokens.tolist() for tokens in texts]
         place = next(i for i, tokens in enumerate(zip(own, *rest)) if len({*tokens}) > 1)
-        there = [*dict.fromkeys(tokens[place] for tokens in rest if tokens[place] != own[place])][:OTHERS]
+        there = [*dict.fromkeys(tokens[place] for tokens in rest if tokens[place] != own[place])][
+            :OTHERS
+        ]
         rows = rows_of(own, number)
         rows[place, 2 : 2 + len(there)] = there
         return np.concatenate([rows_of(before), rows])
@@ -128,7 +137,9 @@ class Questions:
                     f"evaluation.lengths: {sample.length:,} tokens are more than the text's {self.side.num_tokens:,}; "
                     "give a longer training.dataset_path, or more of it as validation.holdout"
                 )
-            more = self.encode([text for text in texts if not any(hidden in text for hidden in question.hidden)])
+            more = self.encode(
+                [text for text in texts if not any(hidden in text for hidden in question.hidden)]
+            )
             pieces += more
             total += sum(map(len, more))
         between = np.cumsum([len(piece) for piece in pieces])
@@ -150,7 +161,9 @@ class Questions:
         """Lines, of which long ones are cut."""
         for tokens in self._documents(rng):
             for at in range(0, len(tokens), 1 << 14):
-                yield from PIECE.findall(self.tokenizer.decode(tokens[at : at + (1 << 14)].tolist()))
+                yield from PIECE.findall(
+                    self.tokenizer.decode(tokens[at : at + (1 << 14)].tolist())
+                )
 
     def _document(self, rng: random.Random, length: int) -> np.ndarray:
         for tokens in self._documents(rng):

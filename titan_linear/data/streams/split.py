@@ -57,8 +57,11 @@ class Side:
         documents = documents[documents < self.corpus.num_documents]
         if not self.holdout:  # all are trained on
             return documents
-        first = documents // self.corpus.group * self.corpus.group  # of a pair, both go with the first
-        return documents[(self.corpus.hashes[first] < _threshold(self.holdout)) == (self.split == "validation")]
+        # of a pair, both go with the first
+        first = documents // self.corpus.group * self.corpus.group
+        return documents[
+            (self.corpus.hashes[first] < _threshold(self.holdout)) == (self.split == "validation")
+        ]
 
 
 def split_corpus(corpus: Corpus, holdout: float, split: str) -> Side:
@@ -109,7 +112,9 @@ def _ends(corpus: Corpus, threshold: np.uint64) -> ndarray:
     return ends if ends is not None else _keep(path, kept, corpus, threshold)
 
 
-def _keep(path: Path, kept: Callable[[], ndarray | None], corpus: Corpus, threshold: np.uint64) -> ndarray:
+def _keep(
+    path: Path, kept: Callable[[], ndarray | None], corpus: Corpus, threshold: np.uint64
+) -> ndarray:
     """Write the sums, unless another process has just done it, and map them."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +135,10 @@ def _mapped(path: Path, corpus: Corpus) -> ndarray | None:
     """The sums in this file, if it is there and whole. A damaged one is written again, from the corpus."""
     with suppress(OSError, ValueError):
         numbers = np.asarray(np.memmap(path, "<i8", mode="r"))
-        if len(numbers) == 2 * (_num_bundles(corpus) + 1) + 1 and zlib.crc32(numbers[:-1]) == numbers[-1]:
+        if (
+            len(numbers) == 2 * (_num_bundles(corpus) + 1) + 1
+            and zlib.crc32(numbers[:-1]) == numbers[-1]
+        ):
             return numbers[:-1].reshape(2, -1)
     return None
 

@@ -58,7 +58,9 @@ class TreeStreams(WholeStreams):
         return {"weights": weights * np.roll(share, -1), BACK: nodes.back, SHARE: share}
 
     def _nodes(self, document: int) -> Nodes:
-        return Nodes.behind(self.corpus.columns[BACK][slice(*self.corpus.offsets[document : document + 2])])
+        return Nodes.behind(
+            self.corpus.columns[BACK][slice(*self.corpus.offsets[document : document + 2])]
+        )
 
     def _lay(self, epoch: int) -> tuple[ndarray, list[int]]:
         """The epoch's trees in their order, [., 4]: document, its first leaf, one after its last, and
@@ -66,7 +68,9 @@ class TreeStreams(WholeStreams):
         order, _ = self.line.around(epoch, 0, self.num_tokens)
         units: list[tuple[int, ...]] = []
         for document, tokens in zip(order.tolist(), document_lengths(self.corpus, order).tolist()):
-            units += [(document, 0, tokens, tokens)] if tokens <= self.seq_len else self._cut(document)
+            units += (
+                [(document, 0, tokens, tokens)] if tokens <= self.seq_len else self._cut(document)
+            )
         laid = np.array(units)
         return laid, self._filled(laid[:, 3])
 
@@ -84,7 +88,8 @@ class TreeStreams(WholeStreams):
             )
         best: list[tuple[int, list[tuple[int, ...]]]] = [(0, [])]  # for the leaves before each
         for last in range(1, len(ends) + 1):
-            sizes = whole[:last] + ends[last - 1] - ends[:last]  # a leaf adds what lies behind the one before
+            # a leaf adds what lies behind the one before
+            sizes = whole[:last] + ends[last - 1] - ends[:last]
             ways = [
                 (best[first][0] + size, [*best[first][1], (document, first, last, size)])
                 for first, size in enumerate(sizes.tolist())
@@ -96,5 +101,11 @@ class TreeStreams(WholeStreams):
 
 def streams_of(side: Side, *, targets: Targets, **options: Any) -> PackedStreams:
     """Of trees, of whole documents, or of documents that streams cut."""
-    kind = TreeStreams if BACK in side.corpus.columns else WholeStreams if targets.group else PackedStreams
+    kind = (
+        TreeStreams
+        if BACK in side.corpus.columns
+        else WholeStreams
+        if targets.group
+        else PackedStreams
+    )
     return kind(side, targets=targets, **options)

@@ -53,7 +53,11 @@ class WholeStreams(PackedStreams):
         lengths = document_lengths(self.corpus, order).reshape(-1, group).sum(1)
         if lengths.max() > self.seq_len:
             document = order[int(lengths.argmax()) * group]
-            what = f"documents {document} and {document + 1} have" if group == 2 else f"document {document} has"
+            what = (
+                f"documents {document} and {document + 1} have"
+                if group == 2
+                else f"document {document} has"
+            )
             raise ValueError(
                 f"training.seq_len = {self.seq_len}: {what} {lengths.max():,} tokens, which the loss takes whole; "
                 "raise it, or leave such documents out"

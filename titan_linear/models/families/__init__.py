@@ -42,4 +42,6 @@ _KEYS = {  # by architecture
     "TitanLinearForCausalLM": remote.KEYS,
 }
 _TOKENIZERS = dict.fromkeys(("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), qwen.TOKENIZER)
-FAMILIES: dict[str, Family] = {name: read_family(name, keys, _TOKENIZERS.get(name)) for name, keys in _KEYS.items()}
+FAMILIES: dict[str, Family] = {
+    name: read_family(name, keys, _TOKENIZERS.get(name)) for name, keys in _KEYS.items()
+}

@@ -21,7 +21,9 @@ from titan_linear.models.mixers import Attention
 
 def _softmax_layers(model: ModelConfig) -> Json:
     """From them transformers derives the types of layers."""
-    return dict(attn_layer_indices=[i for i, layer in enumerate(model.layers) if not layer.mixers[0].linear])
+    return dict(
+        attn_layer_indices=[i for i, layer in enumerate(model.layers) if not layer.mixers[0].linear]
+    )
 
 
 ATTENTION = Part(Attention, HEADS, rope(1e4, 0.5), HEAD_DIM)
@@ -30,6 +32,11 @@ KEYS = table(
     *COMMON,
     only("mlp_bias mamba_proj_bias", False),
     HIDDEN_DIM,
-    layer_types(ATTENTION, MAMBA2, lambda key, i: i in (key("attn_layer_indices", None) or []), _softmax_layers),
+    layer_types(
+        ATTENTION,
+        MAMBA2,
+        lambda key, i: i in (key("attn_layer_indices", None) or []),
+        _softmax_layers,
+    ),
     EXPAND,
 )

@@ -50,7 +50,9 @@ def _head_dim(key: Keys) -> int:
 def _read_norm(key: Keys) -> Json:
     """A norm comes after the gate, which is not transformers' default."""
     if normed := key("mamba_rms_norm", False):
-        only("mamba_norm_before_gate", False).read(Keys({"mamba_norm_before_gate": True, **key.config}))
+        only("mamba_norm_before_gate", False).read(
+            Keys({"mamba_norm_before_gate": True, **key.config})
+        )
     return dict(output_norm=normed)
 
 
@@ -73,7 +75,10 @@ MAMBA2 = Part(
     derived(head_dim=_head_dim),
     TIME_STEP_LIMIT,
     Row(write=lambda mamba: dict(mamba_d_ssm=mamba.heads * mamba.head_dim)),
-    Row(_read_norm, lambda mamba: dict(mamba_rms_norm=mamba.output_norm, mamba_norm_before_gate=False)),
+    Row(
+        _read_norm,
+        lambda mamba: dict(mamba_rms_norm=mamba.output_norm, mamba_norm_before_gate=False),
+    ),
     written(ssm_in_multiplier=1.0),
     Row(_read_inputs, INPUTS.write),
     plain(out_factor=("ssm_out_multiplier", 1.0)),
@@ -84,7 +89,11 @@ ATTENTION = Part(
     rope(1e4),
     HEAD_DIM,
     Row(_read_attention_factors, lambda attention: dict(key_multiplier=attention.key_factor)),
-    Row(write=lambda attention: dict(attention_in_multiplier=1.0, attention_out_multiplier=attention.out_factor)),
+    Row(
+        write=lambda attention: dict(
+            attention_in_multiplier=1.0, attention_out_multiplier=attention.out_factor
+        )
+    ),
 )
 KEYS = table(
     "falcon_h1",

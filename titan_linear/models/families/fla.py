@@ -34,7 +34,9 @@ def _read_spec(key: Keys) -> Json:
     specs = [specs] if isinstance(specs, dict) else specs
     kinds = [{**spec, "layers": None} for spec in specs]
     if any(kind != kinds[0] for kind in kinds):
-        raise ValueError("config.json: attn has layers of several kinds; only one kind of softmax layer is known")
+        raise ValueError(
+            "config.json: attn has layers of several kinds; only one kind of softmax layer is known"
+        )
     return dict(*kinds[:1], layers=[i for spec in specs for i in spec["layers"]])
 
 
@@ -45,7 +47,9 @@ SOFTMAX = Part(
     derived(head_dim=lambda spec: spec("hidden_size") // spec("num_heads")),
     always("qkv_bias", False),
     always("window_size", None),
-    changed("rope_theta", "rope_theta", lambda theta: float(theta or 10000.0), lambda theta: theta, None),
+    changed(
+        "rope_theta", "rope_theta", lambda theta: float(theta or 10000.0), lambda theta: theta, None
+    ),
 )
 
 
@@ -59,7 +63,9 @@ def _pattern(linear: Part) -> Row:
         layers = range(key("num_hidden_layers"))
         spec = _read_spec(key)
         softmax = set(spec["layers"])
-        attention = SOFTMAX.read(Keys(spec | dict(hidden_size=key("hidden_size")))) if softmax else None
+        attention = (
+            SOFTMAX.read(Keys(spec | dict(hidden_size=key("hidden_size")))) if softmax else None
+        )
         other = None if softmax >= set(layers) else linear.read(key)
         return dict(pattern=shortest([attention if i in softmax else other for i in layers]))
 

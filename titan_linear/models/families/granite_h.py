@@ -28,7 +28,9 @@ POSITIONS = rope(1e4)
 MAMBA2 = Part(
     Mamba2,
     MAMBA2_DIMS,
-    derived(head_dim=lambda key: key("mamba_expand", 2) * key("hidden_size") // key("mamba_n_heads")),
+    derived(
+        head_dim=lambda key: key("mamba_expand", 2) * key("hidden_size") // key("mamba_n_heads")
+    ),
     TIME_STEP_LIMIT,
 )
 
@@ -48,30 +50,56 @@ def _read_scale(key: Keys) -> Json:
 
 
 def _write_scale(attention: Attention) -> Json:
-    return dict(attention_multiplier=attention.head_dim**-0.5 if attention.scale is None else attention.scale)
+    return dict(
+        attention_multiplier=attention.head_dim**-0.5
+        if attention.scale is None
+        else attention.scale
+    )
 
 
 def _read_positions(key: Keys) -> Json:
-    return POSITIONS.read(key) if key("position_embedding_type", None) == "rope" else dict(rope_theta=None)
+    return (
+        POSITIONS.read(key)
+        if key("position_embedding_type", None) == "rope"
+        else dict(rope_theta=None)
+    )
 
 
 def _write_positions(attention: Attention) -> Json:
-    return dict(position_embedding_type="rope", **POSITIONS.write(attention)) if attention.rotary else {}
+    return (
+        dict(position_embedding_type="rope", **POSITIONS.write(attention))
+        if attention.rotary
+        else {}
+    )
 
 
-ATTENTION = Part(Attention, *UNGROUPED, Row(_read_scale, _write_scale), Row(_read_positions, _write_positions))
+ATTENTION = Part(
+    Attention, *UNGROUPED, Row(_read_scale, _write_scale), Row(_read_positions, _write_positions)
+)
 KEYS = table(
     "granitemoehybrid",
     *COMMON,
     written(position_embedding_type="nope"),
-    layer_types(ATTENTION, MAMBA2, lambda key, i: False, mamba="linear_attention", attention="full_attention"),
+    layer_types(
+        ATTENTION,
+        MAMBA2,
+        lambda key, i: False,
+        mamba="linear_attention",
+        attention="full_attention",
+    ),
     only("mamba_proj_bias", False),
     plain(hidden_dim="shared_intermediate_size"),
     experts(
         lambda key: key("num_local_experts"),
-        plain(num_experts="num_local_experts", top_k="num_experts_per_tok", hidden_dim="intermediate_size"),
+        plain(
+            num_experts="num_local_experts",
+            top_k="num_experts_per_tok",
+            hidden_dim="intermediate_size",
+        ),
         derived(shared_hidden_dim=lambda key: key("shared_intermediate_size")),
-        otherwise=lambda model: dict(num_local_experts=0, num_experts_per_tok=0, intermediate_size=model.hidden_dim),
+        otherwise=lambda model: dict(
+            num_local_experts=0, num_experts_per_tok=0, intermediate_size=model.hidden_dim
+        ),
     ),
     plain(
         embedding_factor=("embedding_multiplier", 1.0),

@@ -38,12 +38,18 @@ class Keys:
         rope = self("rope_scaling", None) or self("rope_parameters", None) or {}
         rope = rope.get("full_attention", rope)
         if by_type := [name for name, value in rope.items() if isinstance(value, dict)]:
-            raise ValueError(f"config.json: rope_parameters has {by_type}, and no 'full_attention'; set that")
+            raise ValueError(
+                f"config.json: rope_parameters has {by_type}, and no 'full_attention'; set that"
+            )
         read = {"rope_theta": rope.get("rope_theta", self("rope_theta", theta))}
         if read["rope_theta"] is None and not math.isnan(theta):
-            raise ValueError("config.json: rope_theta = None, and attention of this architecture has positions")
+            raise ValueError(
+                "config.json: rope_theta = None, and attention of this architecture has positions"
+            )
         if fraction is not None:
-            read["rotary_fraction"] = rope.get("partial_rotary_factor", self("partial_rotary_factor", fraction))
+            read["rotary_fraction"] = rope.get(
+                "partial_rotary_factor", self("partial_rotary_factor", fraction)
+            )
         kind = rope.get("rope_type", rope.get("type")) or "default"
         if kind != "default":
             longest = self("max_position_embeddings", None)
@@ -114,12 +120,24 @@ def derived(**options: Callable[[Keys], object]) -> Row:
 
 def either(ours: str, theirs: str, other: Callable[[Keys], object], *default: object) -> Row:
     """A key that may be null or 0: `other` says what it then is. Without a default it must be there."""
-    return Row(lambda key: {ours: key(theirs, *default) or other(key)}, lambda part: {theirs: getattr(part, ours)})
+    return Row(
+        lambda key: {ours: key(theirs, *default) or other(key)},
+        lambda part: {theirs: getattr(part, ours)},
+    )
 
 
-def changed(ours: str, theirs: str, read: Callable[[Any], Any], write: Callable[[Any], Any], *default: object) -> Row:
+def changed(
+    ours: str,
+    theirs: str,
+    read: Callable[[Any], Any],
+    write: Callable[[Any], Any],
+    *default: object,
+) -> Row:
     """A key that says our option in another way."""
-    return Row(lambda key: {ours: read(key(theirs, *default))}, lambda part: {theirs: write(getattr(part, ours))})
+    return Row(
+        lambda key: {ours: read(key(theirs, *default))},
+        lambda part: {theirs: write(getattr(part, ours))},
+    )
 
 
 def only(names: str, *known: object) -> Row:
@@ -128,7 +146,9 @@ def only(names: str, *known: object) -> Row:
     def read(key: Keys) -> Json:
         for name in names.split():
             if (value := key(name, known[0])) not in known:
-                raise ValueError(f"config.json: {name} = {value!r}; only {' or '.join(map(repr, known))} is known")
+                raise ValueError(
+                    f"config.json: {name} = {value!r}; only {' or '.join(map(repr, known))} is known"
+                )
         return {}
 
     return Row(read)
@@ -146,7 +166,13 @@ def written(**keys: object) -> Row:
 
 def beta_range(theirs: str, default: bool) -> Row:
     """Whether eigenvalues may be negative."""
-    return changed("beta_range", theirs, lambda negative: 2.0 if negative else 1.0, lambda beta: beta == 2.0, default)
+    return changed(
+        "beta_range",
+        theirs,
+        lambda negative: 2.0 if negative else 1.0,
+        lambda beta: beta == 2.0,
+        default,
+    )
 
 
 def mixer(options: Part) -> Row:
@@ -154,7 +180,9 @@ def mixer(options: Part) -> Row:
     pattern read them."""
 
     def write(model: ModelConfig) -> Json:
-        mixers = [x for entry in model.pattern for x in mixers_of(entry) if isinstance(x, options.kind)]
+        mixers = [
+            x for entry in model.pattern for x in mixers_of(entry) if isinstance(x, options.kind)
+        ]
         return options.write(mixers[0]) if mixers else {}
 
     return Row(write=write)
@@ -194,10 +222,15 @@ def names_of_model(
     )
 
 
-USUAL = (always("hidden_act", "silu", "swish"), always("attention_bias", False), only("quantization_config", None))
+USUAL = (
+    always("hidden_act", "silu", "swish"),
+    always("attention_bias", False),
+    only("quantization_config", None),
+)
 COMMON = (names_of_model("rms_norm_eps"), *USUAL)
 HEADS = plain(heads="num_attention_heads", kv_heads="num_key_value_heads")  # of softmax attention
-HEAD_DIM = either("head_dim", "head_dim", share_of_width, None)  # heads share the width unless a key says otherwise
+# heads share the width unless a key says otherwise
+HEAD_DIM = either("head_dim", "head_dim", share_of_width, None)
 HIDDEN_DIM = plain(hidden_dim="intermediate_size")
 MAMBA2_DIMS = plain(
     heads="mamba_n_heads",
@@ -220,19 +253,26 @@ def rope(theta: float, fraction: float | None = None) -> Row:
 
 def write_rope(attention: Attention) -> Json:
     """`rope_parameters`, and the context of YaRN."""
-    positions = dict(rope_theta=attention.rope_theta, partial_rotary_factor=attention.rotary_fraction)
+    positions = dict(
+        rope_theta=attention.rope_theta, partial_rotary_factor=attention.rotary_fraction
+    )
     if (rope := attention.rope_scaling) is None:
         return dict(rope_parameters=dict(rope_type="default", **positions))
     used = {name: x for name in USES[rope.rope_type] if (x := getattr(rope, name)) is not None}
     reached = rope.reached if rope.rope_type == "yarn" else None
-    return dict(rope_parameters=used | positions, **({"max_position_embeddings": round(reached)} if reached else {}))
+    return dict(
+        rope_parameters=used | positions,
+        **({"max_position_embeddings": round(reached)} if reached else {}),
+    )
 
 
 def _read_time_step_limit(key: Keys) -> Json:
     given = key("time_step_limit", None) or (0.0, math.inf)
     limits = [float(x["__float__"]) if isinstance(x, dict) else 1.0 * x for x in given]
     if len(limits) != 2 or not limits[0] <= limits[1]:
-        raise ValueError(f"config.json: time_step_limit = {limits}; give the lower limit, then the upper one")
+        raise ValueError(
+            f"config.json: time_step_limit = {limits}; give the lower limit, then the upper one"
+        )
     return dict(dt_min=limits[0], dt_max=limits[1])
 
 
@@ -247,7 +287,9 @@ TIME_STEP_LIMIT = Row(_read_time_step_limit, _write_time_step_limit)
 
 
 def write_layer_types(model: ModelConfig, linear: str = "linear_attention") -> Json:
-    return dict(layer_types=[linear if x.mixers[0].linear else "full_attention" for x in model.layers])
+    return dict(
+        layer_types=[linear if x.mixers[0].linear else "full_attention" for x in model.layers]
+    )
 
 
 def layer_types(
@@ -267,15 +309,21 @@ def layer_types(
         count = key("num_hidden_layers")
         types = key("layer_types", None)
         if not types:
-            types = ["full_attention" if is_full(key, i) else "linear_attention" for i in range(count)]
+            types = [
+                "full_attention" if is_full(key, i) else "linear_attention" for i in range(count)
+            ]
         types = [names.get(t, t) for t in types]
         if unknown := set(types) - set(parts):
-            raise ValueError(f"config.json: layer_types has {sorted(unknown)}; known are {sorted(parts)}")
+            raise ValueError(
+                f"config.json: layer_types has {sorted(unknown)}; known are {sorted(parts)}"
+            )
         as_many_as_layers("layer_types", types, count)
         mixers = {t: parts[t].read(key) for t in set(types)}
         return {"pattern": shortest([mixers[t] for t in types])}
 
-    return Row(read, lambda model: write(model) | mixer(linear).write(model) | mixer(full).write(model))
+    return Row(
+        read, lambda model: write(model) | mixer(linear).write(model) | mixer(full).write(model)
+    )
 
 
 def as_many_as_layers(name: str, listed: list[str], count: int) -> None:
@@ -287,7 +335,11 @@ def as_many_as_layers(name: str, listed: list[str], count: int) -> None:
 
 def shortest(layers: list[MixerOptions]) -> tuple[MixerOptions, ...]:
     """The shortest pattern whose repetition gives these layers."""
-    periods = (n for n in range(1, len(layers) + 1) if all(m == layers[i % n] for i, m in enumerate(layers)))
+    periods = (
+        n
+        for n in range(1, len(layers) + 1)
+        if all(m == layers[i % n] for i, m in enumerate(layers))
+    )
     return tuple(layers[: next(periods)])
 
 

@@ -40,7 +40,9 @@ def _is_full(key: Keys, layer: int) -> bool:
 def _read_kv_heads(key: Keys) -> Json:
     heads = key("num_attention_heads")
     if key("num_key_value_heads") not in (None, heads):
-        raise ValueError(f"config.json: num_key_value_heads = {key('num_key_value_heads')}; only {heads} is known")
+        raise ValueError(
+            f"config.json: num_key_value_heads = {key('num_key_value_heads')}; only {heads} is known"
+        )
     return {}
 
 
@@ -59,12 +61,18 @@ LATENT = (
 def _dense_layers(key: Keys, first_sparse: int) -> tuple[int, ...]:
     layers = key("num_hidden_layers")
     first = key("first_k_dense_replace", first_sparse)
-    types = key("mlp_layer_types", None) or ["dense" if i < first else "sparse" for i in range(layers)]
+    types = key("mlp_layer_types", None) or [
+        "dense" if i < first else "sparse" for i in range(layers)
+    ]
     return tuple(i for i, kind in enumerate(types) if kind == "dense")
 
 
 def _write_mlp_types(model: ModelConfig) -> Json:
-    return dict(mlp_layer_types=["sparse" if model.has_experts(i) else "dense" for i in range(model.num_layers)])
+    return dict(
+        mlp_layer_types=[
+            "sparse" if model.has_experts(i) else "dense" for i in range(model.num_layers)
+        ]
+    )
 
 
 def _read_shared(key: Keys) -> Json:
@@ -97,7 +105,10 @@ def mlps(first_sparse: int) -> tuple[Row, ...]:
                 groups="num_expert_group n_group",
                 top_groups="topk_group",
             ),
-            Row(_read_shared, lambda moe: dict(num_shared_experts=moe.shared_hidden_dim // moe.hidden_dim)),
+            Row(
+                _read_shared,
+                lambda moe: dict(num_shared_experts=moe.shared_hidden_dim // moe.hidden_dim),
+            ),
             score="sigmoid",
             selection_bias=True,
         ),

@@ -22,11 +22,15 @@ class Layout:
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]  # a name with {e} stands for one tensor per expert
-    groups: str | None = None  # the first mixer's option that is the number of groups; None: one group
+    # the first mixer's option that is the number of groups; None: one group
+    groups: str | None = None
     form: str = "matrix"  # the shape on disk: a key of `shape_on_disk`
-    equal: bool = False  # `theirs` are of equal size (the last may be smaller), whatever the sizes of `ours`
+    # `theirs` are of equal size (the last may be smaller), whatever the sizes of `ours`
+    equal: bool = False
 
-    def shape_on_disk(self, rows: int, width: int, ours: tuple[int, ...], groups: int) -> tuple[int, ...]:
+    def shape_on_disk(
+        self, rows: int, width: int, ours: tuple[int, ...], groups: int
+    ) -> tuple[int, ...]:
         return {
             "matrix": (rows,) if len(ours) == 1 else (rows, width),
             "conv": (rows, 1, width),
@@ -47,7 +51,8 @@ class OwnTokenizer:
     vocabulary."""
 
     model_types: tuple[str, ...]
-    fits: Callable[[Json], bool]  # whether a tokenizer.json is the family's except for its vocabulary
+    # whether a tokenizer.json is the family's except for its vocabulary
+    fits: Callable[[Json], bool]
 
 
 @dataclass(frozen=True)
@@ -69,13 +74,19 @@ class Family:
     mlp: tuple[Spellings, ...]
     experts: tuple[Spellings, ...]
     prefixes: tuple[str, ...] = ("model.",)  # possible ones of every name but lm_head's
-    ignored: tuple[str, ...] = ()  # tensors that are no part of the language model, as regular expressions
-    wrappers: tuple[str, ...] = ()  # architectures that contain this one as their language model, or are it
-    ties: bool = True  # whether transformers ties the head where config.json says so; if not, folders have the head too
+    # tensors that are no part of the language model, as regular expressions
+    ignored: tuple[str, ...] = ()
+    # architectures that contain this one as their language model, or are it
+    wrappers: tuple[str, ...] = ()
+    # whether transformers ties the head where config.json says so; if not, folders have the head too
+    ties: bool = True
     mtp: MTP | None = None
-    peft_refuses: tuple[str, ...] = ()  # modules of which `peft` takes no adapter in this architecture
-    peft_weights: tuple[str, ...] = ()  # those that it takes for experts', unless their weights are named
-    float32: tuple[str, ...] = ()  # ends of names of our parameters that transformers keeps in float32 or wider
+    # modules of which `peft` takes no adapter in this architecture
+    peft_refuses: tuple[str, ...] = ()
+    # those that it takes for experts', unless their weights are named
+    peft_weights: tuple[str, ...] = ()
+    # ends of names of our parameters that transformers keeps in float32 or wider
+    float32: tuple[str, ...] = ()
     own_tokenizer: OwnTokenizer | None = None
 
 
@@ -84,11 +95,13 @@ def read_family(name: str, keys: Part, own_tokenizer: OwnTokenizer | None) -> Fa
     spelling of the tensors that they are: names, alone or in a table of fields of `Layout`."""
     file = Path(__file__).with_name("tensors") / f"{name}.json"
     has: dict[str, Any] = {
-        field: tuple(x) if isinstance(x, list) else x for field, x in json.loads(file.read_text()).items()
+        field: tuple(x) if isinstance(x, list) else x
+        for field, x in json.loads(file.read_text()).items()
     }
     has |= {part: _parts(has[part]) for part in ("model", "mlp", "experts")}
     has["layers"] = {
-        tuple(MIXERS[kind] for kind in kinds.split()): _parts(parts) for kinds, parts in has["layers"].items()
+        tuple(MIXERS[kind] for kind in kinds.split()): _parts(parts)
+        for kinds, parts in has["layers"].items()
     }
     if mtp := has.pop("mtp", None):
         has["mtp"] = MTP(**mtp | {"parts": _parts(mtp["parts"])})
@@ -96,9 +109,13 @@ def read_family(name: str, keys: Part, own_tokenizer: OwnTokenizer | None) -> Fa
 
 
 def _parts(table: Json) -> tuple[Spellings, ...]:
-    return tuple(tuple(_layout(ours, theirs) for theirs in spellings) for ours, spellings in table.items())
+    return tuple(
+        tuple(_layout(ours, theirs) for theirs in spellings) for ours, spellings in table.items()
+    )
 
 
 def _layout(ours: str, theirs: str | Json) -> Layout:
     options = {"theirs": theirs} if isinstance(theirs, str) else theirs
-    return Layout(**options | {"ours": tuple(ours.split()), "theirs": tuple(options["theirs"].split())})
+    return Layout(
+        **options | {"ours": tuple(ours.split()), "theirs": tuple(options["theirs"].split())}
+    )

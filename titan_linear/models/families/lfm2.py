@@ -38,7 +38,11 @@ def _hidden_dim(key: Keys) -> int:
 
 
 write_types = partial(write_layer_types, linear="conv")
-CONVOLUTION = Part(ShortConv, derived(channels=lambda key: key("hidden_size")), plain(conv_size=("conv_L_cache", 3)))
+CONVOLUTION = Part(
+    ShortConv,
+    derived(channels=lambda key: key("hidden_size")),
+    plain(conv_size=("conv_L_cache", 3)),
+)
 ATTENTION = Part(Attention, HEADS, derived(head_dim=share_of_width), rope(1e6), qk_norm="head")
 COMMON = (
     plain(vocab_size="vocab_size", dim="hidden_size", num_layers="num_hidden_layers"),
@@ -53,6 +57,8 @@ KEYS = table(
     layer_types(ATTENTION, CONVOLUTION, _is_full, write_types, conv="linear_attention"),
     NORM_EPS,
     derived(hidden_dim=_hidden_dim),
-    Row(write=lambda model: dict(intermediate_size=model.hidden_dim, block_auto_adjust_ff_dim=False)),
+    Row(
+        write=lambda model: dict(intermediate_size=model.hidden_dim, block_auto_adjust_ff_dim=False)
+    ),
     always("conv_bias", False),
 )

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.families.keys import HIDDEN_DIM, Json, Keys, Row, always, experts, layer_types, plain, table
+from titan_linear.models.families.keys import (
+    HIDDEN_DIM,
+    Json,
+    Keys,
+    Row,
+    always,
+    experts,
+    layer_types,
+    plain,
+    table,
+)
 from titan_linear.models.families.lfm2 import ATTENTION, COMMON, CONVOLUTION, NORM_EPS, write_types
 
 

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from titan_linear.models.families.keys import COMMON, Json, Keys, Part, Row, layer_types, only, overruled, plain, table
+from titan_linear.models.families.keys import (
+    COMMON,
+    Json,
+    Keys,
+    Part,
+    Row,
+    layer_types,
+    only,
+    overruled,
+    plain,
+    table,
+)
 from titan_linear.models.families.kimi import LATENT, mlps
 from titan_linear.models.mixers import KDA, MLA
 
 
 def _read_positions(key: Keys) -> Json:
     positions = key.rope(6e6, 1.0)
-    of_head = key("qk_rope_head_dim") / key("head_dim", 128)  # a published fraction is of heads of linear layers
+    # a published fraction is of heads of linear layers
+    of_head = key("qk_rope_head_dim") / key("head_dim", 128)
     if positions.get("rope_scaling") or positions["rotary_fraction"] not in (1, of_head):
-        raise ValueError("config.json: rope_parameters scale or leave out channels; only rope_type 'default' is known")
+        raise ValueError(
+            "config.json: rope_parameters scale or leave out channels; only rope_type 'default' is known"
+        )
     return dict(rope_theta=positions["rope_theta"])
 
 
@@ -42,7 +56,11 @@ LINEAR = Part(
     low_rank_gates=False,
 )
 ATTENTION = Part(
-    MLA, Row(_read_positions, _write_positions), *LATENT, plain(q_rank=("q_lora_rank", None)), head_gate=True
+    MLA,
+    Row(_read_positions, _write_positions),
+    *LATENT,
+    plain(q_rank=("q_lora_rank", None)),
+    head_gate=True,
 )
 KEYS = table(
     "bailing_hybrid",

@@ -51,7 +51,11 @@ KEYS = table(
     only("router_jitter_noise", 0.0),
     experts(
         lambda key: True,
-        plain(num_experts="num_local_experts", top_k="num_experts_per_tok", hidden_dim="intermediate_size"),
+        plain(
+            num_experts="num_local_experts",
+            top_k="num_experts_per_tok",
+            hidden_dim="intermediate_size",
+        ),
     ),
     _of_all("kept_factor", "alpha"),
     _of_all("residual_factor", "beta"),

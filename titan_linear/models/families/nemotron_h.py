@@ -62,7 +62,11 @@ EXPERTS_KEYS = (
         top_k="num_experts_per_tok",
         hidden_dim="moe_intermediate_size",
     ),
-    either("shared_hidden_dim", "moe_shared_expert_intermediate_size", lambda key: key("intermediate_size")),
+    either(
+        "shared_hidden_dim",
+        "moe_shared_expert_intermediate_size",
+        lambda key: key("intermediate_size"),
+    ),
     plain(
         normalise=("norm_topk_prob", True),
         scale=("routed_scaling_factor", 1.0),
@@ -70,7 +74,9 @@ EXPERTS_KEYS = (
         top_groups=("topk_group", 1),
     ),
     always("n_shared_experts", 1),
-    changed("latent_dim", "moe_latent_size", lambda size: size or 0, lambda size: size or None, None),
+    changed(
+        "latent_dim", "moe_latent_size", lambda size: size or 0, lambda size: size or None, None
+    ),
 )
 
 
@@ -93,7 +99,9 @@ def _pattern(key: Keys) -> Json:
 
 
 def _write_pattern(model: ModelConfig) -> Json:
-    words, letters = ({kind: name for name, kind in reversed(names.items())} for names in (WORDS, LETTERS))
+    words, letters = (
+        {kind: name for name, kind in reversed(names.items())} for names in (WORDS, LETTERS)
+    )
     return dict(
         layers_block_type=[words[layer.name] for layer in model.layers],
         hybrid_override_pattern="".join(letters[layer.name] for layer in model.layers),

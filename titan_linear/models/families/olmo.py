@@ -45,7 +45,9 @@ def _positions(key: Keys) -> Json:
     positions = key.rope(math.nan)
     theta = positions["rope_theta"]
     if theta is not None and math.isnan(theta):  # transformers and vLLM read this differently
-        raise ValueError("config.json: rope_parameters has no 'rope_theta'; set it: null for a model without positions")
+        raise ValueError(
+            "config.json: rope_parameters has no 'rope_theta'; set it: null for a model without positions"
+        )
     return positions
 
 
@@ -56,7 +58,9 @@ TYPES = layer_types(ATTENTION, GATED_DELTA_NET, lambda key, i: i % 4 == 3)
 def _both_types(key: Keys) -> Json:
     pattern = TYPES.read(key)["pattern"]
     if len(set(pattern)) < 2:  # transformers refuses it
-        raise ValueError(f"config.json: every layer is {pattern[0].name}, and this architecture has gdn and attention")
+        raise ValueError(
+            f"config.json: every layer is {pattern[0].name}, and this architecture has gdn and attention"
+        )
     return dict(pattern=pattern)
 
 

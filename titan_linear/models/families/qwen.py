@@ -23,7 +23,9 @@ from titan_linear.models.mixers import GDN, Attention
 
 # --- config.json -----------------------------------------------------------------------------------------------------
 
-FULL = Part(Attention, plain(head_dim="head_dim"), HEADS, rope(1e4, 0.25), qk_norm="head", output_gate=True)
+FULL = Part(
+    Attention, plain(head_dim="head_dim"), HEADS, rope(1e4, 0.25), qk_norm="head", output_gate=True
+)
 LINEAR = Part(
     GDN,
     plain(
@@ -63,7 +65,11 @@ def _write_balance(moe: MoEConfig) -> Json:
 def _experts(*rows: Row) -> Row:
     return experts(
         _has_experts,
-        plain(num_experts="num_experts", top_k="num_experts_per_tok", hidden_dim="moe_intermediate_size"),
+        plain(
+            num_experts="num_experts",
+            top_k="num_experts_per_tok",
+            hidden_dim="moe_intermediate_size",
+        ),
         Row(_read_shared, lambda moe: dict(shared_expert_intermediate_size=moe.shared_hidden_dim)),
         Row(_read_balance, _write_balance),
         *rows,
@@ -76,11 +82,17 @@ def _read_dense_layers(key: Keys) -> Json:
         return {}
     step = key("decoder_sparse_step", 1)
     dense = key("mlp_only_layers", None) or []
-    return dict(dense_layers=tuple(i for i in range(key("num_hidden_layers")) if i in dense or (i + 1) % step))
+    return dict(
+        dense_layers=tuple(
+            i for i in range(key("num_hidden_layers")) if i in dense or (i + 1) % step
+        )
+    )
 
 
 def _write_dense_layers(model: ModelConfig) -> Json:
-    return dict(mlp_only_layers=list(model.dense_layers), decoder_sparse_step=1) if model.moe else {}
+    return (
+        dict(mlp_only_layers=list(model.dense_layers), decoder_sparse_step=1) if model.moe else {}
+    )
 
 
 def _keys(model_type: str, *rows: Row) -> Part:
@@ -108,7 +120,14 @@ _WORDS = (
 )
 _SPLIT = {"type": "Split", "pattern": {"Regex": _WORDS}, "behavior": "Isolated", "invert": False}
 _LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-_PLAIN = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
+_PLAIN = (
+    "dropout",
+    "unk_token",
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+    "byte_fallback",
+    "ignore_merges",
+)
 
 
 def _is_qwens(tokenizer: Json) -> bool:
@@ -116,7 +135,10 @@ def _is_qwens(tokenizer: Json) -> bool:
     model = tokenizer["model"]
     special = {token["content"] for token in tokenizer.get("added_tokens") or []}
     before = tokenizer.get("pre_tokenizer") or {}
-    parts = [{k: v for k, v in part.items() if k != "trim_offsets"} for part in before.get("pretokenizers") or []]
+    parts = [
+        {k: v for k, v in part.items() if k != "trim_offsets"}
+        for part in before.get("pretokenizers") or []
+    ]
     return (
         tokenizer.get("normalizer") == {"type": "NFC"}
         and parts == [_SPLIT, _LEVEL]

@@ -33,25 +33,40 @@ def remote_code(name: str) -> tuple[Row, ...]:
         HIDDEN_DIM,
         plain(zero_centred_norm="zero_centred_norm"),
         changed("post_norm", "post_norm", tuple, list),
-        Row(_read_pattern, lambda model: dict(pattern=[{"kind": m.name, **asdict(m)} for m in model.pattern])),
+        Row(
+            _read_pattern,
+            lambda model: dict(pattern=[{"kind": m.name, **asdict(m)} for m in model.pattern]),
+        ),
     )
 
 
 def _read_pattern(key: Keys) -> Json:
     pattern = key("pattern")
-    if not (isinstance(pattern, list) and pattern and all(isinstance(options, dict) for options in pattern)):
-        raise ValueError(f"config.json: pattern = {pattern!r}; give a list of a mixer's options each")
+    if not (
+        isinstance(pattern, list)
+        and pattern
+        and all(isinstance(options, dict) for options in pattern)
+    ):
+        raise ValueError(
+            f"config.json: pattern = {pattern!r}; give a list of a mixer's options each"
+        )
     return dict(pattern=tuple(_mixer(options) for options in pattern))
 
 
 def _mixer(options: Json) -> MixerOptions:
     kind = MIXERS.get(options.get("kind"))
     if kind is None:
-        raise ValueError(f"config.json: pattern has an unknown kind, {options.get('kind')!r}; export the model again")
+        raise ValueError(
+            f"config.json: pattern has an unknown kind, {options.get('kind')!r}; export the model again"
+        )
     names = {"kind", *(f.name for f in fields(kind))}
-    needed = {f.name for f in fields(kind) if f.default is MISSING}  # later versions add options, with defaults
+    # later versions add options, with defaults
+    needed = {f.name for f in fields(kind) if f.default is MISSING}
     if not needed <= options.keys() <= names:
-        wrong = {"lacks": sorted(needed - options.keys()), "has unknown": sorted(options.keys() - names)}
+        wrong = {
+            "lacks": sorted(needed - options.keys()),
+            "has unknown": sorted(options.keys() - names),
+        }
         said = " and ".join(f"{verb} {keys}" for verb, keys in wrong.items() if keys)
         raise ValueError(f"config.json: pattern {said}; export the model again")
     if rope := options.get("rope_scaling"):

@@ -32,10 +32,14 @@ from titan_linear.models.mixers import RWKV7
 def _read_heads(key: Keys) -> Json:
     dim = key("hidden_size")
     if key("value_dim", None) not in (None, dim, [dim] * key("num_hidden_layers")):
-        raise ValueError(f"config.json: value_dim = {key('value_dim')}; only hidden_size = {dim} is known")
+        raise ValueError(
+            f"config.json: value_dim = {key('value_dim')}; only hidden_size = {dim} is known"
+        )
     head_dim = key("head_dim", 64) or dim // key("num_heads")
     if dim % head_dim:
-        raise ValueError(f"config.json: hidden_size = {dim} is no multiple of head_dim = {head_dim}; fetch it again")
+        raise ValueError(
+            f"config.json: hidden_size = {dim} is no multiple of head_dim = {head_dim}; fetch it again"
+        )
     return dict(heads=dim // head_dim, head_dim=head_dim)
 
 
@@ -99,8 +103,12 @@ def from_rwkv_lm(tensors: dict[str, Tensor]) -> tuple[ModelConfig, dict[str, Ten
         ValueError: they are not exactly those of an RWKV-7; the message names one.
     """
     named = isinstance(tensors, dict) and all(isinstance(at, str) for at in tensors)
-    if not named or not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors.values()):
-        raise ValueError(f"this {type(tensors).__name__} is no RWKV-7; give a file of tensors of floats by name")
+    if not named or not all(
+        isinstance(x, Tensor) and x.is_floating_point() for x in tensors.values()
+    ):
+        raise ValueError(
+            f"this {type(tensors).__name__} is no RWKV-7; give a file of tensors of floats by name"
+        )
     model = _model_of(tensors)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Decoder(model).named_parameters()}
@@ -111,15 +119,21 @@ def from_rwkv_lm(tensors: dict[str, Tensor]) -> tuple[ModelConfig, dict[str, Ten
     for name, shape in shapes.items():
         x = _tensor(tensors, names[name])
         if x.numel() != math.prod(shape):
-            raise ValueError(f"{names[name]} is {list(x.shape)}, other than {list(shape)}; fetch it again")
-        parameters[name] = (x.T if name.endswith(("down.weight", "up.weight")) else x).reshape(shape)
+            raise ValueError(
+                f"{names[name]} is {list(x.shape)}, other than {list(shape)}; fetch it again"
+            )
+        parameters[name] = (x.T if name.endswith(("down.weight", "up.weight")) else x).reshape(
+            shape
+        )
     return model, parameters
 
 
 def _model_of(tensors: dict[str, Tensor]) -> ModelConfig:
     def sizes(name: str) -> torch.Size:
         if (x := _tensor(tensors, name)).ndim != 2:
-            raise ValueError(f"{name} is {list(x.shape)}, of other than two dimensions; fetch it again")
+            raise ValueError(
+                f"{name} is {list(x.shape)}, of other than two dimensions; fetch it again"
+            )
         return x.shape
 
     num_layers = len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})
@@ -133,7 +147,9 @@ def _model_of(tensors: dict[str, Tensor]) -> ModelConfig:
 
 def _tensor(tensors: dict[str, Tensor], name: str) -> Tensor:
     if name not in tensors:
-        raise ValueError(f"{name} is missing, so that this is no RWKV-7; other versions are not read")
+        raise ValueError(
+            f"{name} is missing, so that this is no RWKV-7; other versions are not read"
+        )
     return tensors[name]
 
 

@@ -50,7 +50,9 @@ class AttentionMixer(nn.Module):
         self.v_proj = projection(config.dim, k_dim)
         if self.qk_norm is not None:
             widths = (self.head_dim, self.head_dim) if self.qk_norm == "head" else (q_dim, k_dim)
-            self.q_norm, self.k_norm = (RMSNorm(w, config.norm_eps, config.zero_centred_norm) for w in widths)
+            self.q_norm, self.k_norm = (
+                RMSNorm(w, config.norm_eps, config.zero_centred_norm) for w in widths
+            )
         if self.qk_norm == "width":
             self.split = {**self.split, "q_norm.weight": 0, "k_norm.weight": 0}
         self.g_proj = projection(config.dim, q_dim) if options.output_gate else None
@@ -93,7 +95,8 @@ class Attention(MixerOptions):
     heads: Size
     kv_heads: Size  # divides heads
     head_dim: Size
-    qk_norm: Literal["head", "width"] | None = None  # "head": over each head; "width": over all heads together
+    # "head": over each head; "width": over all heads together
+    qk_norm: Literal["head", "width"] | None = None
     rope_theta: Above0 | None = 10000.0  # None: no positions
     rotary_fraction: AtLeast0 = 1.0  # share of head_dim that is rotated: its first channels
     rope_scaling: RopeScaling | None = None
@@ -134,4 +137,8 @@ class Attention(MixerOptions):
         return {"query heads": self.heads, "key heads": self.kv_heads}
 
     def indivisible_heads(self, ranks: int) -> str | None:
-        return None if key_head_copies(self.heads, self.kv_heads, ranks) else super().indivisible_heads(ranks)
+        return (
+            None
+            if key_head_copies(self.heads, self.kv_heads, ranks)
+            else super().indivisible_heads(ranks)
+        )

@@ -54,7 +54,10 @@ class DeltaOptions(RecurrentOptions):
 
     @property
     def ops(self) -> OpDims:
-        return {self.op: {"K": self.head_dim, "V": self.v_head_dim}, "causal_conv1d": {"W": self.conv_size}}
+        return {
+            self.op: {"K": self.head_dim, "V": self.v_head_dim},
+            "causal_conv1d": {"W": self.conv_size},
+        }
 
     @property
     def contradiction(self) -> str | None:
@@ -94,7 +97,9 @@ class DeltaMixer(RecurrentMixer):
         value_dim = options.v_heads * self.v_head_dim
         widths = (key_dim, key_dim, value_dim)
         self.q_proj, self.k_proj, self.v_proj = (projection(config.dim, w) for w in widths)
-        self.q_conv1d, self.k_conv1d, self.v_conv1d = (ConvWeight(w, options.conv_size) for w in widths)
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = (
+            ConvWeight(w, options.conv_size) for w in widths
+        )
         self.b_proj = projection(config.dim, options.v_heads)
         self.beta_range = options.beta_range
         eps = config.norm_eps if options.o_norm_eps is None else options.o_norm_eps
@@ -136,7 +141,11 @@ class KDAMixer(DeltaMixer):
 
     split = {  # of the low-rank projections, the second factors only
         **DeltaMixer.split,
-        **{f"{gate}_proj.{part}": 0 for gate in "fg" for part in ("weight", "bias", "1.weight", "1.bias")},
+        **{
+            f"{gate}_proj.{part}": 0
+            for gate in "fg"
+            for part in ("weight", "bias", "1.weight", "1.bias")
+        },
     }
 
     def __init__(self, options: KDA, config: ModelConfig, layer: int):
@@ -150,7 +159,9 @@ class KDAMixer(DeltaMixer):
         f_proj: Any = projection(rank, gate_dim)
         g_proj: Any = projection(rank, value_dim, options.gate_bias)
         if self.low_rank_gates:
-            f_proj, g_proj = (nn.Sequential(projection(config.dim, rank), second) for second in (f_proj, g_proj))
+            f_proj, g_proj = (
+                nn.Sequential(projection(config.dim, rank), second) for second in (f_proj, g_proj)
+            )
         self.f_proj, self.g_proj = f_proj, g_proj
         self.A_log = nn.Parameter(torch.empty(options.v_heads))
         self.dt_bias = nn.Parameter(torch.empty(gate_dim))
@@ -167,7 +178,11 @@ class KDAMixer(DeltaMixer):
         _, _, _, gate, _ = inputs
         rate = self.A_log.exp()[:, None]
         gate = widen(gate) + self.dt_bias.view(-1, self.head_dim)
-        return -rate * F.softplus(gate) if self.lower_bound is None else self.lower_bound * (rate * gate).sigmoid()
+        return (
+            -rate * F.softplus(gate)
+            if self.lower_bound is None
+            else self.lower_bound * (rate * gate).sigmoid()
+        )
 
     def _rule(self, inputs: Inputs, **how: Any) -> tuple[Tensor, Tensor | None]:
         return chunk_kda(*inputs, lower_bound=self.lower_bound, **self._of_gates(), **how)
@@ -175,7 +190,8 @@ class KDAMixer(DeltaMixer):
 
 @dataclass(frozen=True, kw_only=True)
 class KDA(DeltaOptions):
-    lower_bound: float | None = -5.0  # of the bounded gate, whose kernels are faster; None: −exp(A_log)·softplus(…)
+    # of the bounded gate, whose kernels are faster; None: −exp(A_log)·softplus(…)
+    lower_bound: float | None = -5.0
     gate_bias: bool = True  # a bias in the output gate
     low_rank_gates: bool = True  # each gate by way of `v_head_dim` channels; else by one projection
 

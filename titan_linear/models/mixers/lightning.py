@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_linear.models.config import Documents, ModelConfig
-from titan_linear.models.layers import Above0, OpDims, RMSNorm, Size, project_each, projection, widened
+from titan_linear.models.layers import (
+    Above0,
+    OpDims,
+    RMSNorm,
+    Size,
+    project_each,
+    projection,
+    widened,
+)
 from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_simple_gla
@@ -32,10 +40,14 @@ class LightningMixer(RecurrentMixer):
         super().__init__(options)
         self.heads = options.heads
         self.head_dim = options.head_dim
-        slope = layer / (config.num_layers - 1 + 1e-5) - 1 - 1e-5  # from −1 in the first layer to 0 in the last
-        self.slope = torch.tensor(slope, dtype=torch.float64, device="cpu")  # a number would be compiled for each layer
+        # from −1 in the first layer to 0 in the last
+        slope = layer / (config.num_layers - 1 + 1e-5) - 1 - 1e-5
+        # a number would be compiled for each layer
+        self.slope = torch.tensor(slope, dtype=torch.float64, device="cpu")
         width = options.heads * options.head_dim
-        self.q_proj, self.k_proj, self.v_proj, self.g_proj = (projection(config.dim, width) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.g_proj = (
+            projection(config.dim, width) for _ in range(4)
+        )
         self.o_norm = RMSNorm(width, options.o_norm_eps)
         self.o_proj = projection(width, config.dim)
         self.ranks: Ranks | None = None  # of tensor parallelism
@@ -78,7 +90,12 @@ class Lightning(RecurrentOptions):
 
     def flops(self, documents: Documents) -> int:
         """By chunks: per token 4 K V for the state, per pair of a chunk 4 K."""
-        return 4 * self.heads * self.head_dim * (self.head_dim * documents.tokens + documents.chunk_pairs)
+        return (
+            4
+            * self.heads
+            * self.head_dim
+            * (self.head_dim * documents.tokens + documents.chunk_pairs)
+        )
 
     def scan_programs(self, ranks: int) -> int:
         return scan_programs(self.heads // ranks, self.head_dim)

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.draws import ones, time_step_bias, uniform_decay
-from titan_linear.models.layers import AtLeast0, ConvWeight, OpDims, Size, cut, project, projection, scaled, widen
+from titan_linear.models.layers import (
+    AtLeast0,
+    ConvWeight,
+    OpDims,
+    Size,
+    cut,
+    project,
+    projection,
+    scaled,
+    widen,
+)
 from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_ssd
@@ -53,7 +63,16 @@ class Mamba2Mixer(RecurrentMixer):
 
     kept_whole = ("A_log", "D", "dt_bias")
     split = {
-        **dict.fromkeys(("x_proj.weight", "z_proj.weight", "dt_proj.weight", "x_conv1d.weight", "x_conv1d.bias"), 0),
+        **dict.fromkeys(
+            (
+                "x_proj.weight",
+                "z_proj.weight",
+                "dt_proj.weight",
+                "x_conv1d.weight",
+                "x_conv1d.bias",
+            ),
+            0,
+        ),
         **dict.fromkeys(("A_log", "D", "dt_bias"), 0),
         "o_proj.weight": 1,
     }
@@ -67,20 +86,28 @@ class Mamba2Mixer(RecurrentMixer):
         self.z_factor = options.z_factor
         self.dt_factor = options.dt_factor
         self.out_factor = options.out_factor
-        conv_factors = options.x_factor, options.b_factor, options.c_factor  # a convolution is linear
+        # a convolution is linear
+        conv_factors = options.x_factor, options.b_factor, options.c_factor
         inner, *_ = widths = options.widths
         self.x_proj, self.b_proj, self.c_proj = (projection(config.dim, w) for w in widths)
         self.z_proj = projection(config.dim, inner)
         self.dt_proj = projection(config.dim, options.heads)
         self.x_conv1d, self.b_conv1d, self.c_conv1d = (
-            ConvWeight(w, options.conv_size, options.conv_bias, f) for w, f in zip(widths, conv_factors, strict=True)
+            ConvWeight(w, options.conv_size, options.conv_bias, f)
+            for w, f in zip(widths, conv_factors, strict=True)
         )
-        self.A_log, self.D, self.dt_bias = (nn.Parameter(torch.empty(options.heads)) for _ in range(3))
-        self.o_norm = GroupedRMSNorm(inner, options.groups, config.norm_eps) if options.output_norm else None
+        self.A_log, self.D, self.dt_bias = (
+            nn.Parameter(torch.empty(options.heads)) for _ in range(3)
+        )
+        self.o_norm = (
+            GroupedRMSNorm(inner, options.groups, config.norm_eps) if options.output_norm else None
+        )
         self.o_proj = projection(inner, config.dim)
         self.initial = {"A_log": uniform_decay(1.0), "D": ones, "dt_bias": time_step_bias}
         if options.groups > 1:
-            of_groups = (f"{x}_{of}" for x in "bc" for of in ("proj.weight", "conv1d.weight", "conv1d.bias"))
+            of_groups = (
+                f"{x}_{of}" for x in "bc" for of in ("proj.weight", "conv1d.weight", "conv1d.bias")
+            )
             self.split = {**self.split, **dict.fromkeys(of_groups, 0)}
 
     def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, Tensor]:
@@ -89,7 +116,9 @@ class Mamba2Mixer(RecurrentMixer):
         x_dim, b_dim, c_dim, z_dim, heads = (len(p.weight) for p in projections)
         xbc, z, dt = cut(project(x, *projections), x_dim + b_dim + c_dim, z_dim, heads)
         convolutions = [self.x_conv1d, self.b_conv1d, self.c_conv1d]
-        x, B, C = self._convolved(xbc, convolutions, (self.head_dim, self.state_dim, self.state_dim), plan, cache)
+        x, B, C = self._convolved(
+            xbc, convolutions, (self.head_dim, self.state_dim, self.state_dim), plan, cache
+        )
         return (x, scaled(dt, self.dt_factor), B, C), scaled(z, self.z_factor)
 
     def _rule(self, inputs: Inputs, **how: Any) -> tuple[Tensor, Tensor | None]:
@@ -142,7 +171,10 @@ class Mamba2(RecurrentOptions):
 
     @property
     def ops(self) -> OpDims:
-        return {self.op: {"K": self.state_dim, "V": self.head_dim}, "causal_conv1d": {"W": self.conv_size}}
+        return {
+            self.op: {"K": self.state_dim, "V": self.head_dim},
+            "causal_conv1d": {"W": self.conv_size},
+        }
 
     @property
     def contradiction(self) -> str | None:
@@ -155,13 +187,19 @@ class Mamba2(RecurrentOptions):
     @property
     def widths(self) -> tuple[int, int, int]:
         """Channels of x, B and C."""
-        return self.heads * self.head_dim, self.groups * self.state_dim, self.groups * self.state_dim
+        return (
+            self.heads * self.head_dim,
+            self.groups * self.state_dim,
+            self.groups * self.state_dim,
+        )
 
     def flops(self, documents: Documents) -> int:
         """By chunks. Per token and head: 4 N P for reading the state and adding to it. Per pair of tokens in a chunk:
         2 N for each group's C Bᵀ, and 2 P for each head's use of it."""
         inner, N = self.heads * self.head_dim, self.state_dim
-        return 4 * inner * N * documents.tokens + 2 * (self.groups * N + inner) * documents.chunk_pairs
+        return (
+            4 * inner * N * documents.tokens + 2 * (self.groups * N + inner) * documents.chunk_pairs
+        )
 
     def scan_programs(self, ranks: int) -> int:
         return scan_programs(self.heads // ranks, self.head_dim)

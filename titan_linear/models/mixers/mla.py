@@ -36,7 +36,9 @@ class MLAMixer(nn.Module):
     """
 
     split = {  # not the latent
-        **dict.fromkeys(("q_proj.weight", "q_proj.2.weight", "kv_b_proj.weight", "g_proj.weight"), 0),
+        **dict.fromkeys(
+            ("q_proj.weight", "q_proj.2.weight", "kv_b_proj.weight", "g_proj.weight"), 0
+        ),
         "o_proj.weight": 1,
     }
     float8 = (("q_proj",), ("kv_a_proj",), ("kv_b_proj",), ("o_proj",))
@@ -50,7 +52,9 @@ class MLAMixer(nn.Module):
         self.rotary = options.rotary
         q_proj: nn.Module = projection(options.q_rank or config.dim, options.heads * self.q_dim)
         if options.q_rank:
-            q_proj = nn.Sequential(projection(config.dim, options.q_rank), RMSNorm(options.q_rank, LATENT_EPS), q_proj)
+            q_proj = nn.Sequential(
+                projection(config.dim, options.q_rank), RMSNorm(options.q_rank, LATENT_EPS), q_proj
+            )
         self.q_proj = q_proj
         self.kv_a_proj = projection(config.dim, sum(self.latent_dims))
         self.kv_norm = RMSNorm(options.kv_rank, LATENT_EPS)
@@ -98,9 +102,11 @@ class MLA(MixerOptions):
     heads: Size
     kv_rank: Size
     nope_dim: Size  # channels of q and k that are each head's own
-    shared_k_dim: Size  # channels of q and k for which all heads share a key (DeepSeek-V2's rotary part)
+    # channels of q and k for which all heads share a key (DeepSeek-V2's rotary part)
+    shared_k_dim: Size
     v_dim: Size
-    rope_theta: Above0 | None = None  # of those channels, rotated in pairs of neighbours; None: no positions
+    # of those channels, rotated in pairs of neighbours; None: no positions
+    rope_theta: Above0 | None = None
     q_rank: Size | None = None  # of a latent that queries come from
     head_gate: bool = False  # a gate on each head's output
 

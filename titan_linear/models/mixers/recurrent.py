@@ -55,7 +55,9 @@ class RecurrentMixer(nn.Module):
         return o
 
     @abstractmethod
-    def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache, *taken: Tensor) -> tuple[Inputs, Any]:
+    def _inputs(
+        self, x: Tensor, plan: BatchPlan, cache: Cache, *taken: Tensor
+    ) -> tuple[Inputs, Any]:
         """The recurrence's inputs [B, T, ...], and what `_output` needs besides: an output gate [B, T, ...]. taken:
         values of the first layer, for mixers that take them."""
 
@@ -89,10 +91,13 @@ class RecurrentMixer(nn.Module):
         KDA, a head's channels. state_norm: 2-norm of the states at the ends of documents. carried_share: of the
         squared output over the second half of the longest document, the share that comes from its first half, through
         the state. fragment_share: of all squared outputs, the share that comes from other ranks' fragments."""
-        inputs, _ = self._inputs(x[:, : window.tokens], window.plan, None, *(y[:, : window.tokens] for y in taken))
+        inputs, _ = self._inputs(
+            x[:, : window.tokens], window.plan, None, *(y[:, : window.tokens] for y in taken)
+        )
         o, states = self._recurrence(inputs, window.plan, final=True)
         alone, _ = self._recurrence(inputs, window.halves)
-        decay = -self._log_decay(inputs).reshape(window.tokens, o.shape[2], -1).mean(-1)  # [W, heads]
+        # [W, heads]
+        decay = -self._log_decay(inputs).reshape(window.tokens, o.shape[2], -1).mean(-1)
         norms = widen(states).flatten(2).norm(dim=-1)  # [N, heads]
         seen = {
             "half_life": (torch.full_like(decay[0], math.log(2) * len(decay)), decay.sum(0)),
@@ -122,12 +127,20 @@ class RecurrentMixer(nn.Module):
         weights = [scaled(c.weight, c.factor) for c in convolutions]
         biases = [c.bias for c in convolutions]
         bias = None if biases[0] is None else torch.cat(biases)
-        options = {"bias": bias, "activation": "silu", "widths": [*map(len, weights)], "norm_dim": norm_dim}
-        parts = convolve(x, torch.cat(weights), cache, "conv", self.implementations, **options, **plan.documents)
+        options = {
+            "bias": bias,
+            "activation": "silu",
+            "widths": [*map(len, weights)],
+            "norm_dim": norm_dim,
+        }
+        parts = convolve(
+            x, torch.cat(weights), cache, "conv", self.implementations, **options, **plan.documents
+        )
         return [part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True)]
 
 
 def _share(o: Tensor, alone: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of squares by head [heads], of o − alone and of o, for o and alone [., heads, V]."""
-    norms = partial(torch.linalg.vector_norm, dim=(0, 2), dtype=widened(o.dtype))  # in that dtype, without copies
+    # in that dtype, without copies
+    norms = partial(torch.linalg.vector_norm, dim=(0, 2), dtype=widened(o.dtype))
     return norms(o - alone).square(), norms(o).square()

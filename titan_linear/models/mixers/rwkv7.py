@@ -15,7 +15,17 @@ from torch import Tensor, nn
 
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.draws import Draw, Elements, constant, token_mix
-from titan_linear.models.layers import SHIFT_OPS, Cache, LayerNorm, OpDims, Output, Size, projection, token_shift, widen
+from titan_linear.models.layers import (
+    SHIFT_OPS,
+    Cache,
+    LayerNorm,
+    OpDims,
+    Output,
+    Size,
+    projection,
+    token_shift,
+    widen,
+)
 from titan_linear.models.mixers.recurrent import Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_rwkv7
@@ -31,7 +41,12 @@ class LowRank(nn.Module):
     split = {"up.weight": 0, "bias": 0}
 
     def __init__(
-        self, dim: int, rank: int, width: int, activation: Callable[[Tensor], Tensor] | None, bias: Draw | None
+        self,
+        dim: int,
+        rank: int,
+        width: int,
+        activation: Callable[[Tensor], Tensor] | None,
+        bias: Draw | None,
     ):
         super().__init__()
         self.down = projection(dim, rank)
@@ -67,7 +82,9 @@ class RWKV7Mixer(RecurrentMixer):
     """
 
     split = {
-        **dict.fromkeys(("r_proj.weight", "k_proj.weight", "v_proj.weight", "k_k", "k_a", "r_k"), 0),
+        **dict.fromkeys(
+            ("r_proj.weight", "k_proj.weight", "v_proj.weight", "k_k", "k_a", "r_k"), 0
+        ),
         "o_proj.weight": 1,
     }
     float8 = tuple((f"{name}_proj",) for name in "rkvo")
@@ -81,13 +98,17 @@ class RWKV7Mixer(RecurrentMixer):
         decay = 1 + (layer / max(config.num_layers - 1, 1)) ** 0.3
         channels = partial(_channels, width, K)
         self.head_dim = K
-        self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g = (nn.Parameter(torch.empty(dim)) for _ in range(6))
+        self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g = (
+            nn.Parameter(torch.empty(dim)) for _ in range(6)
+        )
         self.k_k, self.k_a, self.r_k = (nn.Parameter(torch.empty(width)) for _ in range(3))
         powers = {"x_r": 0.2, "x_w": 0.9, "x_k": 0.7, "x_v": 0.7, "x_a": 0.9, "x_g": 0.2}
         self.initial = {name: token_mix(dim, power * (1 - depth)) for name, power in powers.items()}
         self.initial |= {"k_k": channels(0.76, -0.1), "k_a": constant(1.02), "r_k": constant(-0.04)}
         self.r_proj, self.k_proj, self.v_proj = (projection(dim, width) for _ in range(3))
-        self.w_lora = LowRank(dim, options.w_rank, width, torch.tanh, channels(-5.5, 6.0, 2.5, decay))
+        self.w_lora = LowRank(
+            dim, options.w_rank, width, torch.tanh, channels(-5.5, 6.0, 2.5, decay)
+        )
         self.a_lora = LowRank(dim, options.a_rank, width, None, channels(-0.39, 0.4, 0.3))
         self.g_lora = LowRank(dim, options.g_rank, width, torch.sigmoid, None)
         self.v_lora = None
@@ -97,12 +118,16 @@ class RWKV7Mixer(RecurrentMixer):
         self.g_norm.initial["weight"] = constant(((layer + 1) / config.num_layers) ** 0.7)
         self.o_proj = projection(width, dim)
 
-    def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None, *taken: Tensor) -> Tensor | Output:
+    def forward(
+        self, x: Tensor, plan: BatchPlan, cache: Cache = None, *taken: Tensor
+    ) -> Tensor | Output:
         inputs, others = self._inputs(x, plan, cache, *taken)
         y = self._output(self._carried(inputs, plan, cache), others)
         return y if taken else Output(y, values=others[-1].clone())
 
-    def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache, *taken: Tensor) -> tuple[Inputs, tuple[Tensor, ...]]:
+    def _inputs(
+        self, x: Tensor, plan: BatchPlan, cache: Cache, *taken: Tensor
+    ) -> tuple[Inputs, tuple[Tensor, ...]]:
         """r, logits w, k, v, a, b [B, T, heads, K]; the bonus (r · (k̃ ⊙ r_k)) v, the gate and v, [B, T, heads·K]."""
         shift = token_shift(x, plan.documents, cache, "shift", self.implementations)
         mixes = self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g
@@ -161,14 +186,24 @@ class RWKV7(RecurrentOptions):
         """By chunks. Per token and head: 8 K² for reading the state with r and a and for adding to it along k and b.
         Per pair of tokens in a chunk: 8 K for the matrices of r and a with k and b, and 8 K for applying them, where an
         inverse counts as a product."""
-        return self.heads * self.head_dim * (8 * self.head_dim * documents.tokens + 16 * documents.chunk_pairs)
+        return (
+            self.heads
+            * self.head_dim
+            * (8 * self.head_dim * documents.tokens + 16 * documents.chunk_pairs)
+        )
 
     @property
     def contradiction(self) -> str | None:
-        return f"{self.name} head_dim = 1, of which each head's norm makes 0" if self.head_dim == 1 else None
+        return (
+            f"{self.name} head_dim = 1, of which each head's norm makes 0"
+            if self.head_dim == 1
+            else None
+        )
 
 
-def _channels(width: int, head_dim: int, start: float, rise: float, wave: float = 0.0, power: float = 1.0) -> Draw:
+def _channels(
+    width: int, head_dim: int, start: float, rise: float, wave: float = 0.0, power: float = 1.0
+) -> Draw:
     """start + rise · (0 to 1 over all channels)^power + wave · z |z|, with z from −1 to 1 over each head's channels."""
 
     def draw(elements: Elements) -> Tensor:

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from titan_linear.models.config import MixerOptions, ModelConfig
-from titan_linear.models.layers import Cache, ConvWeight, OpDims, Size, convolve, project_each, projection
+from titan_linear.models.layers import (
+    Cache,
+    ConvWeight,
+    OpDims,
+    Size,
+    convolve,
+    project_each,
+    projection,
+)
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.runtime.support import Choice
 
@@ -23,7 +31,9 @@ class ShortConvMixer(nn.Module):
 
     def __init__(self, options: ShortConv, config: ModelConfig, layer: int):
         super().__init__()
-        self.b_proj, self.c_proj, self.x_proj = (projection(config.dim, options.channels) for _ in range(3))
+        self.b_proj, self.c_proj, self.x_proj = (
+            projection(config.dim, options.channels) for _ in range(3)
+        )
         self.conv1d = ConvWeight(options.channels, options.conv_size)
         self.o_proj = projection(options.channels, config.dim)
         self.implementations: dict[str, Choice] = {}
@@ -31,7 +41,9 @@ class ShortConvMixer(nn.Module):
     def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left; it is updated in place."""
         B, C, x = project_each(x, self.b_proj, self.c_proj, self.x_proj)
-        y = convolve(B * x, self.conv1d.weight, cache, "conv", self.implementations, **plan.documents)
+        y = convolve(
+            B * x, self.conv1d.weight, cache, "conv", self.implementations, **plan.documents
+        )
         return self.o_proj(C * y)
 
 

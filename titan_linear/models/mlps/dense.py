@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.models.draws import token_mix
-from titan_linear.models.layers import SHIFT_OPS, Cache, OpDims, add_low_rank, project, projection, token_shift
+from titan_linear.models.layers import (
+    SHIFT_OPS,
+    Cache,
+    OpDims,
+    add_low_rank,
+    project,
+    projection,
+    token_shift,
+)
 from titan_linear.models.mlps.options import MLPOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.runtime.support import Choice

@@ -15,7 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from titan_linear.models.draws import zeros
-from titan_linear.models.layers import Above0, AtLeast0, Cache, OpDims, Output, Size, SizeOr0, lora_name, projection
+from titan_linear.models.layers import (
+    Above0,
+    AtLeast0,
+    Cache,
+    OpDims,
+    Output,
+    Size,
+    SizeOr0,
+    lora_name,
+    projection,
+)
 from titan_linear.models.mlps.dense import Activation, Dense
 from titan_linear.models.mlps.options import MLPOptions
 from titan_linear.models.plan import BatchPlan
@@ -45,13 +55,16 @@ class MoEConfig(MLPOptions):
     normalise: bool = True  # divide a token's weights by their sum
     normalise_eps: Above0 = 1e-20  # added to that sum
     scale: Above0 = 1.0  # factor on the weights
-    selection_bias: bool = False  # added to scores to choose experts, not to weigh them (DeepSeek-V3, section 2.1.2)
+    # added to scores to choose experts, not to weigh them (DeepSeek-V3, section 2.1.2)
+    selection_bias: bool = False
     groups: Size = 1  # number of groups; experts are chosen from the best `top_groups` of them
     top_groups: Size = 1
     balance_coefficient: AtLeast0 = 0.0  # of the load-balance loss
-    bias_update_rate: AtLeast0 = 0.0  # change of that bias per step, towards equal loads; 0: it stays as it is
+    # change of that bias per step, towards equal loads; 0: it stays as it is
+    bias_update_rate: AtLeast0 = 0.0
     activation: Activation = "swiglu"  # of all experts
-    latent_dim: SizeOr0 = 0  # width of what routed experts read and write, projected from and to the model's; 0: that
+    # width of what routed experts read and write, projected from and to the model's; 0: that
+    latent_dim: SizeOr0 = 0
 
     name = "moe"
 
@@ -87,12 +100,18 @@ class MoEConfig(MLPOptions):
             "I": self.hidden_dim // tp,
             "O": self.width(dim),
         }  # of the last product; the first has O, then 2 I or I
-        swiglu: OpDims = {"swiglu": {}} if self.shared_hidden_dim and self.activation == "swiglu" else {}
+        swiglu: OpDims = (
+            {"swiglu": {}} if self.shared_hidden_dim and self.activation == "swiglu" else {}
+        )
         return {**swiglu, "expert_copies": {}, "grouped_linear": sizes}
 
     @property
     def split_counts(self) -> dict[str, int]:
-        shared = {"hidden channels of the shared expert": self.shared_hidden_dim} if self.shared_hidden_dim else {}
+        shared = (
+            {"hidden channels of the shared expert": self.shared_hidden_dim}
+            if self.shared_hidden_dim
+            else {}
+        )
         return {"hidden channels of each expert": self.hidden_dim, **shared}
 
 
@@ -107,7 +126,9 @@ class Router(nn.Module):
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, dim))
         bias = torch.empty(config.num_experts)
-        self.selection_bias = nn.Parameter(bias, requires_grad=False) if config.selection_bias else None
+        self.selection_bias = (
+            nn.Parameter(bias, requires_grad=False) if config.selection_bias else None
+        )
         self.implementations: dict[str, Choice] = {}
         self.initial = {"selection_bias": zeros}
 
@@ -126,7 +147,9 @@ class Router(nn.Module):
         """The k experts with the best scores, bias included; with groups, from those whose best two are best. Of equal
         ones the first."""
         c = self.config
-        passes = COPIES.implementation(self.implementations.get("expert_copies", "auto"), scores.device, scores.dtype)
+        passes = COPIES.implementation(
+            self.implementations.get("expert_copies", "auto"), scores.device, scores.dtype
+        )
         if self.selection_bias is not None:
             scores = scores + self.selection_bias
         if c.groups > 1:
@@ -147,9 +170,11 @@ class Experts(nn.Module):
         E, hidden = config.num_experts, config.hidden_dim
         self.gated = config.activation == "swiglu"
         self.hidden_matrices = up, down = ("gate_up_proj" if self.gated else "up_proj", "down_proj")
-        setattr(self, up, nn.Parameter(torch.empty(E, *[2] * self.gated, hidden, dim)))  # gates before the rest
+        # gates before the rest
+        setattr(self, up, nn.Parameter(torch.empty(E, *[2] * self.gated, hidden, dim)))
         setattr(self, down, nn.Parameter(torch.empty(E, dim, hidden)))
-        self.lora: dict[str, float] = {}  # adapted weight → factor; A and B of each expert (models/lora.py)
+        # adapted weight → factor; A and B of each expert (models/lora.py)
+        self.lora: dict[str, float] = {}
         self.implementations: dict[str, Choice] = {}
 
     def forward(self, x: Tensor, copies: Copies, weights: Tensor, counts: Tensor) -> Tensor:
@@ -157,7 +182,9 @@ class Experts(nn.Module):
         -> Σ weight · output of each token's copies, [N, dim]."""
         up, down = self.hidden_matrices
         rows = spread(x, copies, self._impls[1])
-        hidden = activate(self._linear(rows, up, counts), weights, copies, self.gated, self._impls[1])
+        hidden = activate(
+            self._linear(rows, up, counts), weights, copies, self.gated, self._impls[1]
+        )
         return self._linear(hidden, down, counts, copies)
 
     def _linear(self, x: Tensor, name: str, counts: Tensor, copies: Copies | None = None) -> Tensor:
@@ -172,7 +199,9 @@ class Experts(nn.Module):
 
     @property
     def _impls(self) -> tuple[str | Choice, str | Choice]:
-        products, passes = (self.implementations.get(name, "auto") for name in ("grouped_linear", "expert_copies"))
+        products, passes = (
+            self.implementations.get(name, "auto") for name in ("grouped_linear", "expert_copies")
+        )
         return products, passes
 
 
@@ -218,7 +247,9 @@ class MoE(nn.Module):
         self.implementations: dict[str, Choice] = {}
         # [E] int64, tokens sent to each expert in this step
         self.loads: Tensor
-        self.register_buffer("loads", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer(
+            "loads", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False
+        )
 
     def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Output:
         """x [B, T, dim] -> [B, T, dim], and this rank's part of the load-balance loss (None: not wanted)."""

@@ -18,7 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_linear.ops.exchange.collectives import joined, start_all_gather, start_all_to_all, start_reduce_scatter
+from titan_linear.ops.exchange.collectives import (
+    joined,
+    start_all_gather,
+    start_all_to_all,
+    start_reduce_scatter,
+)
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.layout.spans import ALL, NOTHING, KeyRoutes, QueryRoutes, Spans
 from titan_linear.ops.runtime import costs
@@ -35,12 +40,15 @@ from titan_linear.ops.torch.attention_kernels import Triple, accumulator_dtype
 
 SLICES = 4  # at most, unless memory requires more
 GATHER_LIMIT = 4 * 2**30  # bytes, for `slice_bytes`
-LEAST = 5e11  # FLOPs of a slice's forward, 0.8 ms on an H200: its messages and copies take the host as long
+# FLOPs of a slice's forward, 0.8 ms on an H200: its messages and copies take the host as long
+LEAST = 5e11
 Arriving = Callable[[], Sequence[Tensor]]  # waits for tensors on their way and returns them
 Came = tuple[Tensor, Tensor, Sequence[Tensor]]  # of a slice: k, v and rows of queries
 
 
-def allgather_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext) -> Tensor:
+def allgather_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext
+) -> Tensor:
     """q [1, T_local, Hq, D], k [1, T_local, Hkv, D], v [1, T_local, Hkv, Dv] → o [1, T_local, Hq, Dv]."""
     spans, queries, keys, pairs = cp.gathered if causal else cp.full_gathered
     where = spans.tensors(), list(queries), list(keys), pairs, cp.ranks.group_name
@@ -59,7 +67,9 @@ def slice_bytes(tokens: int, heads: int, Hkv: int, width: int, dtype: torch.dtyp
     return tokens * heads * width * (times * dtype.itemsize + accumulator_dtype(dtype).itemsize)
 
 
-def heads_at_once(tokens: int, Hkv: int, width: int, dtype: torch.dtype, slices: int = SLICES) -> int:
+def heads_at_once(
+    tokens: int, Hkv: int, width: int, dtype: torch.dtype, slices: int = SLICES
+) -> int:
     """Number of key heads per slice: enough for at most `slices` slices, or fewer to keep within `GATHER_LIMIT`."""
     for heads in range(Hkv // next(n for n in range(slices, 0, -1) if Hkv % n == 0), 1, -1):
         if Hkv % heads == 0 and slice_bytes(tokens, heads, Hkv, width, dtype) <= GATHER_LIMIT:
@@ -83,7 +93,13 @@ def worthwhile(pairs: Tensor, q: Tensor, v: Tensor) -> int:
 
 
 def _cost(
-    outputs: costs.Outputs, q: Tensor, k: Tensor, v: Tensor, keys: list[Tensor], pairs: Tensor, **more: Any
+    outputs: costs.Outputs,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: list[Tensor],
+    pairs: Tensor,
+    **more: Any,
 ) -> costs.Attention:
     gathered = costs.Gathered(
         nbytes=costs.travelling(k, v, **more),
@@ -116,14 +132,18 @@ def allgather_forward(
         k_slice, v_slice, (rows,) = came
         return attend_spans(rows[None], k_slice[None], v_slice[None], scale, causal, Spans(*spans))
 
-    for o, lse in map(compute, _slices([q[0]], k[0], v[0], moved, needed, heads_of_slice(pairs, q, k, v))):
+    for o, lse in map(
+        compute, _slices([q[0]], k[0], v[0], moved, needed, heads_of_slice(pairs, q, k, v))
+    ):
         results.take()
         results.pending = moved.send_back(lse[0].T, o[0])
     lse, o = results.joined()
     return o[None], lse.T[None].contiguous()
 
 
-def _room_in_backward(q: Tensor, k: Tensor, v: Tensor, keys: list[Tensor], pairs: Tensor, **_: Any) -> int:
+def _room_in_backward(
+    q: Tensor, k: Tensor, v: Tensor, keys: list[Tensor], pairs: Tensor, **_: Any
+) -> int:
     """Bytes of dq's accumulator, slices of keys and their gradients, and the gradients of this rank's own keys, held
     until all ranks' have come."""
     needed = KeyRoutes(*keys)
@@ -217,7 +237,10 @@ class _Arrivals:
     def joined(self) -> list[Tensor]:
         """The results of all heads, [T_local, H, ...]."""
         self.take()
-        return [x[0].contiguous() if len(x) == 1 else torch.cat(x, dim=1) for x in zip(*self.parts, strict=True)]
+        return [
+            x[0].contiguous() if len(x) == 1 else torch.cat(x, dim=1)
+            for x in zip(*self.parts, strict=True)
+        ]
 
 
 # --- What travels ----------------------------------------------------------------------------------------------------
@@ -230,14 +253,17 @@ class _Queries:
         self.leaving = routes.leaving.tolist()
         self.coming = routes.coming.tolist()
         self.moves = bool(routes.moves)
-        self.here, self.away = routes.rows.tensor_split([len(routes.rows) - sum(self.leaving)])  # by where computed
+        # by where computed
+        self.here, self.away = routes.rows.tensor_split([len(routes.rows) - sum(self.leaving)])
         self.group = group
 
     def send(self, *tensors: Tensor) -> Arriving:
         """From each [T_local, ...], the rows of this rank's spans: its own, then those that arrive."""
         if not self.moves:
             return lambda: tensors
-        arrive = self._travel([x.index_select(0, self.away) for x in tensors], self.leaving, self.coming)
+        arrive = self._travel(
+            [x.index_select(0, self.away) for x in tensors], self.leaving, self.coming
+        )
         stay = len(self.here)
         rows = len(self.here) + sum(self.coming)
         of_spans = [x.new_empty(rows, *x.shape[1:]) for x in tensors]
@@ -286,15 +312,21 @@ def _packed(tensors: Sequence[Tensor]) -> Tensor:
 
 def _unpacked(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     parts = rows.split([x.shape[1:].numel() * x.element_size() for x in like], dim=1)
-    parts = [part.clone(memory_format=torch.contiguous_format) for part in parts]  # view() needs the dtype's alignment
-    return [part.view(x.dtype).view(len(rows), *x.shape[1:]) for part, x in zip(parts, like, strict=True)]
+    # view() needs the dtype's alignment
+    parts = [part.clone(memory_format=torch.contiguous_format) for part in parts]
+    return [
+        part.view(x.dtype).view(len(rows), *x.shape[1:])
+        for part, x in zip(parts, like, strict=True)
+    ]
 
 
 class _Keys:
     """K|V on their way to the ranks that need them, and dK|dV on their way home."""
 
     def __init__(self, routes: KeyRoutes, group: str):
-        self.pieces, self.sent = ([(a, b) for a, b in x.tolist() if a < b] for x in (routes.pieces, routes.sent))
+        self.pieces, self.sent = (
+            [(a, b) for a, b in x.tolist() if a < b] for x in (routes.pieces, routes.sent)
+        )
         self.leaving = routes.leaving.tolist()
         self.coming = routes.coming.tolist()
         self.travel, self.group = int(routes.travel), group
@@ -307,7 +339,9 @@ class _Keys:
             arrive = start_all_gather(torch.cat([k, v], dim=-1), self.group)
         else:
             leaves = [joined([x[a:b] for a, b in self.sent], x) for x in (k, v)]
-            arrive = start_all_to_all(torch.cat(leaves, dim=-1), self.leaving, self.coming, self.group)
+            arrive = start_all_to_all(
+                torch.cat(leaves, dim=-1), self.leaving, self.coming, self.group
+            )
 
         def arrived() -> Sequence[Tensor]:
             came = arrive().split([k.shape[-1], v.shape[-1]], dim=-1)
@@ -321,11 +355,14 @@ class _Keys:
         D, Dv = dk.shape[-1], dv.shape[-1]
         if self.travel == NOTHING:
             return lambda: [torch.cat([dk, dv], dim=-1)]
-        rows = sum(self.coming) + tokens * (self.travel == ALL)  # a gather brought this rank's own, too
+        # a gather brought this rank's own, too
+        rows = sum(self.coming) + tokens * (self.travel == ALL)
         sizes = [b - a for a, b in self.pieces]
         dtype = accumulator_dtype(dk.dtype)
         here, there = (dk.new_zeros(n, dk.shape[1], D + Dv, dtype=dtype) for n in (tokens, rows))
-        for piece, *of_piece in zip(self._pieces_of(here, there), dk.split(sizes), dv.split(sizes), strict=True):
+        for piece, *of_piece in zip(
+            self._pieces_of(here, there), dk.split(sizes), dv.split(sizes), strict=True
+        ):
             for part, gradient in zip(piece.split([D, Dv], dim=-1), of_piece, strict=True):
                 part += gradient
         if self.travel == ALL:
@@ -341,6 +378,8 @@ class _Keys:
 
     def _summed(self, here: Tensor, came: Tensor) -> Tensor:
         """Add up in rank order, so that the result is bitwise repeatable."""
-        for (a, b), gradient in zip(self.sent, came.split([b - a for a, b in self.sent]), strict=True):
+        for (a, b), gradient in zip(
+            self.sent, came.split([b - a for a, b in self.sent]), strict=True
+        ):
             here[a:b] += gradient
         return here

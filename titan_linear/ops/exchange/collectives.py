@@ -38,10 +38,15 @@ def all_to_all(x: Tensor, send_sizes: list[int], receive_sizes: list[int], group
 # The same and other collectives, asynchronous: each returns a function that waits for the result and returns it.
 
 
-def start_all_to_all(x: Tensor, send_sizes: list[int], receive_sizes: list[int], group: str) -> Callable[[], Tensor]:
+def start_all_to_all(
+    x: Tensor, send_sizes: list[int], receive_sizes: list[int], group: str
+) -> Callable[[], Tensor]:
     out = x.new_empty(sum(receive_sizes), *x.shape[1:])
     # Call the group itself: the checks and logs of `dist.all_to_all_single` take as long as launching the exchange.
-    return _arrival(group_named(group).alltoall_base(out, x, receive_sizes, send_sizes, dist.AllToAllOptions()), out)
+    return _arrival(
+        group_named(group).alltoall_base(out, x, receive_sizes, send_sizes, dist.AllToAllOptions()),
+        out,
+    )
 
 
 def start_all_gather(x: Tensor, group: str) -> Callable[[], Tensor]:
@@ -83,11 +88,16 @@ def _resized(x: Tensor, dim: int, length: int) -> Tensor:
     return x.new_empty(*x.shape[:dim], length, *x.shape[dim + 1 :])
 
 
-@operator(fake=lambda x, dim, group, size: _resized(x, dim, x.shape[dim] * size), cost=costs.exchange("gather"))
+@operator(
+    fake=lambda x, dim, group, size: _resized(x, dim, x.shape[dim] * size),
+    cost=costs.exchange("gather"),
+)
 def gather_along(x: Tensor, dim: int, group: str, size: int) -> Tensor:
     """x [1 .., n, ...] of each rank → [1 .., size · n, ...], in rank order; n is the size of dimension `dim`."""
     out = _resized(x, dim, x.shape[dim] * size)
-    dist.all_gather_into_tensor(out.flatten(0, dim), x.flatten(0, dim).contiguous(), group=group_named(group))
+    dist.all_gather_into_tensor(
+        out.flatten(0, dim), x.flatten(0, dim).contiguous(), group=group_named(group)
+    )
     return out
 
 
@@ -99,7 +109,9 @@ def gather_along(x: Tensor, dim: int, group: str, size: int) -> Tensor:
 def scatter_along(x: Tensor, dim: int, group: str, size: int) -> Tensor:
     """x [1 .., size · n, ...] of each rank → [1 .., n, ...], this rank's part of the sum. Adjoint of `gather_along`."""
     out = _resized(x, dim, x.shape[dim] // size)
-    dist.reduce_scatter_tensor(out.flatten(0, dim), x.flatten(0, dim).contiguous(), group=group_named(group))
+    dist.reduce_scatter_tensor(
+        out.flatten(0, dim), x.flatten(0, dim).contiguous(), group=group_named(group)
+    )
     return out
 
 

@@ -26,7 +26,12 @@ class Runs(NamedTuple):
 def by_kernels(S_ext: Tensor) -> bool:
     """Whether kernels fold, with products as exact as those of float32."""
     K, V = S_ext.shape[-2:]
-    return K in (16, 32, 64, 128, 256) and V % 16 == 0 and S_ext.is_cuda and S_ext.dtype == torch.float32
+    return (
+        K in (16, 32, 64, 128, 256)
+        and V % 16 == 0
+        and S_ext.is_cuda
+        and S_ext.dtype == torch.float32
+    )
 
 
 def act(M: Tensor, S: Tensor, reverse: bool) -> Tensor:
@@ -69,7 +74,9 @@ def fold_runs(runs: Runs, start: Tensor | None, reverse: bool) -> Tensor:
         if start is not None:
             states[i, walk[0]] = start[i]
         for before, j in pairwise(walk):
-            states[i, j] = _passed(S_ext[i, before], M[i, before], passes[before], states[i, before], reverse)
+            states[i, j] = _passed(
+                S_ext[i, before], M[i, before], passes[before], states[i, before], reverse
+            )
     return states.to(S_ext.dtype)
 
 
@@ -82,11 +89,15 @@ def compose_runs(runs: Runs, reverse: bool) -> tuple[Tensor, Tensor]:
 
         firsts = _firsts(runs)
         entries = torch.arange(len(wanted), dtype=torch.int32, device=S_ext.device)
-        return fold_entries(S_ext.flatten(0, 1), M.flatten(0, 1), firsts, entries, wanted.flatten(), reverse)
+        return fold_entries(
+            S_ext.flatten(0, 1), M.flatten(0, 1), firsts, entries, wanted.flatten(), reverse
+        )
     last = 0 if reverse else -1
     entering = fold_runs(runs, None, reverse)[:, last].double()
     passes = wanted[:, last].tolist()
-    states = [_passed(*of_run, reverse) for of_run in zip(S_ext[:, last], M[:, last], passes, entering)]
+    states = [
+        _passed(*of_run, reverse) for of_run in zip(S_ext[:, last], M[:, last], passes, entering)
+    ]
     columns = M if M.dim() == S_ext.dim() else M.unsqueeze(-1)
     transition = columns[:, 0].double()
     for i in range(1, M.shape[1]):

@@ -17,7 +17,9 @@ from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import check_first_derivative, operator
 
 
-def with_halo(x: Tensor, routes: HaloRoutes, slots: int, width: int, group: str) -> tuple[Tensor, Tensor]:
+def with_halo(
+    x: Tensor, routes: HaloRoutes, slots: int, width: int, group: str
+) -> tuple[Tensor, Tensor]:
     """x [T_local, D] -> x itself and [slots, width, D], the `width` tokens before each local fragment, zeros in place
     of tokens before its document. Differentiable; every rank of the group must call it.
 
@@ -28,7 +30,9 @@ def with_halo(x: Tensor, routes: HaloRoutes, slots: int, width: int, group: str)
 
 class _WithHalo(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, routes: list[Tensor], slots: int, width: int, group: str) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, routes: list[Tensor], slots: int, width: int, group: str
+    ) -> tuple[Tensor, Tensor]:
         ctx.routes, ctx.group = routes, group
         return x.view_as(x), fetch_halo(x, routes, slots, width, group)
 
@@ -78,4 +82,5 @@ def return_halo(dx: Tensor, d_halo: Tensor, tables: list[Tensor], group: str) ->
 
 
 def _exchanged(x: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
-    return all_to_all(x, sent, received, group) if group else x  # one rank, whose entries follow each other
+    # one rank, whose entries follow each other
+    return all_to_all(x, sent, received, group) if group else x

@@ -26,7 +26,9 @@ from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator
 
 
-def incoming_states(S_ext: Tensor, M: Tensor, chains: Chains, group: str, *, reverse: bool = False) -> Tensor:
+def incoming_states(
+    S_ext: Tensor, M: Tensor, chains: Chains, group: str, *, reverse: bool = False
+) -> Tensor:
     """The state that enters each local fragment, zero where a document begins. Every rank of the group must call it.
 
     Args:
@@ -41,17 +43,28 @@ def incoming_states(S_ext: Tensor, M: Tensor, chains: Chains, group: str, *, rev
     return kcp_incoming(S_ext, M, list(chains), group, reverse)
 
 
-def _cost(outputs: costs.Outputs, S_ext: Tensor, M: Tensor, tables: list[Tensor], **_: Any) -> costs.Incoming:
+def _cost(
+    outputs: costs.Outputs, S_ext: Tensor, M: Tensor, tables: list[Tensor], **_: Any
+) -> costs.Incoming:
     return costs.Incoming(tables, S_ext, M)
 
 
-@operator(fake=lambda S_ext, *_: torch.empty_like(S_ext), kept_by=("selective",), cost=_cost, of_driver=True)
-def kcp_incoming(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, reverse: bool) -> Tensor:
+@operator(
+    fake=lambda S_ext, *_: torch.empty_like(S_ext),
+    kept_by=("selective",),
+    cost=_cost,
+    of_driver=True,
+)
+def kcp_incoming(
+    S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, reverse: bool
+) -> Tensor:
     """`incoming_states`; tables: `Chains`."""
     c = Chains(*tables)
     if not c.crosses.item():  # the same on every rank
         return torch.zeros_like(S_ext)
-    if levels := route(c.most.item(), group_named(group).size(), c.node_size.item(), sizes_of(S_ext, M)):
+    if levels := route(
+        c.most.item(), group_named(group).size(), c.node_size.item(), sizes_of(S_ext, M)
+    ):
         return incoming_by_levels(S_ext, M, c, levels, group, reverse).contiguous()
     return fold_chains(*exchange(S_ext, M, c, group), c, reverse)
 
@@ -67,7 +80,9 @@ def exchange(S_ext: Tensor, M: Tensor, c: Chains, group: str) -> tuple[Tensor, T
     parts = [(M if kind else S_ext)[slot].flatten() for slot, kind in c.sends.tolist() if slot >= 0]
     message = joined(parts, S_ext.flatten())
     counts = c.receive_counts.tolist()
-    came = all_to_all(message, _elements(c.send_counts.tolist(), sizes), _elements(counts, sizes), group)
+    came = all_to_all(
+        message, _elements(c.send_counts.tolist(), sizes), _elements(counts, sizes), group
+    )
     edges = accumulate((n * size for row in counts for n, size in zip(row, sizes)), initial=0)
     blocks = [slice(*edge) for edge in pairwise(edges)]
     S_rows = joined(_parts(came, blocks[0::2]), S_ext)

@@ -23,7 +23,8 @@ def incoming_by_levels(
         if level is not levels[-1]:
             S_ext, M = compose_runs(runs, reverse)
     top = climbed.pop()
-    joined = Runs(*(x.flatten(0, 1).unsqueeze(0) for x in top))  # a slot's run of all ranks follows another's
+    # a slot's run of all ranks follows another's
+    joined = Runs(*(x.flatten(0, 1).unsqueeze(0) for x in top))
     states = fold_runs(joined, None, reverse).view_as(top.S_ext)
     for level, runs in zip(reversed(levels), [*reversed(climbed), None], strict=True):
         states = _own(states, c, level, group)
@@ -46,7 +47,8 @@ def _members(S_ext: Tensor, M: Tensor, c: Chains, level: Level, group: str) -> R
         came = came.view(level.members, *pairs.shape)
     states, transitions = _mirrored(came.transpose(0, 1), c).split([K * V, M[0, 0].numel()], -1)
     table = c.blocks if by_kernels(S_ext) else c.blocks_on_host
-    smaller = sum(W // n for n in block_sizes(W) if n < level.stride)  # blocks of fewer ranks come first
+    # blocks of fewer ranks come first
+    smaller = sum(W // n for n in block_sizes(W) if n < level.stride)
     begin = (smaller + first // level.stride) * slots
     wanted = table[begin : begin + level.members * slots].view(level.members, slots)
     return Runs(
@@ -70,7 +72,9 @@ def _exchanged(x: Tensor, level: Level, group: str) -> Tensor:
     """An equal part of x for each member of the level, in order → one of each member's."""
     W, first = _place(level, group)
     sizes = [0] * W
-    sizes[first : first + level.stride * level.members : level.stride] = [x.numel() // level.members] * level.members
+    sizes[first : first + level.stride * level.members : level.stride] = [
+        x.numel() // level.members
+    ] * level.members
     return all_to_all(x.flatten(), sizes, sizes, group)
 
 

@@ -120,7 +120,11 @@ def ring_backward(
         if hop:
             gradient.depart(hop)
     gradient.come_home()
-    return dq.to(q.dtype).contiguous(), home[..., :D].to(k.dtype).contiguous(), home[..., D:].to(v.dtype).contiguous()
+    return (
+        dq.to(q.dtype).contiguous(),
+        home[..., :D].to(k.dtype).contiguous(),
+        home[..., D:].to(v.dtype).contiguous(),
+    )
 
 
 def _by_hop(by_hop: Tensor, hops: int) -> Iterator[list[Rectangle]]:
@@ -134,7 +138,9 @@ def _add_rectangle(rectangle: Rectangle, rows: Rows, scale: float, dq: Tensor, d
     """Add the gradients of one rectangle to dq [1, T, Hq, D] and dkv [1, T, Hkv, D + Dv]."""
     (a, b), (c, d) = rectangle
     D = rows.k.shape[-1]
-    dq_block, dk_block, dv_block = attend_backward(rows.block(slice(a, b), slice(c, d)), scale, causal=False)
+    dq_block, dk_block, dv_block = attend_backward(
+        rows.block(slice(a, b), slice(c, d)), scale, causal=False
+    )
     dq[:, a:b] += dq_block
     dkv[:, c:d, :, :D] += dk_block
     dkv[:, c:d, :, D:] += dv_block
@@ -165,7 +171,9 @@ class _Travelling:
         return k, v
 
     def _send(self, hop: int) -> None:
-        self.works = _shift(self.buffers[hop % 2], self.buffers[(hop + 1) % 2], self.stride, self.group)
+        self.works = _shift(
+            self.buffers[hop % 2], self.buffers[(hop + 1) % 2], self.stride, self.group
+        )
 
 
 class _FollowingGradient:

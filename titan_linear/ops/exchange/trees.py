@@ -25,7 +25,12 @@ def _folded(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, reverse:
     return S_ext.new_empty(len(fold.points if reverse else fold.starts), *S_ext.shape[1:])
 
 
-@operator(fake=_folded, kept_by=("selective",), cost=lambda *_, **__: costs.Exchange("halo"), of_driver=True)
+@operator(
+    fake=_folded,
+    kept_by=("selective",),
+    cost=lambda *_, **__: costs.Exchange("halo"),
+    of_driver=True,
+)
 def fold_tree(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, reverse: bool) -> Tensor:
     """The states from which this rank's entries start, as `Tree.starts` numbers them; in reverse, the gradients of
     those with which its points end. Every rank of the group must call it.

@@ -41,7 +41,9 @@ def heads_to_tokens(x: Tensor, cp: CPContext, *, in_node: bool = False) -> Tenso
     return _ExchangeHeads.apply(x, cp, in_node, False)
 
 
-def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext) -> Tensor:
+def ulysses_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext
+) -> Tensor:
     """q [1, T_local, Hq, D], k [1, T_local, Hkv, D], v [1, T_local, Hkv, Dv] → o [1, T_local, Hq, Dv].
 
     W must divide Hq, and divide Hkv or be a multiple of it; a key head is then sent to each rank that has queries
@@ -52,7 +54,9 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: boo
     return heads_to_tokens(local_attention(q, k, v, scale, causal, cp.stream), cp)
 
 
-def ulysses_ring_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext) -> Tensor:
+def ulysses_ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext
+) -> Tensor:
     """Attention in two dimensions (USP, Fang & Zhao 2024): in a node all-to-all over heads, as in `ulysses_attention`;
     between nodes a ring for each share of the heads, on which a node's ranks are one."""
     k, v = (_copied(x, "ulysses+ring", q.shape[2], cp.ranks.node_size) for x in (k, v))
@@ -82,7 +86,11 @@ def key_head_copies(Hq: int, Hkv: int, W: int) -> int:
 class _ExchangeHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cp: CPContext, in_node: bool, to_heads: bool) -> Tensor:
-        order, ranks = (cp.order_in_node, cp.ranks.node_size) if in_node else (cp.cut.order, cp.ranks.world_size)
+        order, ranks = (
+            (cp.order_in_node, cp.ranks.node_size)
+            if in_node
+            else (cp.cut.order, cp.ranks.world_size)
+        )
         ctx.where = (list(order), ranks, cp.ranks.group_name)
         ctx.to_heads = to_heads
         return exchange_heads(x, *ctx.where, to_heads)
@@ -95,18 +103,27 @@ class _ExchangeHeads(torch.autograd.Function):
 
 def _exchanged(x: Tensor, order: list[int], world_size: int, group: str, to_heads: bool) -> Tensor:
     B, tokens, heads, *rest = x.shape
-    shape = (tokens * world_size, heads // world_size) if to_heads else (tokens // world_size, heads * world_size)
+    shape = (
+        (tokens * world_size, heads // world_size)
+        if to_heads
+        else (tokens // world_size, heads * world_size)
+    )
     return x.new_empty(B, *shape, *rest)
 
 
 @operator(fake=_exchanged, kept_by=("selective",), cost=costs.exchange("heads"))
-def exchange_heads(x: Tensor, order: list[int], world_size: int, group: str, to_heads: bool) -> Tensor:
+def exchange_heads(
+    x: Tensor, order: list[int], world_size: int, group: str, to_heads: bool
+) -> Tensor:
     """to_heads: [1, T_local, H, ...] → [1, T, H/W, ...]; else back. world_size: W, or the ranks of a node."""
     if to_heads:
-        parts = x[0].unflatten(1, (world_size, -1)).movedim(1, 0)  # [W, T_local, H/W, ...], by receiver
+        # [W, T_local, H/W, ...], by receiver
+        parts = x[0].unflatten(1, (world_size, -1)).movedim(1, 0)
         return to_global_order(_all_to_all(parts, group), order).unsqueeze(0)
-    parts = _all_to_all(to_rank_order(x[0], order, world_size), group)  # [W, T_local, H/W, ...], by sender
-    return parts.movedim(0, 1).flatten(1, 2).unsqueeze(0).contiguous()  # flatten copies, except with one head per rank
+    # [W, T_local, H/W, ...], by sender
+    parts = _all_to_all(to_rank_order(x[0], order, world_size), group)
+    # flatten copies, except with one head per rank
+    return parts.movedim(0, 1).flatten(1, 2).unsqueeze(0).contiguous()
 
 
 def _all_to_all(parts: Tensor, group: str) -> Tensor:

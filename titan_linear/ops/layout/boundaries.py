@@ -46,11 +46,14 @@ class Boundaries:
     cu_seqlens: Tensor  # [N+1] int32, on the device of the tokens
     cu_seqlens_cpu: OnHost | None = None  # the same on the CPU, where it is known
     longest: OnHost | None = None  # [1] int64: tokens of the longest entry, where it is known
-    may_split: bool = True  # whether an implementation may cut entries into segments where heads are few
-    joined: bool = False  # whether entries continue on other ranks or in others, with states that cross
+    # whether an implementation may cut entries into segments where heads are few
+    may_split: bool = True
+    # whether entries continue on other ranks or in others, with states that cross
+    joined: bool = False
     tree: Tree | None = None  # of entries that continue others; None: none does
     paths: Paths | None = None  # likewise
-    chunks: Mapping[int, ChunkTable] = field(default_factory=dict)  # known tables, by number of tokens per chunk
+    # known tables, by number of tokens per chunk
+    chunks: Mapping[int, ChunkTable] = field(default_factory=dict)
     # Known segments, by number of programs of a scan over one entry (HV · V / 64); None: no batch's entries are cut.
     segments: Mapping[int, Segments | None] = field(default_factory=dict)
     _derived: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -78,6 +81,7 @@ class Boundaries:
             return make(self, *arguments)
         key = (make, *arguments)
         if key not in self._derived:
-            with torch.inference_mode(False):  # for autograd, even if inference asks first; integers have no gradient
+            # for autograd, even if inference asks first; integers have no gradient
+            with torch.inference_mode(False):
                 self._derived[key] = make(self, *arguments)
         return self._derived[key]

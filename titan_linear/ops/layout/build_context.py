@@ -16,7 +16,15 @@ from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.layout.chains import chains
 from titan_linear.ops.layout.context import SOFTMAX_METHODS, CPContext, SoftmaxTables, TokenTables
 from titan_linear.ops.layout.documents import check_copy, checked, distinct, short
-from titan_linear.ops.layout.fragments import LAYOUTS, Cut, Fragments, RankGroup, cut_streams, halo_routes, owned
+from titan_linear.ops.layout.fragments import (
+    LAYOUTS,
+    Cut,
+    Fragments,
+    RankGroup,
+    cut_streams,
+    halo_routes,
+    owned,
+)
 from titan_linear.ops.layout.rectangles import rectangles
 from titan_linear.ops.layout.segments import CONV_RUN, with_tables
 from titan_linear.ops.layout.spans import PAIRS_PER_ROW, gathered_spans
@@ -79,7 +87,9 @@ def build_cp_context(
         check_copy(cu_seqlens, cu_seqlens_cpu)
     documents = _documents(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu)
     if parents is not None and len(documents) != len(cu_seqlens):
-        raise ValueError("cu_seqlens has segments without tokens, which cannot have or be parents; leave them out")
+        raise ValueError(
+            "cu_seqlens has segments without tokens, which cannot have or be parents; leave them out"
+        )
     cut = cut_streams(documents, num_streams, ranks.world_size, layout, parents)
     tables = _token_tables(cut, ranks, conv1d_kernel_size, programs, stream_programs)
     context = CPContext(ranks, cut, tables, _softmax_tables(cut, ranks, attention, pairs_per_row))
@@ -87,13 +97,18 @@ def build_cp_context(
 
 
 def of_trees(
-    parents: Tensor | None, cu_seqlens: Tensor | None, cp_context: CPContext | None, device: torch.device
+    parents: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cp_context: CPContext | None,
+    device: torch.device,
 ) -> tuple[Tensor | None, CPContext | None]:
     """The `cu_seqlens` and `cp_context` of a call on one device: with `parents`, the context of its prefix trees."""
     if parents is None:
         return cu_seqlens, cp_context
     if cu_seqlens is None or cp_context is not None:
-        raise ValueError("parents comes with cu_seqlens alone; a cp_context has its own, from build_cp_context")
+        raise ValueError(
+            "parents comes with cu_seqlens alone; a cp_context has its own, from build_cp_context"
+        )
     return None, build_cp_context(cu_seqlens, parents=parents, rank=0, world_size=1, device=device)
 
 
@@ -104,7 +119,9 @@ def _rank_group(
     if group is not None:
         rank, world_size = group.rank(), group.size()
     if rank is None or world_size is None or not 0 <= rank < world_size:
-        raise ValueError(f"rank = {rank}, world_size = {world_size}; give a group, or both with 0 <= rank < world_size")
+        raise ValueError(
+            f"rank = {rank}, world_size = {world_size}; give a group, or both with 0 <= rank < world_size"
+        )
     node_size = ranks_per_node(group, world_size) if node_size is None else node_size
     if node_size < 1 or world_size % node_size:
         raise ValueError(
@@ -113,15 +130,25 @@ def _rank_group(
     return RankGroup(group, "" if group is None else group.group_name, rank, world_size, node_size)
 
 
-def _check_options(layout: str, num_streams: int, conv1d_kernel_size: int | None, attention: Collection[str]) -> None:
+def _check_options(
+    layout: str, num_streams: int, conv1d_kernel_size: int | None, attention: Collection[str]
+) -> None:
     if layout not in LAYOUTS:
-        raise ValueError(f"layout = {layout!r} is unknown; use one of {', '.join(map(repr, LAYOUTS))}")
+        raise ValueError(
+            f"layout = {layout!r} is unknown; use one of {', '.join(map(repr, LAYOUTS))}"
+        )
     if num_streams < 1:
-        raise ValueError(f"num_streams = {num_streams}; give the number of streams in cu_seqlens, 1 or more")
+        raise ValueError(
+            f"num_streams = {num_streams}; give the number of streams in cu_seqlens, 1 or more"
+        )
     if conv1d_kernel_size is not None and conv1d_kernel_size < 1:
-        raise ValueError(f"conv1d_kernel_size = {conv1d_kernel_size}; give the convolutions' width, or leave it out")
+        raise ValueError(
+            f"conv1d_kernel_size = {conv1d_kernel_size}; give the convolutions' width, or leave it out"
+        )
     if unknown := [method for method in attention if method not in SOFTMAX_METHODS]:
-        raise ValueError(f"attention has {unknown}; give methods of {', '.join(map(repr, SOFTMAX_METHODS))}, or none")
+        raise ValueError(
+            f"attention has {unknown}; give methods of {', '.join(map(repr, SOFTMAX_METHODS))}, or none"
+        )
 
 
 def _token_tables(
@@ -132,20 +159,26 @@ def _token_tables(
     stream_programs: Sequence[int] | None,
 ) -> TokenTables:
     local, positions, entries = _local_layout(cut, owned(cut.fragments, ranks.rank))
-    forward, reverse = (chains(cut.fragments, ranks, entries, reverse=reverse) for reverse in (False, True))
+    forward, reverse = (
+        chains(cut.fragments, ranks, entries, reverse=reverse) for reverse in (False, True)
+    )
     crossing = (torch.maximum(forward.entry_slots, reverse.entry_slots) >= 0)[:-1].numpy()
     tree, whole = _trees(cut, ranks.rank)
     documents = halo = None
     if ranks.world_size > 1 or cut.layout != "contiguous":  # else the entries are the documents
         sizes = () if stream_programs is None else (CHUNK,)
-        documents = with_tables(cut.documents.astype(np.int32), sizes, stream_programs or (), **whole)
+        documents = with_tables(
+            cut.documents.astype(np.int32), sizes, stream_programs or (), **whole
+        )
     else:
         tree = whole
     if conv1d_kernel_size is not None:
         halo = halo_routes(cut, ranks.rank, ranks.world_size, conv1d_kernel_size - 1)
     return TokenTables(
         torch.from_numpy(positions),
-        with_tables(local, (CHUNK, CONV_RUN), programs, crossing, joined=ranks.world_size > 1, **tree),
+        with_tables(
+            local, (CHUNK, CONV_RUN), programs, crossing, joined=ranks.world_size > 1, **tree
+        ),
         documents,
         forward,
         reverse,
@@ -160,10 +193,15 @@ def _trees(cut: Cut, rank: int) -> tuple[dict[str, Tree], dict[str, Tree | Paths
     if not nodes.joined:
         return {}, {}
     whole = tree_of(nodes, np.zeros_like(cut.owners), size, 0)
-    return {"tree": tree_of(nodes, cut.owners, size, rank)}, {"tree": whole, "paths": paths_of(nodes)}
+    return {"tree": tree_of(nodes, cut.owners, size, rank)}, {
+        "tree": whole,
+        "paths": paths_of(nodes),
+    }
 
 
-def _softmax_tables(cut: Cut, ranks: RankGroup, methods: Collection[str], pairs_per_row: int) -> SoftmaxTables:
+def _softmax_tables(
+    cut: Cut, ranks: RankGroup, methods: Collection[str], pairs_per_row: int
+) -> SoftmaxTables:
     place = ranks.rank, ranks.world_size
     ring = spans = nodes = None
     if cut.nodes.joined:
@@ -207,7 +245,9 @@ def _documents(cu_seqlens: Tensor) -> np.ndarray:
     """[N+1] int64 boundaries without empty documents."""
     documents = distinct(checked("cu_seqlens", cu_seqlens).astype(np.int64))
     if len(documents) < 2:
-        raise ValueError(f"cu_seqlens = {short(cu_seqlens.tolist())}: no document has a token; give one that has")
+        raise ValueError(
+            f"cu_seqlens = {short(cu_seqlens.tolist())}: no document has a token; give one that has"
+        )
     return documents
 
 

@@ -28,14 +28,17 @@ class Chains(NamedTuple):
     # The slot whose incoming state an entry starts from (in reverse, with whose gradient it ends), −1: zeros. One row
     # more than there are entries, so that a table never has a single row.
     entry_slots: Tensor  # [N+1] int32
-    entries: Tensor  # [slots] int32: the entry whose boundary a slot gives: its last (in reverse its first)
+    # [slots] int32: the entry whose boundary a slot gives: its last (in reverse its first)
+    entries: Tensor
     wanted: Tensor  # [slots] int32: NOTHING, STATE or STATE_AND_M
-    chain_offsets: Tensor  # [slots + 1] int32: where each slot's links begin, which fold into it in order
+    # [slots + 1] int32: where each slot's links begin, which fold into it in order
+    chain_offsets: Tensor
     s_row: Tensor  # [.] int32 for each link: the row of its S_ext among those received
     m_row: Tensor  # [.] int32: and of its M; −1 for a chain's first
     slots: OnHost  # [slots, 2] (entry, wanted) again
     crosses: OnHost  # [1] whether a document crosses a cut, on any rank
-    sends: OnHost  # [., 2] (slot, 0 for S_ext or 1 for M) by receiver; for each receiver S_ext first
+    # [., 2] (slot, 0 for S_ext or 1 for M) by receiver; for each receiver S_ext first
+    sends: OnHost
     send_counts: OnHost  # [W, 2] numbers of S_ext and M for each receiver
     receive_counts: OnHost  # [W, 2] and from each sender
     links: OnHost  # [., 3] the links again, as (slot, s_row, m_row)
@@ -54,9 +57,15 @@ def chains(fragments: Fragments, ranks: RankGroup, entries: ndarray, *, reverse:
     own = [i for i, f in enumerate(fragments) if f.rank == rank]
     slots, blocks = len(own), len(fragments) // len(own)
     received = _received(fragments, chain, own, world_size)
-    place = {(j, kind): n for kind in range(2) for n, j in enumerate(j for js in received for j in js[kind])}
+    place = {
+        (j, kind): n
+        for kind in range(2)
+        for n, j in enumerate(j for js in received for j in js[kind])
+    }
     in_order = sorted(own, key=lambda i: fragments[i].slot)
-    rows = [(fragments[i].slot, place[j, 0], place.get((j, 1), -1)) for i in in_order for j in chain[i]]
+    rows = [
+        (fragments[i].slot, place[j, 0], place.get((j, 1), -1)) for i in in_order for j in chain[i]
+    ]
     links = padded(rows, slots * blocks, 3)
     chain_offsets = np.cumsum([0, *(len(chain[i]) for i in in_order)])
     sent = _sent(fragments, chain, own, world_size)
@@ -117,7 +126,9 @@ def _walks(fragments: Fragments, reverse: bool) -> list[range]:
 Kinds = tuple[list[int], list[int]]  # fragments whose S_ext travels, and those whose M does
 
 
-def _received(fragments: Fragments, chain: list[range], own: list[int], world_size: int) -> list[Kinds]:
+def _received(
+    fragments: Fragments, chain: list[range], own: list[int], world_size: int
+) -> list[Kinds]:
     """What this rank needs, by sender, in global order."""
     needed = sorted({j for i in own for j in chain[i]})
     received: list[Kinds] = [([], []) for _ in range(world_size)]
@@ -166,10 +177,12 @@ def blocks_wanted(fragments: Fragments, world_size: int, *, reverse: bool) -> tu
     through[owner] = [f.through for f in fragments]
     passes[owner] = [f.enters if reverse else f.leaves for f in fragments]
     place[owner] = np.arange(len(fragments))
-    falls = place[0] > place[-1]  # [slots] whether a slot's fragments run from the last rank to the first
+    # [slots] whether a slot's fragments run from the last rank to the first
+    falls = place[0] > place[-1]
     tables = []
     for n in block_sizes(world_size):
-        last = passes.reshape(-1, n, slots)[:, [0, -1]]  # [W/n, 2, slots], of each block's first rank and its last
+        # [W/n, 2, slots], of each block's first rank and its last
+        last = passes.reshape(-1, n, slots)[:, [0, -1]]
         passed = np.where(falls == reverse, last[:, 1], last[:, 0])
         whole = through.reshape(-1, n, slots).all(1)
         tables.append(np.where(whole, STATE_AND_M, np.where(passed, STATE, NOTHING)).ravel())

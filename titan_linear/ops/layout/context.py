@@ -19,7 +19,15 @@ from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.chains import Chains
-from titan_linear.ops.layout.fragments import Cut, Fragment, Fragments, HaloRoutes, RankGroup, halo_routes, owned
+from titan_linear.ops.layout.fragments import (
+    Cut,
+    Fragment,
+    Fragments,
+    HaloRoutes,
+    RankGroup,
+    halo_routes,
+    owned,
+)
 from titan_linear.ops.layout.rectangles import Rectangles, rectangles
 from titan_linear.ops.layout.spans import GatheredSpans, gathered_spans
 from titan_linear.ops.layout.tables import to_device
@@ -80,7 +88,9 @@ class CPContext:
         is one fragment of the node."""
         slots, ranks = self.cut.slots, range(self.ranks.node_size)
         mirrored = [self.layout == "zigzag" and slot % 2 for slot in range(slots)]
-        return tuple(r * slots + s for s in range(slots) for r in (ranks[::-1] if mirrored[s] else ranks))
+        return tuple(
+            r * slots + s for s in range(slots) for r in (ranks[::-1] if mirrored[s] else ranks)
+        )
 
     @property
     def stream(self) -> Boundaries:
@@ -107,7 +117,11 @@ class CPContext:
     def mark_dynamic(self) -> None:
         """Tell torch.compile which sizes differ from batch to batch: those that count documents and chunks."""
         chains = self.tables.forward_chains, self.tables.reverse_chains
-        counted: list[Tensor | None] = [self.cu_seqlens, self.cu_seqlens_cpu, *(c.entry_slots for c in chains)]
+        counted: list[Tensor | None] = [
+            self.cu_seqlens,
+            self.cu_seqlens_cpu,
+            *(c.entry_slots for c in chains),
+        ]
         if self.softmax.allgather is not None:
             spans, _, keys, _ = self.softmax.allgather
             counted += [spans.q, spans.q_cpu, spans.k, spans.k_cpu, keys.pieces, keys.sent]
@@ -135,7 +149,9 @@ class CPContext:
         tables = self.tables
         if tables.halo is not None and tables.conv1d_kernel_size == width + 1:
             return tables.halo
-        return tables.boundaries.derived(_routes_at_first_use, self.cut, self.ranks.rank, self.ranks.world_size, width)
+        return tables.boundaries.derived(
+            _routes_at_first_use, self.cut, self.ranks.rank, self.ranks.world_size, width
+        )
 
     # flash-linear-attention's names.
 
@@ -171,7 +187,11 @@ class CPContext:
 
     @property
     def _only(self) -> Fragment | None:
-        return self.own_fragments[0] if self.layout == "contiguous" and self.cut.num_streams == 1 else None
+        return (
+            self.own_fragments[0]
+            if self.layout == "contiguous" and self.cut.num_streams == 1
+            else None
+        )
 
     @property
     def is_first_rank(self) -> bool | None:
@@ -215,5 +235,7 @@ def _planned(tables: Planned | None, method: str) -> Planned:
     return tables
 
 
-def _routes_at_first_use(boundaries: Boundaries, cut: Cut, rank: int, world_size: int, width: int) -> HaloRoutes:
+def _routes_at_first_use(
+    boundaries: Boundaries, cut: Cut, rank: int, world_size: int, width: int
+) -> HaloRoutes:
     return to_device(halo_routes(cut, rank, world_size, width), boundaries.cu_seqlens.device)

@@ -17,7 +17,11 @@ def checked(name: str, cu_seqlens: Tensor, tokens: int | None = None) -> np.ndar
     """
     check_shape(name, cu_seqlens)
     edges = cu_seqlens.cpu().numpy()
-    if edges[0] != 0 or np.count_nonzero(edges[1:] < edges[:-1]) or (tokens is not None and int(edges[-1]) != tokens):
+    if (
+        edges[0] != 0
+        or np.count_nonzero(edges[1:] < edges[:-1])
+        or (tokens is not None and int(edges[-1]) != tokens)
+    ):
         end = "" if tokens is None else f", and end at {tokens}, the number of tokens"
         raise ValueError(f"{name} = {short(edges.tolist())}: must start at 0, never decrease{end}")
     return edges
@@ -33,13 +37,17 @@ def check_shape(name: str, cu_seqlens: Tensor) -> None:
     dtype = cu_seqlens.dtype
     integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
     if not integer or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"{name} is {dtype} {tuple(cu_seqlens.shape)}; give N + 1 integers for N documents")
+        raise ValueError(
+            f"{name} is {dtype} {tuple(cu_seqlens.shape)}; give N + 1 integers for N documents"
+        )
 
 
 def check_copy(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor) -> None:
     """Raise ValueError unless cu_seqlens_cpu is cu_seqlens on the CPU. Values are compared if both are there."""
     if cu_seqlens is None:
-        raise ValueError("cu_seqlens_cpu is a copy of cu_seqlens, which is missing; give both or neither")
+        raise ValueError(
+            "cu_seqlens_cpu is a copy of cu_seqlens, which is missing; give both or neither"
+        )
     if cu_seqlens_cpu.shape != cu_seqlens.shape or cu_seqlens_cpu.device.type != "cpu":
         raise ValueError(
             f"cu_seqlens_cpu {tuple(cu_seqlens_cpu.shape)} on {cu_seqlens_cpu.device} must be the values of "
@@ -49,8 +57,12 @@ def check_copy(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor) -> None:
         return
     if (cu_seqlens_cpu != cu_seqlens).any():
         a, b = (short(x.tolist()) for x in (cu_seqlens, cu_seqlens_cpu))
-        raise ValueError(f"cu_seqlens_cpu = {b} must have the values of cu_seqlens, {a}; or leave it out")
+        raise ValueError(
+            f"cu_seqlens_cpu = {b} must have the values of cu_seqlens, {a}; or leave it out"
+        )
 
 
 def short(values: list[int]) -> str:
-    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, …, {values[-1]}]"
+    return (
+        str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, …, {values[-1]}]"
+    )

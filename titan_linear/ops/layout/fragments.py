@@ -89,7 +89,11 @@ class Cut:
 
 
 def cut_streams(
-    documents: ndarray, num_streams: int, world_size: int, layout: str, parents: Tensor | None = None
+    documents: ndarray,
+    num_streams: int,
+    world_size: int,
+    layout: str,
+    parents: Tensor | None = None,
 ) -> Cut:
     """Cut streams into fragments.
 
@@ -113,20 +117,36 @@ def cut_streams(
         )
     begins = np.arange(1, num_streams) * length
     for i in np.flatnonzero(documents[np.searchsorted(documents, begins)] != begins):
-        raise ValueError(f"num_streams = {num_streams}: stream {i + 1} must begin a document in cu_seqlens")
+        raise ValueError(
+            f"num_streams = {num_streams}: stream {i + 1} must begin a document in cu_seqlens"
+        )
     size, slots = length // blocks, blocks // world_size
     starts = np.arange(num_streams * blocks) * size
-    heads, tails = (np.searchsorted(documents, t, side="right") - 1 for t in (starts, starts + size - 1))
+    heads, tails = (
+        np.searchsorted(documents, t, side="right") - 1 for t in (starts, starts + size - 1)
+    )
     ends = (zip(documents[at].tolist(), documents[at + 1].tolist()) for at in (heads, tails))
     fragments = []
     for i, (start, head, tail) in enumerate(zip(starts.tolist(), *ends, strict=True)):
         stream, block = divmod(i, blocks)
         mirrored = block >= world_size  # only in the zigzag layout
         owner = 2 * world_size - 1 - block if mirrored else block
-        fragments.append(Fragment(start, start + size, owner, stream * slots + mirrored, head, tail))
+        fragments.append(
+            Fragment(start, start + size, owner, stream * slots + mirrored, head, tail)
+        )
     slots *= num_streams
     order = tuple(f.rank * slots + f.slot for f in fragments)
-    return Cut(layout, num_streams, tuple(fragments), order, slots, slots * size, total, nodes, nodes.joined)
+    return Cut(
+        layout,
+        num_streams,
+        tuple(fragments),
+        order,
+        slots,
+        slots * size,
+        total,
+        nodes,
+        nodes.joined,
+    )
 
 
 def owned(fragments: Fragments, rank: int) -> Fragments:
@@ -142,7 +162,8 @@ class HaloRoutes(NamedTuple):
     counts are padding."""
 
     rows: Tensor  # [.] int64: local tokens to send, by receiver
-    places: Tensor  # [.] int64: rows of this rank's halos [slots · width] that received tokens fill, by sender
+    # [.] int64: rows of this rank's halos [slots · width] that received tokens fill, by sender
+    places: Tensor
     crosses: OnHost  # [1] whether a document crosses a cut, on any rank
     repeats: OnHost  # [1] whether a token may be sent more than once
     send_counts: OnHost  # [W] number of tokens for each receiver
@@ -163,7 +184,10 @@ def halo_routes(cut: Cut, rank: int, world_size: int, width: int) -> HaloRoutes:
     token = before[n, target]
     source, to = cut.owners[token // size], owners[target]
     place = np.cumsum(owners == rank)[target] * width - n - 1
-    leaving, coming = np.stack([to, cut.rows(token)], 1)[source == rank], np.stack([source, place], 1)[to == rank]
+    leaving, coming = (
+        np.stack([to, cut.rows(token)], 1)[source == rank],
+        np.stack([source, place], 1)[to == rank],
+    )
     most = cut.slots * width
     lengths = (len(leaving), len(coming)) if nodes.joined else (most * max(width, 1), most)
     rows, send_counts = _by_rank(leaving, world_size, lengths[0])

@@ -31,7 +31,8 @@ class Level(NamedTuple):
 
     stride: int
     members: int
-    shares_heads: bool = False  # members share out the heads; else each gets all pairs of the heads that it has
+    # members share out the heads; else each gets all pairs of the heads that it has
+    shares_heads: bool = False
 
 
 class Message(NamedTuple):
@@ -63,7 +64,8 @@ H200 = Network(13e-6, 340e9, 50e9)  # between nodes assumed: 400 Gbit/s per GPU
 # Seconds by which a message to another node takes longer: nccl-tests' small all-to-all takes 30 µs between two nodes of
 # H100s (github.com/deepseek-ai/DeepEP/issues/3), 10.6 on eight H20s (issues/303).
 FARTHER = 20e-6
-PRODUCT = 4.1e-6  # seconds of a product with a head's M in a fold on an H200; on an H100 4.4, in a composition 3.8
+# seconds of a product with a head's M in a fold on an H200; on an H100 4.4, in a composition 3.8
+PRODUCT = 4.1e-6
 
 
 def route(most: int, world_size: int, node_size: int, sizes: Sizes) -> tuple[Level, ...]:
@@ -105,7 +107,9 @@ def messages(levels: Sequence[Level], node_size: int, sizes: Sizes) -> list[Mess
 def duration(exchange: Sequence[Message], network: Network = H200) -> float:
     near = sum(m.nbytes / network.in_node for m in exchange if m.in_node)
     far = sum(FARTHER + m.nbytes / network.between_nodes for m in exchange if not m.in_node)
-    return network.latency * len(exchange) + near + far + PRODUCT * sum(m.products for m in exchange)
+    return (
+        network.latency * len(exchange) + near + far + PRODUCT * sum(m.products for m in exchange)
+    )
 
 
 def groupings(world_size: int, most: int) -> Iterator[tuple[Level, ...]]:

@@ -36,7 +36,10 @@ class Nodes:
         above = (begins - back[begins])[back[begins] > 0]
         edges = np.unique([*edges, *begins, *(above + 1), len(back)])
         back = back[edges[:-1]]
-        return cls(edges, np.where(back > 0, np.searchsorted(edges, edges[:-1] - back, side="right") - 1, -1))
+        return cls(
+            edges,
+            np.where(back > 0, np.searchsorted(edges, edges[:-1] - back, side="right") - 1, -1),
+        )
 
     @classmethod
     def apart(cls, edges: ndarray) -> Nodes:
@@ -112,7 +115,8 @@ class Nodes:
             return None
         run = np.searchsorted(edges, begin, side="right") - 1
         last = np.append(run[1:] != run[:-1], True)
-        behind = np.where(last, edges[run + 1], np.append(end[1:], 0))  # what is below the next node sees that, too
+        # what is below the next node sees that, too
+        behind = np.where(last, edges[run + 1], np.append(end[1:], 0))
         return np.stack([behind, end, edges[run], self.edges[1:]], 1)[behind < end]
 
     def at(self, tokens: ndarray) -> ndarray:
@@ -144,9 +148,17 @@ def checked_nodes(edges: ndarray, parents: Tensor | None, num_streams: int) -> N
         return Nodes.apart(edges)
     numbers, order = parents.cpu().numpy().astype(np.int64), np.arange(len(edges) - 1)
     if numbers.shape != order.shape:
-        raise ValueError(f"parents {list(numbers.shape)} must be [N] = {list(order.shape)}, one for each segment")
+        raise ValueError(
+            f"parents {list(numbers.shape)} must be [N] = {list(order.shape)}, one for each segment"
+        )
     stream = edges[:-1] // (edges[-1] // num_streams)
-    bad = (numbers < -1) | (numbers >= order) | ((numbers >= 0) & (stream[np.minimum(numbers, order)] != stream))
+    bad = (
+        (numbers < -1)
+        | (numbers >= order)
+        | ((numbers >= 0) & (stream[np.minimum(numbers, order)] != stream))
+    )
     for node in np.flatnonzero(bad):
-        raise ValueError(f"parents[{node}] = {numbers[node]} must be −1, or a segment before {node} in its stream")
+        raise ValueError(
+            f"parents[{node}] = {numbers[node]} must be −1, or a segment before {node} in its stream"
+        )
     return Nodes(edges, numbers)

@@ -31,7 +31,8 @@ class Rectangles(NamedTuple):
     """This rank's rectangles. Rows beyond the last are −1, so that the shape of the table does not depend
     on the documents."""
 
-    by_hop: OnHost  # [., 5] hop around the ring, q range in local rows, kv range in rows of the owner
+    # [., 5] hop around the ring, q range in local rows, kv range in rows of the owner
+    by_hop: OnHost
     hops: OnHost  # [1] number of hops that keys travel, the most on any rank
 
 

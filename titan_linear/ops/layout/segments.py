@@ -76,7 +76,9 @@ def segment_length(tokens: int, entries: int, programs: int, joined: bool = Fals
     return max(-(-share // CHUNK) * CHUNK, SHORTEST)
 
 
-def _segments(cu_seqlens: ndarray, programs: int, crossing: ndarray | None, joined: bool) -> Segments | None:
+def _segments(
+    cu_seqlens: ndarray, programs: int, crossing: ndarray | None, joined: bool
+) -> Segments | None:
     """None if no documents of so many tokens are cut. If others are, but cutting these does not pay, each entry is one
     segment: compiled code has one form for all batches."""
     tokens = int(cu_seqlens[-1])
@@ -86,7 +88,9 @@ def _segments(cu_seqlens: ndarray, programs: int, crossing: ndarray | None, join
     return segments_of_length(cu_seqlens, length, crossing)
 
 
-def segments_of_length(cu_seqlens: ndarray, length: int, crossing: ndarray | None = None) -> Segments:
+def segments_of_length(
+    cu_seqlens: ndarray, length: int, crossing: ndarray | None = None
+) -> Segments:
     """Segments of `length` tokens; the last of an entry has what is left.
 
     crossing: [N] bool, entries whose state comes from another rank or goes to one; by default none.

@@ -46,7 +46,8 @@ class Runs(NamedTuple):
 
     start: ndarray
     end: ndarray
-    first: ndarray  # the first token of the document; of a node, as many earlier as there are above it
+    # the first token of the document; of a node, as many earlier as there are above it
+    first: ndarray
     last: ndarray  # the token after its last one
     owner: ndarray  # the rank whose fragment holds them
     rank: ndarray  # the rank that computes them
@@ -65,7 +66,11 @@ class Runs(NamedTuple):
 
 def pairs_between(start, end, first, last, causal: bool):
     """Number of query-key pairs of queries start to end in a document first to last; arguments may be arrays."""
-    return (end - start) * (start + end + 1 - 2 * first) // 2 if causal else (end - start) * (last - first)
+    return (
+        (end - start) * (start + end + 1 - 2 * first) // 2
+        if causal
+        else (end - start) * (last - first)
+    )
 
 
 def entries(cut: Cut) -> Runs:
@@ -109,7 +114,8 @@ def balanced(runs: Runs, world_size: int, causal: bool, gives: float) -> Runs:
 
 def pairs_by_rank(runs: Runs, world_size: int, causal: bool) -> ndarray:
     """[W] number of pairs that each rank computes."""
-    return np.bincount(runs.rank, runs.pairs(causal), world_size).astype(np.int64)  # float64 is exact below 2^53
+    # float64 is exact below 2^53
+    return np.bincount(runs.rank, runs.pairs(causal), world_size).astype(np.int64)
 
 
 def _given_away(
@@ -170,7 +176,8 @@ def _tile(longest: int, room: float) -> int:
 # Keys are gathered where an exchange of only those needed would make some rank send or receive more than this share of
 # what a gather does: a byte takes no longer in a gather than in an exchange, and a gather's one message goes to many.
 GATHER_FROM = 0.5
-CUDNN_MULTIPLE = 128  # cuDNN's plans are for lengths that are multiples of this (ops/torch/attention_kernels.py)
+# cuDNN's plans are for lengths that are multiples of this (ops/torch/attention_kernels.py)
+CUDNN_MULTIPLE = 128
 FEW = 4  # and for at most this many spans, or twice as many in prefix trees
 
 
@@ -184,14 +191,18 @@ class Spans(NamedTuple):
     k_cpu: OnHost
     longest_q: OnHost  # [1] rows of the longest span
     longest_k: OnHost
-    below: OnHost | None = None  # [., 4] rows of queries, and of keys that all of them see, in prefix trees
+    # [., 4] rows of queries, and of keys that all of them see, in prefix trees
+    below: OnHost | None = None
 
     def tensors(self) -> list[Tensor]:
         return [table for table in self if table is not None]
 
     def rows(self) -> Iterator[tuple[slice, slice]]:
         """For each span, the rows of its queries and those of its keys."""
-        return zip(*([slice(a, b) for a, b in pairwise(x.tolist())] for x in (self.q_cpu, self.k_cpu)), strict=True)
+        return zip(
+            *([slice(a, b) for a, b in pairwise(x.tolist())] for x in (self.q_cpu, self.k_cpu)),
+            strict=True,
+        )
 
     def rectangles(self) -> Iterator[tuple[slice, slice]]:
         """Likewise, for `below`."""
@@ -215,7 +226,8 @@ Varlen = tuple[Tensor, Tensor, int, int]  # boundaries of q and of k, longest of
 class QueryRoutes(NamedTuple):
     """Queries that other ranks compute: the rows of q that leave and arrive, and how o comes back."""
 
-    rows: Tensor  # [T_local] int64: local rows of the spans, in their order, then those that leave, by receiver
+    # [T_local] int64: local rows of the spans, in their order, then those that leave, by receiver
+    rows: Tensor
     leaving: OnHost  # [W] number of rows by receiver
     coming: OnHost  # [W] number of rows by sender; in the spans they follow this rank's own
     moves: OnHost  # [1] whether any rank gives queries away
@@ -224,11 +236,13 @@ class QueryRoutes(NamedTuple):
 class KeyRoutes(NamedTuple):
     """Where the keys of this rank's spans come from. Both lists are padded to two with empty ranges."""
 
-    pieces: OnHost  # [., 2] the spans' keys in order: ranges of rows, numbered local first, then received
+    # [., 2] the spans' keys in order: ranges of rows, numbered local first, then received
+    pieces: OnHost
     sent: OnHost  # [., 2] unless all are gathered: ranges of local rows that leave, by receiver
     leaving: OnHost  # [W] number of rows by receiver,
     coming: OnHost  # [W] and by sender, also where all are gathered
-    travel: OnHost  # [1] NOTHING (the spans' keys are the local rows), SOME or ALL; the same on all ranks
+    # [1] NOTHING (the spans' keys are the local rows), SOME or ALL; the same on all ranks
+    travel: OnHost
 
 
 NOTHING, SOME, ALL = range(3)
@@ -278,7 +292,9 @@ def _query_routes(cut: Cut, runs: Runs, rank: int, world_size: int) -> QueryRout
     mine = runs.of(np.flatnonzero(runs.owner == rank))
     mine = mine.of(np.lexsort((mine.start, mine.rank, mine.rank != rank)))
     lengths = mine.end - mine.start
-    rows = np.repeat(cut.rows(mine.start) - _bounds(lengths)[:-1], lengths) + np.arange(lengths.sum())
+    rows = np.repeat(cut.rows(mine.start) - _bounds(lengths)[:-1], lengths) + np.arange(
+        lengths.sum()
+    )
     moved = runs.rank != runs.owner
     leaving = mine.rank != rank
     coming = moved & (runs.rank == rank)
@@ -286,7 +302,9 @@ def _query_routes(cut: Cut, runs: Runs, rank: int, world_size: int) -> QueryRout
         QueryRoutes,
         rows=rows,
         leaving=np.bincount(mine.rank[leaving], lengths[leaving], world_size).astype(np.int64),
-        coming=np.bincount(runs.owner[coming], (runs.end - runs.start)[coming], world_size).astype(np.int64),
+        coming=np.bincount(runs.owner[coming], (runs.end - runs.start)[coming], world_size).astype(
+            np.int64
+        ),
         moves=np.array([moved.any()]),
     )
 
@@ -300,13 +318,16 @@ class _Needed(NamedTuple):
 
     def overlaps(self, blocks: ndarray) -> tuple[ndarray, ndarray]:
         """Start and end [N, slots] of each range's part of blocks [slots, 2] or [N, slots, 2]; end ≤ start: none."""
-        return np.maximum(self.start[:, None], blocks[..., 0]), np.minimum(self.end[:, None], blocks[..., 1])
+        return np.maximum(self.start[:, None], blocks[..., 0]), np.minimum(
+            self.end[:, None], blocks[..., 1]
+        )
 
     def traffic(self, blocks: ndarray) -> tuple[ndarray, ndarray]:
         """Number of rows [W] that each rank receives, and that it sends. blocks: [W, slots, 2], the ranks' tokens."""
         start, end = self.overlaps(blocks[self.by])
         own = np.maximum(end - start, 0).sum(1)
-        before = _sums_below(self.start, blocks) - _sums_below(self.end, blocks)  # in all ranges, before each edge
+        # in all ranges, before each edge
+        before = _sums_below(self.start, blocks) - _sums_below(self.end, blocks)
         own_of_rank = np.bincount(self.by, own, len(blocks))
         received = np.bincount(self.by, self.end - self.start, len(blocks)) - own_of_rank
         return received, np.diff(before).sum((1, 2)) - own_of_rank
@@ -335,7 +356,11 @@ def evened(own: Runs, blocks: ndarray, pairs_per_row: int, causal: bool, nodes: 
     """The runs, evened out to the degree with which the rank that takes longest is done first."""
     world_size = len(blocks)
     loads = pairs_by_rank(own, world_size, causal)
-    candidates = [balanced(own, world_size, causal, gives) for gives in DEGREES if loads.max() > gives * loads.mean()]
+    candidates = [
+        balanced(own, world_size, causal, gives)
+        for gives in DEGREES
+        if loads.max() > gives * loads.mean()
+    ]
 
     def time(runs: Runs) -> int:
         """In pairs: the most that a rank computes, and the most rows of K|V and of queries that one sends or gets."""
@@ -348,12 +373,16 @@ def evened(own: Runs, blocks: ndarray, pairs_per_row: int, causal: bool, nodes: 
 def _rows_of_busiest(runs: Runs, blocks: ndarray, causal: bool, nodes: Nodes) -> int:
     world_size = len(blocks)
     moved = runs.of(np.flatnonzero(runs.rank != runs.owner))
-    queries = [np.bincount(of, moved.end - moved.start, world_size) for of in (moved.owner, moved.rank)]
+    queries = [
+        np.bincount(of, moved.end - moved.start, world_size) for of in (moved.owner, moved.rank)
+    ]
     keys = _needed(runs, causal, nodes).traffic(blocks)
     return np.max(keys) + np.max(queries)
 
 
-def _key_routes(cut: Cut, blocks: ndarray, needed: _Needed, rank: int, start: ndarray, end: ndarray) -> KeyRoutes:
+def _key_routes(
+    cut: Cut, blocks: ndarray, needed: _Needed, rank: int, start: ndarray, end: ndarray
+) -> KeyRoutes:
     """blocks: [W, slots, 2], the ranks' tokens; start, end: [.] key ranges of the rank's spans, in order."""
     world_size, slots, _ = blocks.shape
     fragments, owners = cut.fragments, cut.owners
@@ -403,7 +432,9 @@ def _leaving(needed: _Needed, own: ndarray, rank: int) -> tuple[ndarray, ndarray
     return needed.by[i], start[leaves] + to_row, end[leaves] + to_row
 
 
-def _arriving(needed: _Needed, owners: ndarray, rank: int, size: int) -> tuple[ndarray, ndarray, ndarray]:
+def _arriving(
+    needed: _Needed, owners: ndarray, rank: int, size: int
+) -> tuple[ndarray, ndarray, ndarray]:
     """Sender, first token and token after the last of what this rank needs of others, by sender: as rows arrive."""
     mine = needed.by == rank
     _, n, start, end = _by_fragment(needed.start[mine], needed.end[mine], size)

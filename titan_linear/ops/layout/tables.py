@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16  # bytes, as kernels with vector loads require
-OnHost = Annotated[Tensor, "on the host"]  # the type of a table's field that the CPU reads, whatever the device
+# the type of a table's field that the CPU reads, whatever the device
+OnHost = Annotated[Tensor, "on the host"]
 
 T = TypeVar("T")
 
@@ -72,7 +73,11 @@ def _mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 @cache
 def _moving(kind: type) -> tuple[str, ...]:
     """The names of the fields of a dataclass or named tuple that are not of type `OnHost`."""
-    names = [field.name for field in fields(kind)] if is_dataclass(kind) else getattr(kind, "_fields", ())
+    names = (
+        [field.name for field in fields(kind)]
+        if is_dataclass(kind)
+        else getattr(kind, "_fields", ())
+    )
     if not names:
         return ()
     hints = get_type_hints(kind, include_extras=True)

@@ -18,7 +18,8 @@ from titan_linear.ops.layout.nodes import Nodes
 from titan_linear.ops.layout.spans import Spans
 from titan_linear.ops.layout.tables import OnHost, table, two_or_more
 
-ONE_BY_ONE = 8  # nodes at most that have others below them, for attention to take each by itself and copy no keys
+# nodes at most that have others below them, for attention to take each by itself and copy no keys
+ONE_BY_ONE = 8
 
 
 class Paths(NamedTuple):
@@ -74,7 +75,8 @@ class Tree(NamedTuple):
     points: Listed
     children: Listed  # entries below a point
     fold: Fold
-    starts: Tensor  # [N+1] int32: the row among `fold.starts` that each entry starts from, −1: zeros
+    # [N+1] int32: the row among `fold.starts` that each entry starts from, −1: zeros
+    starts: Tensor
     ends: Tensor  # [N+1] int32: the point that each entry is, −1: none
 
 
@@ -88,7 +90,8 @@ def tree_of(nodes: Nodes, owners: np.ndarray, size: int, rank: int) -> Tree:
     """owners: the rank of each fragment of `size` tokens; one rank has nodes whole."""
     start = nodes.starts(size if owners.any() else None)
     owner = owners[start // size]
-    before = np.searchsorted(start, nodes.before(start), side="right") - 1  # the entry that each one continues, or −1
+    # the entry that each one continues, or −1
+    before = np.searchsorted(start, nodes.before(start), side="right") - 1
     E, W = len(before), int(owners.max()) + 1
     number, entry = Nodes(np.append(start, nodes.edges[-1]), before).on_paths(np.arange(E))
     level = np.bincount(number) - 1
@@ -116,14 +119,19 @@ def tree_of(nodes: Nodes, owners: np.ndarray, size: int, rank: int) -> Tree:
         before=row[before[below]],
         counts=np.unique(levels, return_counts=True)[1],
         shared=np.array([len(np.unique(levels[levels < E]))]),
-        sent=np.resize(slot[by_rank[rank]], P) if len(by_rank[rank]) else np.zeros(P, dtype=np.int64),
+        sent=np.resize(slot[by_rank[rank]], P)
+        if len(by_rank[rank])
+        else np.zeros(P, dtype=np.int64),
         above=row[before[children]],
         points=two_or_more(row[mine]),
         starts=two_or_more(starts),
     )
     points = _listed(local[mine], np.where(before[mine] >= 0, STATE_AND_M, STATE))
     return Tree(
-        points, _listed(local[children], np.full(len(children), STATE)), fold, *map(torch.from_numpy, of_entries)
+        points,
+        _listed(local[children], np.full(len(children), STATE)),
+        fold,
+        *map(torch.from_numpy, of_entries),
     )
 
 

@@ -23,7 +23,9 @@ def attention(
     q, k, v = (x.double() for x in (q, k, v))
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (
+        q.shape[-1] ** -0.5 if scale is None else scale
+    )
     visible = _visible(q.shape[1], k.shape[1], causal, cu_seqlens).to(q.device)  # [Tq, Tk]
     p = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
     return torch.einsum("bhqk,bkhd->bqhd", p, v)

@@ -22,13 +22,15 @@ def recurrent_delta_rule(
     q, k [B,T,H,K]; v [B,T,HV,V]; beta [B,T,HV]; N is B, or the number of packed documents.
     Returns o [B,T,HV,V] and the final states [N,HV,K,V], both float64.
     """
-    q, k = (x.double().repeat_interleave(v.shape[2] // q.shape[2], dim=2) for x in (q, k))  # [B, T, HV, K]
+    # [B, T, HV, K]
+    q, k = (x.double().repeat_interleave(v.shape[2] // q.shape[2], dim=2) for x in (q, k))
     k, v, g, beta = (x.double().flatten(0, 1) for x in (k, v, g, beta))  # [B·T, ...]
     decay = g.exp() if g.dim() == 3 else g.exp()[..., None]  # [B·T, HV, K or 1]
 
     def step(t: int, S: Tensor) -> Tensor:
         S = decay[t].unsqueeze(-1) * S
-        error = v[t] - (S * k[t].unsqueeze(-1)).sum(1)  # [HV, V] v_t less what the state gives for k_t
+        # [HV, V] v_t less what the state gives for k_t
+        error = v[t] - (S * k[t].unsqueeze(-1)).sum(1)
         return S + (beta[t, :, None] * k[t]).unsqueeze(-1) * error.unsqueeze(1)
 
     return token_by_token(step, q, v.shape[-1], **sequences)
@@ -40,12 +42,15 @@ def l2norm(x: Tensor) -> Tensor:
     return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
-def kda_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, lower_bound: float | None = None) -> Tensor:
+def kda_gate(
+    g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, lower_bound: float | None = None
+) -> Tensor:
     """KDA's log decay [B,T,HV,K] from the raw gate: −exp(A_log)·softplus(x), or lower_bound·sigmoid(exp(A_log)·x)."""
     x = g.double() if dt_bias is None else g.double() + dt_bias.double().view(g.shape[-2:])
     A = A_log.double().exp()[:, None]
     if lower_bound is None:
-        return -A * torch.log1p(torch.exp(-x.abs())) - A * x.clamp(min=0)  # softplus(x) = max(x, 0) + log(1 + e^−|x|)
+        # softplus(x) = max(x, 0) + log(1 + e^−|x|)
+        return -A * torch.log1p(torch.exp(-x.abs())) - A * x.clamp(min=0)
     return lower_bound / (1 + torch.exp(-A * x))
 
 

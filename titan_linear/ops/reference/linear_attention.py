@@ -10,13 +10,16 @@ from torch import Tensor
 from titan_linear.ops.reference.token_by_token import token_by_token
 
 
-def recurrent_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **sequences: Any) -> tuple[Tensor, Tensor]:
+def recurrent_simple_gla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, **sequences: Any
+) -> tuple[Tensor, Tensor]:
     """S_t = exp(g_t) S_{t−1} + k_t v_tᵀ;  o_t = scale · S_tᵀ q_t.
 
     q, k [B,T,H,K]; v [B,T,HV,V]; g [B,T,HV]; N is B, or the number of packed documents.
     Returns o [B,T,HV,V] and the final states [N,HV,K,V], both float64.
     """
-    q, k = (x.double().repeat_interleave(v.shape[2] // q.shape[2], dim=2) for x in (q, k))  # [B, T, HV, K]
+    # [B, T, HV, K]
+    q, k = (x.double().repeat_interleave(v.shape[2] // q.shape[2], dim=2) for x in (q, k))
     k, v, g = (x.double().flatten(0, 1) for x in (k, v, g))  # [B·T, ...]
 
     def step(t: int, S: Tensor) -> Tensor:
@@ -62,7 +65,8 @@ def recurrent_dplr(
     q, k, a, b, gk [B,T,H,K]; v [B,T,H,V]. Returns o [B,T,H,V] and the final states, both
     float64.
     """
-    k, v, a, b, gk = (x.double().flatten(0, 1).unsqueeze(-1) for x in (k, v, a, b, gk))  # [B·T, H, ., 1]
+    # [B·T, H, ., 1]
+    k, v, a, b, gk = (x.double().flatten(0, 1).unsqueeze(-1) for x in (k, v, a, b, gk))
 
     def step(t: int, S: Tensor) -> Tensor:
         read = (a[t] * S).sum(1, keepdim=True)  # [H, 1, V]

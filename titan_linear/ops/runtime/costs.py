@@ -90,7 +90,9 @@ class Incoming(NamedTuple):
 Cost = Attention | Recurrence | Segments | Convolution | Product | Grouped | Exchange | Incoming
 
 
-def attention(outputs: Outputs, q: Tensor, v: Tensor, do: Tensor | None = None, **_: Any) -> Attention:
+def attention(
+    outputs: Outputs, q: Tensor, v: Tensor, do: Tensor | None = None, **_: Any
+) -> Attention:
     return Attention(q.shape[2], q.shape[3], v.shape[3], do is not None)
 
 

@@ -43,7 +43,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from titan_linear.ops.runtime.costs import Cost
 
-MODES = ("selective", "attention", "full")  # of activation checkpointing, the one that keeps most first
+# of activation checkpointing, the one that keeps most first
+MODES = ("selective", "attention", "full")
 _current: ContextVar[Run | None] = ContextVar("run of a region", default=None)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,7 +66,9 @@ class Region:
 
     def take(self, fn: Callable) -> Any:
         if not self.results:
-            raise RuntimeError("backward through a checkpointed layer runs once; what it kept is gone")
+            raise RuntimeError(
+                "backward through a checkpointed layer runs once; what it kept is gone"
+            )
         kept_fn, leaves, spec, versions = self.results.popleft()
         assert kept_fn is fn, f"{fn.__name__} is called where {kept_fn.__name__} was"
         assert _versions(leaves) == versions, f"what {fn.__name__} gave was changed in place"
@@ -75,7 +78,9 @@ class Region:
     def nbytes(self) -> int:
         """Bytes of the storages that are kept."""
         tensors = (x for _, leaves, *_ in self.results for x in leaves if isinstance(x, Tensor))
-        return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
+        return sum(
+            {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values()
+        )
 
 
 def _versions(leaves: list[Any]) -> list[int]:
@@ -111,7 +116,11 @@ def kept(fn: Callable[P, R], *, modes: tuple[str, ...] = ("selective",)) -> Call
 
     @wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling() or (here := _current.get()) is None or here.region.mode not in modes:
+        if (
+            torch.compiler.is_compiling()
+            or (here := _current.get()) is None
+            or here.region.mode not in modes
+        ):
             return fn(*args, **kwargs)
         if here.again:
             return here.region.take(fn)
@@ -140,13 +149,15 @@ class Spec:
     """What activation checkpointing and the planner need to know of an operator."""
 
     kept_by: tuple[str, ...] = ()  # modes of checkpointing that keep its results
-    cost: Callable[..., Cost] | None = None  # outputs, and arguments by name → it; None: the bytes of both
+    # outputs, and arguments by name → it; None: the bytes of both
+    cost: Callable[..., Cost] | None = None
     # The recurrences' driver calls it. Unless compiled, checkpointing keeps what the driver's call gives as a whole.
     of_driver: bool = False
     # "forward": gives what backward computes again, by the same operator or by one of its own, "backward". The compiler
     # would find that both calls are the same, and keep all that the first one gave.
     prepares: Literal["forward", "backward"] | None = None
-    temporary: Callable[..., int] | None = None  # its arguments by name → bytes that it allocates and frees again
+    # its arguments by name → bytes that it allocates and frees again
+    temporary: Callable[..., int] | None = None
 
 
 SPECS: dict[str, Spec] = {}  # by the operator's name
@@ -210,9 +221,13 @@ def check_first_derivative() -> None:
     """Raise RuntimeError under create_graph. Backward passes that autograd does not see into call this: it would treat
     their results as constants."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError("titan_linear's ops have no second derivatives; leave out create_graph = True")
+        raise RuntimeError(
+            "titan_linear's ops have no second derivatives; leave out create_graph = True"
+        )
 
 
-def register_autograd(op: Any, backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
+def register_autograd(
+    op: Any, backward: Callable[..., Any], setup_context: Callable[..., Any]
+) -> None:
     """As `torch.library.register_autograd`."""
     torch.library.register_autograd(op.overload, backward, setup_context=setup_context, lib=LIBRARY)

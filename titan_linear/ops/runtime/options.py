@@ -32,7 +32,8 @@ class DecayInputs(NamedTuple):
     q: Tensor  # [T, H, K]
     k: Tensor  # [T, H, K]
     v: Tensor  # [T, HV, V]
-    g: Tensor  # [T, HV], log decays; with A, time steps Δ: then the log decay is Δ A, and v is multiplied by Δ
+    # [T, HV], log decays; with A, time steps Δ: then the log decay is Δ A, and v is multiplied by Δ
+    g: Tensor
     A: Tensor | None = None  # [HV]
     D: Tensor | None = None  # [HV·V] or [HV], factors of v, which is added to o
     dt_bias: Tensor | None = None  # [HV]
@@ -60,7 +61,8 @@ class States(NamedTuple):
     """States of entries, or their gradients."""
 
     values: Tensor  # [S, HV, K, V], or the convolution's [S, D, W−1]
-    index: Tensor | None = None  # [≥ N] int32: the row of each entry, −1 for zeros; None: row n is entry n's
+    # [≥ N] int32: the row of each entry, −1 for zeros; None: row n is entry n's
+    index: Tensor | None = None
 
     def of_entries(self, N: int) -> Tensor:
         """The state of each entry, [N, ...]."""
@@ -77,9 +79,12 @@ class Sequences(NamedTuple):
     initial_state: Tensor | None  # [N, HV, K, V], one per sequence or document; None: zeros
     output_final_state: bool
     state_v_first: bool  # states are [N, HV, V, K]
-    cu_seqlens: Tensor | None  # [N + 1] int, boundaries of documents (B = 1), from 0 to T; trusted if on a device
-    cu_seqlens_cpu: Tensor | None  # the same on the CPU, for implementations that loop over documents on the host
-    cp_context: CPContext | None  # tensors are this rank's tokens; neither cu_seqlens nor states may be given
+    # [N + 1] int, boundaries of documents (B = 1), from 0 to T; trusted if on a device
+    cu_seqlens: Tensor | None
+    # the same on the CPU, for implementations that loop over documents on the host
+    cu_seqlens_cpu: Tensor | None
+    # tensors are this rank's tokens; neither cu_seqlens nor states may be given
+    cp_context: CPContext | None
     # "kcp" (states cross the ranks), or "ulysses" (an all-to-all over heads, which the number of ranks must divide)
     cp_method: str
     # [N] int, prefix trees (layout/nodes.py): the document that each one continues, or −1; states as with cp_context
@@ -95,7 +100,8 @@ def state_dtype(inputs: AnyInputs) -> torch.dtype:
 class DeltaRuleOptions:
     scale: float
     gate_in_kernel: bool = False  # g is raw: apply A_log and dt_bias
-    lower_bound: float | None = None  # the bounded gate, lower_bound·sigmoid(…); None: −exp(A_log)·softplus(…)
+    # the bounded gate, lower_bound·sigmoid(…); None: −exp(A_log)·softplus(…)
+    lower_bound: float | None = None
     safe_gate: bool = False  # the caller promises g ≥ −5 per token
     beta_range: float | None = None  # beta is raw: β = beta_range·sigmoid(beta); None: beta is β
     disable_recompute: bool = False  # keep the intermediates of forward for backward
@@ -104,7 +110,8 @@ class DeltaRuleOptions:
 @dataclass(frozen=True)
 class DPLROptions:
     scale: float
-    rate: float | None = None  # gk holds logits, whose sigmoids times this are the log decays; None: log decays
+    # gk holds logits, whose sigmoids times this are the log decays; None: log decays
+    rate: float | None = None
     safe_gate: bool = False  # the caller promises log decays ≥ −5
     disable_recompute: bool = False
 
@@ -166,13 +173,17 @@ def boundaries_of(
         return cp.stream if cp.ranks.world_size == 1 else cp.tables.boundaries
     if cu_seqlens is None:
         B, T = x.shape[:2]
-        on_host, there = (torch.arange(B + 1, dtype=torch.int32, device=d) * T for d in ("cpu", x.device))
+        on_host, there = (
+            torch.arange(B + 1, dtype=torch.int32, device=d) * T for d in ("cpu", x.device)
+        )
         return Boundaries(there, on_host)
     on_host = cu_seqlens if cu_seqlens.device.type == "cpu" else cu_seqlens_cpu
     return Boundaries(cu_seqlens.to(x.device, torch.int32, non_blocking=True).contiguous(), on_host)
 
 
-def check_boundaries(B: int, T: int, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> int:
+def check_boundaries(
+    B: int, T: int, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
+) -> int:
     """Return N, the number of sequences in a batch of B, or of documents packed into T tokens. Raise ValueError for
     boundaries that do not fit.
 
@@ -210,11 +221,17 @@ def check_cp(
 ) -> None:
     """Raise ValueError for what no recurrent op takes with a cp_context; x [B, T, ...] is the op's argument `name`."""
     if cu_seqlens is not None:
-        raise ValueError("cu_seqlens must not be passed with cp_context, which holds this rank's own")
+        raise ValueError(
+            "cu_seqlens must not be passed with cp_context, which holds this rank's own"
+        )
     if initial_state is not None or output_final_state:
-        raise ValueError("initial_state and output_final_state are not available with cp_context; leave them out")
+        raise ValueError(
+            "initial_state and output_final_state are not available with cp_context; leave them out"
+        )
     if x.shape[:2] != (1, cp.cut.tokens):
-        raise ValueError(f"{name} has [B, T] = {list(x.shape[:2])}; cp_context gives this rank [1, {cp.cut.tokens}]")
+        raise ValueError(
+            f"{name} has [B, T] = {list(x.shape[:2])}; cp_context gives this rank [1, {cp.cut.tokens}]"
+        )
     check_usable(cp, name, x)
 
 

@@ -47,7 +47,8 @@ class Target(NamedTuple):
 
 
 Check = Callable[[Target], str | None]  # the reason why not, or None
-Remark = Callable[[Target, Mapping[str, str | None]], str]  # what a choice costs, given the reasons against the others
+# what a choice costs, given the reasons against the others
+Remark = Callable[[Target, Mapping[str, str | None]], str]
 
 
 # --- What an implementation may require --------------------------------------------------------------------------
@@ -55,7 +56,11 @@ Remark = Callable[[Target, Mapping[str, str | None]], str]  # what a choice cost
 
 def on_gpu(t: Target) -> str | None:
     """The meta device stands for a GPU: what runs there is only planned (planner/counting.py)."""
-    return None if t.device in ("cuda", "meta") or t.interpreted else f"it needs tensors on a GPU, not on {t.device}"
+    return (
+        None
+        if t.device in ("cuda", "meta") or t.interpreted
+        else f"it needs tensors on a GPU, not on {t.device}"
+    )
 
 
 def on_cpu(t: Target) -> str | None:
@@ -90,7 +95,11 @@ def dtype_in(*dtypes: torch.dtype) -> Check:
 
 def dims_up_to(limit: int, *names: str) -> Check:
     def check(t: Target) -> str | None:
-        large = (f"{name} = {t.dims[name]} is too large: {name} <= {limit}" for name in names if t.dims[name] > limit)
+        large = (
+            f"{name} = {t.dims[name]} is too large: {name} <= {limit}"
+            for name in names
+            if t.dims[name] > limit
+        )
         return next(large, None)
 
     return check
@@ -127,7 +136,8 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 
 class Implementation(NamedTuple):
-    load: Callable[[], Any]  # returns what runs; where that is Triton's, which exists on Linux only, it imports it
+    # returns what runs; where that is Triton's, which exists on Linux only, it imports it
+    load: Callable[[], Any]
     needs: tuple[Check, ...] = ()
     remark: Remark | None = None  # on a GPU
 
@@ -148,7 +158,9 @@ class Op:
         checks = self.implementations[name].needs
         return next((reason for check in checks if (reason := check(target))), None)
 
-    def choose(self, impl: str, device: torch.device, dtype: torch.dtype | None, **dims: int) -> Choice:
+    def choose(
+        self, impl: str, device: torch.device, dtype: torch.dtype | None, **dims: int
+    ) -> Choice:
         """The implementation that `impl` names for tensors of this device, dtype and dims.
 
         Raises:
@@ -156,14 +168,20 @@ class Op:
         """
         return _choose(self, impl, device, dtype, **dims)
 
-    def implementation(self, impl: str | Choice, device: torch.device, dtype: torch.dtype | None, **dims: int) -> str:
+    def implementation(
+        self, impl: str | Choice, device: torch.device, dtype: torch.dtype | None, **dims: int
+    ) -> str:
         """The name of the implementation that a call takes. Compiled code has it as a constant."""
         if isinstance(impl, Choice):
             return impl.implementation
-        return self._at_call(impl, device, dtype, **{name: index(size) for name, size in dims.items()})
+        return self._at_call(
+            impl, device, dtype, **{name: index(size) for name, size in dims.items()}
+        )
 
     @torch.compiler.assume_constant_result
-    def _at_call(self, impl: str, device: torch.device, dtype: torch.dtype | None, **dims: int) -> str:
+    def _at_call(
+        self, impl: str, device: torch.device, dtype: torch.dtype | None, **dims: int
+    ) -> str:
         """`choose` at a call. Warns, once, where "auto" does not get the GPU's kernels."""
         choice = self.choose(impl, device, dtype, **dims)
         if choice.why and impl == "auto":
@@ -172,11 +190,15 @@ class Op:
 
 
 @cache
-def _choose(op: Op, impl: str, device: torch.device, dtype: torch.dtype | None, **dims: int) -> Choice:
+def _choose(
+    op: Op, impl: str, device: torch.device, dtype: torch.dtype | None, **dims: int
+) -> Choice:
     if impl not in IMPLS:
         raise ValueError(f"impl = {impl!r} is unknown; use 'auto', 'torch' or 'triton'")
     # The interpreter is slower than anything: it runs if the kernels are named, and "auto" never chooses it.
-    interpreted = impl == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    interpreted = (
+        impl == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    )
     target = Target(device.type, capability(device), dtype, dims, interpreted)
     if impl == "auto":
         against = {name: op.reason_against(name, target) for name in op.implementations}
@@ -185,7 +207,9 @@ def _choose(op: Op, impl: str, device: torch.device, dtype: torch.dtype | None, 
         name = impl
         against = {impl: op.reason_against(impl, target)}
         if against[impl]:
-            raise ValueError(f"impl = {impl!r} cannot run {op.name}: {against[impl]}; use 'auto' or 'torch'")
+            raise ValueError(
+                f"impl = {impl!r} cannot run {op.name}: {against[impl]}; use 'auto' or 'torch'"
+            )
     remark = op.implementations[name].remark
     return Choice(name, remark(target, against) if remark and target.device == "cuda" else "")
 

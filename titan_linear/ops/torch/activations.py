@@ -15,7 +15,8 @@ def activate(y: Tensor, weights: Tensor | None, gated: bool, factor: float = 1.0
     else:
         x = F.relu(wide).square()
     x = x if weights is None else x * weights[..., None]
-    return x.to(y.dtype, copy=True)  # compiled, torch 2.11 drops the gradient of what is returned as it is
+    # compiled, torch 2.11 drops the gradient of what is returned as it is
+    return x.to(y.dtype, copy=True)
 
 
 def activate_backward(
@@ -27,7 +28,10 @@ def activate_backward(
         gate = gate * factor
         sigmoid = gate.sigmoid()
         silu = gate * sigmoid
-        dy, x = torch.cat([dx * up * sigmoid * (1 + gate * (1 - sigmoid)) * factor, dx * silu], -1), silu * up
+        dy, x = (
+            torch.cat([dx * up * sigmoid * (1 + gate * (1 - sigmoid)) * factor, dx * silu], -1),
+            silu * up,
+        )
     else:
         positive = F.relu(wide)
         dy, x = 2 * dx * positive, positive.square()

@@ -45,7 +45,9 @@ class Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, operators: tuple[Operator, Operator], where: tuple, scale: float, causal: bool):
+    def forward(
+        ctx, q, k, v, operators: tuple[Operator, Operator], where: tuple, scale: float, causal: bool
+    ):
         forward, ctx.gradients = operators
         ctx.how = *where, scale, causal
         o, lse = forward(q, k, v, *ctx.how)
@@ -64,7 +66,9 @@ class Attention(torch.autograd.Function):
 def empty_output(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Pair:
     """o, lse"""
     B, T, Hq, _D = q.shape
-    return q.new_empty(B, T, Hq, v.shape[-1]), q.new_empty(B, Hq, T, dtype=accumulator_dtype(q.dtype))
+    return q.new_empty(B, T, Hq, v.shape[-1]), q.new_empty(
+        B, Hq, T, dtype=accumulator_dtype(q.dtype)
+    )
 
 
 def empty_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> Triple:
@@ -84,7 +88,9 @@ class Rows(NamedTuple):
 
     def block(self, i: slice, j: slice) -> Rows:
         """Queries i and keys j."""
-        return Rows(self.do[:, i], self.q[:, i], self.k[:, j], self.v[:, j], self.o[:, i], self.lse[:, :, i])
+        return Rows(
+            self.do[:, i], self.q[:, i], self.k[:, j], self.v[:, j], self.o[:, i], self.lse[:, :, i]
+        )
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
@@ -113,7 +119,9 @@ def attend_backward(x: Rows, scale: float, causal: bool) -> Triple:
     return dq.to(acc) + dq_past.to(acc), dk, dv
 
 
-def attend_spans(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, spans: Spans | None) -> Pair:
+def attend_spans(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, spans: Spans | None
+) -> Pair:
     """(o, lse) of the spans of a packed stream (B = 1), or of a whole batch if `spans` is None."""
     if spans is None or len(spans.q) == 2:
         return attend(q, k, v, scale, causal)
@@ -122,7 +130,10 @@ def attend_spans(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, sp
         o, lse = ATTENTION.load(kernel).forward(q, k, v, scale, causal, spans.varlen())
     else:
         parts = [attend(q[:, i], k[:, j], v[:, j], scale, causal) for i, j in spans.rows()]
-        o, lse = torch.cat([o for o, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=2)
+        o, lse = (
+            torch.cat([o for o, _ in parts], dim=1),
+            torch.cat([lse for _, lse in parts], dim=2),
+        )
     for i, j in spans.rectangles():
         o = o.contiguous()
         merge_(o[:, i], lse[:, :, i], *attend(q[:, i], k[:, j], v[:, j], scale, causal=False))
@@ -140,7 +151,9 @@ def attend_spans_backward(x: Rows, scale: float, causal: bool, spans: Spans | No
         parts = [attend_backward(x.block(i, j), scale, causal) for i, j in spans.rows()]
         grads = tuple(torch.cat(of_each, dim=1) for of_each in zip(*parts, strict=True))
     for i, j in spans.rectangles():
-        for grad, part, rows in zip(grads, attend_backward(x.block(i, j), scale, causal=False), (i, j, j)):
+        for grad, part, rows in zip(
+            grads, attend_backward(x.block(i, j), scale, causal=False), (i, j, j)
+        ):
             grad[:, rows] += part
     return grads
 
@@ -196,7 +209,9 @@ def local_attention(
     spans = [] if documents is None else documents.spans.tensors()
     if documents is not None and (paths := documents.paths) and paths.rows is not None:
         k, v = (_OnPaths.apply(x[0], *paths[1:]).unsqueeze(0) for x in (k, v))
-    return Attention.apply(q, k, v, (attention_forward, attention_backward), (spans,), scale, causal)
+    return Attention.apply(
+        q, k, v, (attention_forward, attention_backward), (spans,), scale, causal
+    )
 
 
 @operator(fake=empty_output, kept_by=("selective", "attention"), cost=costs.attention)
@@ -225,6 +240,8 @@ def attention_backward(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = attend_spans_backward(Rows(do, q, k, v, o, lse), scale, causal, Spans(*spans) if spans else None)
+    grads = attend_spans_backward(
+        Rows(do, q, k, v, o, lse), scale, causal, Spans(*spans) if spans else None
+    )
     dq, dk, dv = (grad.to(x.dtype).contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv

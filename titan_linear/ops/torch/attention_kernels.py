@@ -37,7 +37,8 @@ Triple = tuple[Tensor, Tensor, Tensor]
 Operator = Callable[..., tuple[Tensor, ...]]
 
 LSE_ROWS = 32  # the efficient kernel's LSE has a multiple of so many rows
-TO_THE_END = ("flash4", "flash")  # kernels whose causal mask is aligned to the end, and that take all spans in one call
+# kernels whose causal mask is aligned to the end, and that take all spans in one call
+TO_THE_END = ("flash4", "flash")
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -53,7 +54,9 @@ def _flash4_forward(q, k, v, scale: float, causal: bool, varlen: Varlen | None =
     return flash4.forward(q, k, v, scale, causal, varlen)
 
 
-def _flash4_backward(do, q, k, v, o, lse, scale: float, causal: bool, varlen: Varlen | None = None) -> Triple:
+def _flash4_backward(
+    do, q, k, v, o, lse, scale: float, causal: bool, varlen: Varlen | None = None
+) -> Triple:
     q, k, v, do, o = _two_widths(q, k, v, do, o)
     return flash4.backward(do, q, k, v, o, lse.contiguous(), scale, causal, varlen)
 
@@ -61,7 +64,10 @@ def _flash4_backward(do, q, k, v, o, lse, scale: float, causal: bool, varlen: Va
 def _two_widths(q: Tensor, k: Tensor, *as_v: Tensor) -> list[Tensor]:
     """Padded to one width but for MLA's two, which FlashAttention-4 and cuDNN have."""
     D, Dv = flash4.widths(q.shape[-1], as_v[0].shape[-1], grouped=q.shape[2] != k.shape[2])
-    return [*_equal_width(q, k, at_least=D, multiple=8), *_equal_width(*as_v, at_least=Dv, multiple=8)]
+    return [
+        *_equal_width(q, k, at_least=D, multiple=8),
+        *_equal_width(*as_v, at_least=Dv, multiple=8),
+    ]
 
 
 # --- cpu: aten's flash attention ------------------------------------------------------------------------------
@@ -75,7 +81,9 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) ->
 
 def _cpu_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
     do, q, k, v, o = _heads_first(*_equal_width(do, q, k, v, o))
-    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, o, lse, 0.0, causal, scale=scale)
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        do, q, k, v, o, lse, 0.0, causal, scale=scale
+    )
     return tuple(g.transpose(1, 2) for g in grads)
 
 
@@ -84,7 +92,9 @@ def _cpu_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
     q, k, v = _heads_first(*_two_widths(q, k, v))
-    o, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
+    o, lse = aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, causal, False, scale=scale
+    )[:2]
     return o.transpose(1, 2), lse.reshape(q.shape[:3])
 
 
@@ -92,7 +102,8 @@ def _cudnn_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
     Tq, Tk = q.shape[1], k.shape[1]
     q, k, v, do, o = _heads_first(*_two_widths(q, k, v, do, o))
     lse = lse.contiguous().unsqueeze(-1)  # [B, Hq, Tq, 1]
-    unused = torch.empty(2, dtype=torch.int64, device=q.device)[0]  # no dropout: neither seed nor offset is read
+    # no dropout: neither seed nor offset is read
+    unused = torch.empty(2, dtype=torch.int64, device=q.device)[0]
     grads = aten._scaled_dot_product_cudnn_attention_backward(
         do, q, k, v, o, lse, unused, unused, None, None, None, Tq, Tk, 0.0, causal, scale=scale
     )
@@ -110,17 +121,22 @@ def _flash_forward(q, k, v, scale: float, causal: bool, varlen: Varlen | None = 
     return o.view(B, Tq, Hq, -1), lse.view(Hq, B, Tq).transpose(0, 1)
 
 
-def _flash_backward(do, q, k, v, o, lse, scale: float, causal: bool, varlen: Varlen | None = None) -> Triple:
+def _flash_backward(
+    do, q, k, v, o, lse, scale: float, causal: bool, varlen: Varlen | None = None
+) -> Triple:
     B = q.shape[0]
     varlen = varlen or _batch_varlen(q, k)
     do, q, k, v, o = (x.flatten(0, 1) for x in _equal_width(do, q, k, v, o, multiple=8))
     lse = lse.transpose(0, 1).flatten(1).contiguous()  # [Hq, B·Tq]
-    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # no dropout: the random state is not read
+    # no dropout: the random state is not read
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)
     # Its algorithm that repeats runs only where others are errors: not if they shall be warnings.
     mode = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("error" if mode else "default")
     try:
-        grads = aten._flash_attention_backward(do, q, k, v, o, lse, *varlen, 0.0, causal, unused, unused, scale=scale)
+        grads = aten._flash_attention_backward(
+            do, q, k, v, o, lse, *varlen, 0.0, causal, unused, unused, scale=scale
+        )
     finally:
         torch.set_deterministic_debug_mode(mode)
     return tuple(g.unflatten(0, (B, -1)) for g in grads)
@@ -129,7 +145,9 @@ def _flash_backward(do, q, k, v, o, lse, scale: float, causal: bool, varlen: Var
 def _batch_varlen(q: Tensor, k: Tensor) -> Varlen:
     """A batch as B documents of Tq queries and Tk keys; boundaries are made on the device, not copied to it."""
     (B, Tq), Tk = q.shape[:2], k.shape[1]
-    cu_q, cu_k = (torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device) for T in (Tq, Tk))
+    cu_q, cu_k = (
+        torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device) for T in (Tq, Tk)
+    )
     return cu_q, cu_k, Tq, Tk
 
 
@@ -141,7 +159,9 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bo
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
     q, k, v = _heads_first(*_equal_width(q, k, v, multiple=4))
-    o, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
+    o, lse = aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, True, 0.0, causal, scale=scale
+    )[:2]
     return o.transpose(1, 2), lse[..., :Tq]
 
 
@@ -151,7 +171,8 @@ def _efficient_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Trip
     k, v = (x.repeat_interleave(Hq // Hkv, dim=2) for x in (k, v))
     do, q, k, v, o = _heads_first(*_equal_width(do, q, k, v, o, multiple=4))
     lse = F.pad(lse, (0, -Tq % LSE_ROWS), value=torch.inf).contiguous()
-    unused = torch.empty((), dtype=torch.int64, device=q.device)  # no dropout: neither seed nor offset is read
+    # no dropout: neither seed nor offset is read
+    unused = torch.empty((), dtype=torch.int64, device=q.device)
     wanted = [True, True, True, False]
     grads = aten._scaled_dot_product_efficient_attention_backward(
         do, q, k, v, None, o, lse, unused, unused, 0.0, wanted, causal, scale=scale
@@ -188,7 +209,8 @@ def _tiled_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
     for i in range(0, q.shape[1], TILE):
         rows, do_t, o_t = (x[:, i : i + TILE] for x in (q, do, o))
         lse_t = _fold_groups(lse[:, :, i : i + TILE].transpose(1, 2).unsqueeze(-1), Hkv)
-        p = (_tile_scores(rows, k, scale, i if causal else None) - lse_t).exp_()  # [B, Hkv, G·t, keys]
+        # [B, Hkv, G·t, keys]
+        p = (_tile_scores(rows, k, scale, i if causal else None) - lse_t).exp_()
         keys = p.shape[-1]
         do_t = _fold_groups(do_t.to(acc), Hkv)
         o_t = _fold_groups(o_t.to(acc), Hkv)
@@ -232,10 +254,13 @@ def _equal_width(*tensors: Tensor, at_least: int = 0, multiple: int = 1) -> list
 
 
 def _is_aligned(x: Tensor, width: int, multiple: int) -> bool:
-    if x.shape[-1] != width or x.stride(-1) != 1:  # aten's kernels, called by name, do not check that stride
+    # aten's kernels, called by name, do not check that stride
+    if x.shape[-1] != width or x.stride(-1) != 1:
         return False
     rows = x.stride()[:-1]  # 0 where a gradient was expanded
-    return multiple == 1 or (x.storage_offset() % multiple == 0 and all(s and s % multiple == 0 for s in rows))
+    return multiple == 1 or (
+        x.storage_offset() % multiple == 0 and all(s and s % multiple == 0 for s in rows)
+    )
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
@@ -250,7 +275,8 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
 
 # --- The table -------------------------------------------------------------------------------------------------------
 
-CUDNN = ((9, 0), (10, 0), (10, 3))  # compute capabilities on which cuDNN's attention is faster than PyTorch's flash
+# compute capabilities on which cuDNN's attention is faster than PyTorch's flash
+CUDNN = ((9, 0), (10, 0), (10, 3))
 FLASH4 = CUDNN  # those for which FlashAttention-4 has specific kernels
 WITHOUT_FLASH4 = "packed documents take half as long again without it (docs/performance.md)"
 
@@ -280,7 +306,11 @@ def cudnn_holds(t: Target) -> str | None:
     """Wide heads where they were measured: squares on Hopper, with a cuDNN after 9.11 and 9.12, whose backward pass is
     wrong for some widths there (release notes of cudnn-frontend 1.14.1)."""
     wide = max(t.dims["D"], t.dims["Dv"])
-    measured = t.capability == (9, 0) and t.dims.get("square") and (torch.backends.cudnn.version() or 0) >= 91300
+    measured = (
+        t.capability == (9, 0)
+        and t.dims.get("square")
+        and (torch.backends.cudnn.version() or 0) >= 91300
+    )
     return None if wide <= (256 if measured else 128) else f"heads of {wide} channels are too wide"
 
 
@@ -328,7 +358,9 @@ ATTENTION = Op(
 )
 
 
-def block_kernel(device: torch.device, dtype: torch.dtype, D: int, Dv: int, Tq: int, Tk: int) -> str:
+def block_kernel(
+    device: torch.device, dtype: torch.dtype, D: int, Dv: int, Tq: int, Tk: int
+) -> str:
     """The name of the kernel that computes a block of these shapes (`ATTENTION` has the conditions).
 
     "flash4" FlashAttention-4 where it is installed (bf16, fp16; ops/torch/flash4.py): the fastest, for any lengths.
@@ -360,9 +392,13 @@ def attention_kernel(
     return ATTENTION.choose("auto", device, dtype, D=D, Dv=Dv, **facts)
 
 
-def whole_streams(packed: Choice, device: torch.device, dtype: torch.dtype, dims: Mapping[str, int]) -> Choice:
+def whole_streams(
+    packed: Choice, device: torch.device, dtype: torch.dtype, dims: Mapping[str, int]
+) -> Choice:
     """The choice for documents of any length, with a remark if lengths that recur take another kernel."""
-    recurring = attention_kernel(device, dtype, dims["D"], dims["Dv"], recurring=True).implementation
+    recurring = attention_kernel(
+        device, dtype, dims["D"], dims["Dv"], recurring=True
+    ).implementation
     if recurring == packed.implementation:
         return packed
     where = f"and {recurring} for whole streams and fragments of them"

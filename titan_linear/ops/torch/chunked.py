@@ -39,10 +39,12 @@ class Chunks:
     before: Tensor  # [NC] int64, number of chunks before each in its entry
     after: Tensor  # [NC] int64, likewise
     ends: Tensor  # [3, .] int64: entries that have chunks, the first chunk of each, its last
-    rows: Tensor | None  # [T] int64, row of each token among num_chunks·CHUNK; None: row t is token t
+    # [T] int64, row of each token among num_chunks·CHUNK; None: row t is token t
+    rows: Tensor | None
     order: Tensor  # [N] int64, entries, the longest first
     rank: Tensor  # [N] int64, each entry's place in `order`
-    steps: tuple[Tensor, ...]  # chunk ids [n_s] of scan step s: the first n_s of `order` have an s-th chunk
+    # chunk ids [n_s] of scan step s: the first n_s of `order` have an s-th chunk
+    steps: tuple[Tensor, ...]
 
     def split(self, x: Tensor) -> Tensor:
         """[T, H, D] -> [num_chunks, H, C, D], zeros where a chunk has no token."""
@@ -217,16 +219,20 @@ def boundary_backward(p: Prepared, do: Tensor, chunks: Chunks, entry: int) -> Te
 
 def _decayed_sum(added: Tensor, decay: Tensor) -> Tensor:
     """S ← decay ⊙ S + added over n chunks from S = 0: added [n, HV, K, V], decay [n, HV, K or 1] -> [HV, K, V]."""
-    later = torch.cat([decay[1:], torch.ones_like(decay[:1])]).flip(0).cumprod(0).flip(0)  # of what each chunk adds
+    # of what each chunk adds
+    later = torch.cat([decay[1:], torch.ones_like(decay[:1])]).flip(0).cumprod(0).flip(0)
     return (later.unsqueeze(-1) * added).sum(0)
 
 
-def backward(p: Prepared, s: Scanned, do: Tensor, d_final: Tensor, chunks: Chunks) -> tuple[Prepared, Tensor]:
+def backward(
+    p: Prepared, s: Scanned, do: Tensor, d_final: Tensor, chunks: Chunks
+) -> tuple[Prepared, Tensor]:
     """The adjoint of scan and output: gradients of all that `prepare` returned, and of the initial state [N, HV, K, V].
 
     do [NC, HV, C, V]; d_final [N, HV, K, V] is the gradient of the final states.
     """
-    dv, dS_direct = p.aqk.mT @ do, p.qg.mT @ do  # gradients of v_new and of each chunk's state through the outputs
+    # gradients of v_new and of each chunk's state through the outputs
+    dv, dS_direct = p.aqk.mT @ do, p.qg.mT @ do
     # d_out is the gradient of the state that leaves each chunk.
     if p.w is None:
         d_out, d_initial = carry(dS_direct, p.decay, d_final, chunks, reverse=True)
@@ -275,7 +281,9 @@ class TorchRule(ABC):
     ):
         assert not kept
         self.chunks = boundaries.derived(make_chunks)
-        self.inputs = inputs._make(None if x is None else x.detach().requires_grad_(differentiable) for x in inputs)
+        self.inputs = inputs._make(
+            None if x is None else x.detach().requires_grad_(differentiable) for x in inputs
+        )
         # Hidden from a checkpoint around the call, whose second run takes the kept result and saves nothing here.
         own_tensors = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with torch.set_grad_enabled(differentiable), own_tensors:

@@ -34,7 +34,8 @@ def prepare(
 ) -> Prepared:
     """Compute all that is local to a chunk from q, k [T,H,K]; v [T,HV,V]; g [T,HV,K or 1], log gates; beta [T,HV]."""
     groups = v.shape[1] // q.shape[1]
-    q, k = (chunks.split(x).repeat_interleave(groups, dim=1) for x in (q * scale, k))  # [NC, HV, C, K]
+    # [NC, HV, C, K]
+    q, k = (chunks.split(x).repeat_interleave(groups, dim=1) for x in (q * scale, k))
     v = chunks.split(v)
     g = chunks.split(g)
     beta = chunks.split(beta.unsqueeze(-1))
@@ -62,7 +63,9 @@ def pair_products(rows: Tensor, k: Tensor, g: Tensor, safe_gate: bool) -> Tensor
     """
     n = rows.shape[1] // k.shape[1]
     if g.shape[-1] == 1:
-        return (rows @ k.mT.repeat(1, n, 1, 1)) * sums_between(g).squeeze(-1).exp().repeat(1, n, 1, 1)
+        return (rows @ k.mT.repeat(1, n, 1, 1)) * sums_between(g).squeeze(-1).exp().repeat(
+            1, n, 1, 1
+        )
     blocks = []
     for i in range(0, CHUNK, SUB):
         own = slice(i, i + SUB)
@@ -90,7 +93,8 @@ def step(inputs: Inputs, options: DeltaRuleOptions, S: Tensor) -> tuple[Tensor, 
     to write it. With S' = e^g S: u = β (v − S'ᵀk),  S ← S' + k uᵀ,  o = Sᵀq = S'ᵀq + (k·q) u.
     """
     q, k, v, g, beta = normalise(inputs, options)
-    q, k = (x.repeat_interleave(v.shape[1] // q.shape[1], dim=1) for x in (q * options.scale, k))  # [N, HV, K]
+    # [N, HV, K]
+    q, k = (x.repeat_interleave(v.shape[1] // q.shape[1], dim=1) for x in (q * options.scale, k))
     decay = g.exp()
     seen = torch.stack([k * decay, q * decay], -2) @ S  # [N, HV, 2, V]
     u = beta.unsqueeze(-1) * (v - seen[:, :, 0])
@@ -120,5 +124,9 @@ def normalise(inputs: Inputs, options: DeltaRuleOptions) -> list[Tensor]:
     if options.gate_in_kernel:
         g = g if inputs.dt_bias is None else g + inputs.dt_bias.to(wide).view(g.shape[1:])
         A = inputs.A_log.to(wide).exp()[:, None]
-        g = -A * F.softplus(g) if options.lower_bound is None else options.lower_bound * torch.sigmoid(A * g)
+        g = (
+            -A * F.softplus(g)
+            if options.lower_bound is None
+            else options.lower_bound * torch.sigmoid(A * g)
+        )
     return [q, k, v, g, beta]

@@ -28,7 +28,9 @@ class TorchDPLR(TorchRule):
         before = F.pad(g[:, :, :-1], (0, 0, 1, 0)).cumsum(-2).exp()
         # A read is of the state after the token before: its products are that token's, one row further down.
         rows = torch.cat([q, F.pad(a[:, :, 1:], (0, 0, 0, 1))], 1)
-        (qk, ak), (qb, ab) = (pair_products(rows, x, g, options.safe_gate).tril().chunk(2, dim=1) for x in (k, b))
+        (qk, ak), (qb, ab) = (
+            pair_products(rows, x, g, options.safe_gate).tril().chunk(2, dim=1) for x in (k, b)
+        )
         ak, ab = (F.pad(x[:, :, :-1], (0, 0, 1, 0)) for x in (ak, ab))  # [NC, H, C, C]
         w, u = solved(-ab, -a * before, ak @ v)
         return Prepared(

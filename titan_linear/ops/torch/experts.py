@@ -18,7 +18,8 @@ def spread(x: Tensor, slots: Tensor, rows: int) -> Tensor:
 
 
 def collect(y: Tensor, slots: Tensor) -> Tensor:
-    rows = F.pad(y.to(torch.promote_types(y.dtype, torch.float32)), (0, 0, 0, 1))  # the last one is not there
+    # the last one is not there
+    rows = F.pad(y.to(torch.promote_types(y.dtype, torch.float32)), (0, 0, 0, 1))
     x = sum(rows[slot] for slot in slots.unbind(1))
     return x.to(y.dtype, copy=True)  # as in activations.py
 

@@ -25,7 +25,8 @@ from torch import Tensor
 
 PACKAGE = "flash-attn-4"
 VERSIONS = SpecifierSet(">=4.0.0b36,<4.1", prereleases=True)
-CHECKED = 2**-5  # largest relative RMS error of the small case: bf16's is below 2^-7, that of a wrong mask above 2^-2
+# largest relative RMS error of the small case: bf16's is below 2^-7, that of a wrong mask above 2^-2
+CHECKED = 2**-5
 
 Varlen = tuple[Tensor, Tensor, int, int]
 
@@ -35,7 +36,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """o and lse."""
     if varlen is None:
-        return _interface()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)[:2]
+        return _interface()._flash_attn_fwd(
+            q, k, v, softmax_scale=scale, causal=causal, return_lse=True
+        )[:2]
     o, lse = _interface()._flash_attn_fwd(
         q[0], k[0], v[0], **_named(varlen), softmax_scale=scale, causal=causal, return_lse=True
     )[:2]
@@ -69,14 +72,19 @@ def widths(D: int, Dv: int, grouped: bool = False) -> tuple[int, int]:
 
 
 def _named(varlen: Varlen) -> dict:
-    return dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), varlen, strict=True))
+    return dict(
+        zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), varlen, strict=True)
+    )
 
 
 @cache
 def _interface() -> ModuleType:
     # Kernels are compiled at first use, which takes seconds: keep them for the next process, as Triton does.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    warnings.filterwarnings("ignore", "Argument .* cannot be converted to a JitArgument", UserWarning)  # to its authors
+    # to its authors
+    warnings.filterwarnings(
+        "ignore", "Argument .* cannot be converted to a JitArgument", UserWarning
+    )
     from flash_attn.cute import interface
 
     return interface
@@ -108,12 +116,22 @@ def _errors(dtype: torch.dtype, D: int, Dv: int) -> dict[str, float]:
     rows = [0, 40, 100]
     keys = [0, 72, 132]
     heads = (4, 2 if Dv == D else 4)
-    shapes = (rows[-1], heads[0], D), (keys[-1], heads[1], D), (keys[-1], heads[1], Dv), (rows[-1], heads[0], Dv)
+    shapes = (
+        (rows[-1], heads[0], D),
+        (keys[-1], heads[1], D),
+        (keys[-1], heads[1], Dv),
+        (rows[-1], heads[0], Dv),
+    )
     q, k, v, do = (torch.randn(1, *s, generator=generator).to("cuda", dtype) for s in shapes)
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (rows, keys))
     varlen, scale = (cu_q, cu_k, 60, 72), D**-0.5
     o, lse = forward(q, k, v, scale, True, varlen)
-    ours = {"o": o, **dict(zip(("dq", "dk", "dv"), backward(do, q, k, v, o, lse, scale, True, varlen), strict=True))}
+    ours = {
+        "o": o,
+        **dict(
+            zip(("dq", "dk", "dv"), backward(do, q, k, v, o, lse, scale, True, varlen), strict=True)
+        ),
+    }
     exact = _exact(rows, keys, scale, *(x.double() for x in (q, k, v, do)))
     return {name: ((ours[name] - x).norm() / x.norm()).item() for name, x in exact.items()}
 
@@ -123,14 +141,21 @@ def _exact(
 ) -> dict[str, Tensor]:
     """The same results from an explicit mask, in the dtype of the inputs. Gradients are written out: the caller may run
     below autograd."""
-    span_q, span_k = (torch.bucketize(torch.arange(x[-1]), torch.tensor(x[1:]), right=True) for x in (rows, keys))
+    span_q, span_k = (
+        torch.bucketize(torch.arange(x[-1]), torch.tensor(x[1:]), right=True) for x in (rows, keys)
+    )
     to_end_q = torch.tensor(rows[1:])[span_q] - torch.arange(rows[-1])
     to_end_k = torch.tensor(keys[1:])[span_k] - torch.arange(keys[-1])
     sees = ((span_q[:, None] == span_k) & (to_end_q[:, None] <= to_end_k)).to(q.device)
     groups = q.shape[2] // k.shape[2]
-    q, do, k, v = (x.transpose(1, 2) for x in (q, do, *(x.repeat_interleave(groups, 2) for x in (k, v))))
+    q, do, k, v = (
+        x.transpose(1, 2) for x in (q, do, *(x.repeat_interleave(groups, 2) for x in (k, v)))
+    )
     p = (q @ k.mT * scale).masked_fill(~sees, -torch.inf).softmax(-1)  # [B, Hq, Tq, Tk]
     dp = do @ v.mT
     ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
     dk, dv = (x.unflatten(1, (-1, groups)).sum(2) for x in (ds.mT @ q, p.mT @ do))
-    return {name: x.transpose(1, 2) for name, x in {"o": p @ v, "dq": ds @ k, "dk": dk, "dv": dv}.items()}
+    return {
+        name: x.transpose(1, 2)
+        for name, x in {"o": p @ v, "dq": ds @ k, "dk": dk, "dv": dv}.items()
+    }

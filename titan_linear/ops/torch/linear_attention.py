@@ -39,13 +39,16 @@ class TorchLinearAttention(TorchRule):
 def step(inputs: DecayInputs, options: DecayOptions, S: Tensor) -> tuple[Tensor, Tensor]:
     """One token of each of N sequences: S [N, HV, K, V] -> (o [N, HV, V], the next states)."""
     q, k, v, g, skip = discretise(inputs, options)
-    q, k = (x.repeat_interleave(v.shape[1] // q.shape[1], dim=1) for x in (q * options.scale, k))  # [N, HV, K]
+    # [N, HV, K]
+    q, k = (x.repeat_interleave(v.shape[1] // q.shape[1], dim=1) for x in (q * options.scale, k))
     S = torch.addcmul(S * g.exp()[..., None, None], k.unsqueeze(-1), v.unsqueeze(-2))
     o = (q.unsqueeze(-2) @ S).squeeze(-2)
     return o if skip is None else o + skip, S
 
 
-def discretise(inputs: DecayInputs, options: DecayOptions) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+def discretise(
+    inputs: DecayInputs, options: DecayOptions
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """q, k, v, log decays g [T, HV] and D v [T, HV, V] (None without D), in the dtype of the computation."""
     wide = torch.promote_types(inputs.q.dtype, torch.float32)
     wide_inputs: list[Any] = [None if x is None else x.to(wide) for x in inputs]

@@ -17,7 +17,16 @@ TILE = 2048  # hidden channels of rows that a program holds at once
 
 @Kernel
 def activation_kernel(
-    y, weights, x, rows, H, FACTOR: constexpr, GATED: constexpr, WEIGHTED: constexpr, BR: constexpr, BH: constexpr
+    y,
+    weights,
+    x,
+    rows,
+    H,
+    FACTOR: constexpr,
+    GATED: constexpr,
+    WEIGHTED: constexpr,
+    BR: constexpr,
+    BH: constexpr,
 ):
     o_r = program() * BR + arange(BR)[:, None]
     o_h = tl.program_id(1) * BH + arange(BH)[None, :]
@@ -85,7 +94,9 @@ def activate(y: Tensor, weights: Tensor | None, gated: bool, factor: float = 1.0
     if rows:
         grid = blocks_of(rows, tile["BR"]), blocks_of(H, tile["BH"])
         w, weighted = (y, False) if weights is None else (weights, True)
-        activation_kernel[grid](y, w, x, rows, H, FACTOR=factor, GATED=gated, WEIGHTED=weighted, **tile)
+        activation_kernel[grid](
+            y, w, x, rows, H, FACTOR=factor, GATED=gated, WEIGHTED=weighted, **tile
+        )
     return x
 
 
@@ -106,5 +117,7 @@ def activate_backward(
     if rows:
         grid = (blocks_of(rows, tile["BR"]),)
         w, weighted = (y, False) if weights is None else (weights, True)
-        activation_bwd_kernel[grid](y, w, dx, dy, out, rows, H, FACTOR=factor, GATED=gated, WEIGHTED=weighted, **tile)
+        activation_bwd_kernel[grid](
+            y, w, dx, dy, out, rows, H, FACTOR=factor, GATED=gated, WEIGHTED=weighted, **tile
+        )
     return dy, out

@@ -55,5 +55,18 @@ def adamw(
     constants = group["weight_decay"], *group["betas"], group["eps"], *logs
     to, n = p if copy is None else copy, p.numel()
     adamw_kernel[(blocks_of(n, BLOCK),)](
-        p, to, g, m, v, step, clip, skipped, n, group["lr"], *constants, copy is not None, BLOCK, num_warps=8
+        p,
+        to,
+        g,
+        m,
+        v,
+        step,
+        clip,
+        skipped,
+        n,
+        group["lr"],
+        *constants,
+        copy is not None,
+        BLOCK,
+        num_warps=8,
     )

@@ -37,7 +37,8 @@ def _read(file: Path) -> dict[tuple[int, int], dict[str, dict[tuple[int, int], C
     -> launch arguments."""
     return {
         tuple(map(int, own.split("."))): {
-            kernel: {(row.pop("bytes"), row.pop("dim")): row for row in rows} for kernel, rows in kernels.items()
+            kernel: {(row.pop("bytes"), row.pop("dim")): row for row in rows}
+            for kernel, rows in kernels.items()
         }
         for own, kernels in json.loads(file.read_text()).items()
     }
@@ -71,14 +72,19 @@ def shipped_for(own: tuple[int, int]) -> tuple[int, int] | None:
 def largest_dim(own: tuple[int, int], family: str, size: int) -> int:
     """The largest head dim for which all kernels of "kda" or "gdn" have configurations; operands have `size` bytes."""
     tables = [table for kernel, table in CONFIGS[own].items() if kernel.startswith(family)]
-    return min((max((dim for width, dim in table if width == size), default=0) for table in tables), default=0)
+    return min(
+        (max((dim for width, dim in table if width == size), default=0) for table in tables),
+        default=0,
+    )
 
 
 @cache
 def architecture(device: torch.device) -> tuple[int, int]:
     """The key of CONFIGS for a device on which the kernels are supported (`KERNELS`). On the meta device they are only
     compiled, for the GPU. The interpreter, and compilation without a GPU, take that of the measured GPU."""
-    own = shipped_for(capability(torch.device("cuda") if device.type == "meta" else device) or (9, 0))
+    own = shipped_for(
+        capability(torch.device("cuda") if device.type == "meta" else device) or (9, 0)
+    )
     assert own
     return own
 
@@ -87,7 +93,8 @@ def kernel_dims(K: int, V: int, least: int = 32) -> tuple[int, int]:
     """The head dims that the kernels compute for heads of K and V; `padded.py` pads to them. K is one tile, a power of
     two and at least `least`; V a multiple of 32, which comes in slices."""
     K = max(1 << (K - 1).bit_length(), least)
-    return K, max(-(-V // 32) * 32, K // 4)  # with one slice of 32 to K = 256, ptxas gets GDN's gradients wrong
+    # with one slice of 32 to K = 256, ptxas gets GDN's gradients wrong
+    return K, max(-(-V // 32) * 32, K // 4)
 
 
 def widest_slice(V: int) -> int:
@@ -157,7 +164,10 @@ KERNELS = (on_gpu, triton_installed, known_generation, dtype_in(*HALF, torch.flo
 
 
 def with_kernels(
-    kernels: Callable[[], Any], torch_code: Callable[[], Any], *needs: Check, slower: str = "many times slower"
+    kernels: Callable[[], Any],
+    torch_code: Callable[[], Any],
+    *needs: Check,
+    slower: str = "many times slower",
 ) -> dict[str, Implementation]:
     """The implementations of an op in Triton and in PyTorch. needs: beside `KERNELS`; slower: PyTorch, on a GPU."""
     in_torch = Implementation(torch_code, remark=instead_of("triton", f"expect it to be {slower}"))
@@ -166,7 +176,9 @@ def with_kernels(
 
 def without_kernels(torch_code: Callable[[], Any]) -> dict[str, Implementation]:
     """The implementations of an op that only PyTorch computes so far."""
-    return with_kernels(torch_code, torch_code) | {"triton": Implementation(torch_code, (no_kernels,))}
+    return with_kernels(torch_code, torch_code) | {
+        "triton": Implementation(torch_code, (no_kernels,))
+    }
 
 
 def no_kernels(_: Target) -> str:
@@ -178,7 +190,12 @@ def delta_rule_needs(family: str, largest: int = MAX_HEAD_DIM) -> tuple[Check, .
 
 
 def decay_needs() -> tuple[Check, ...]:
-    return dims_up_to(MAX_HEAD_DIM, "K"), dims_up_to(MAX_DECAY_V, "V"), whole_states, has_configurations("ssd")
+    return (
+        dims_up_to(MAX_HEAD_DIM, "K"),
+        dims_up_to(MAX_DECAY_V, "V"),
+        whole_states,
+        has_configurations("ssd"),
+    )
 
 
 def whole_states(t: Target) -> str | None:

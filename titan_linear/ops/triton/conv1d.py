@@ -40,7 +40,8 @@ from titan_linear.ops.triton.tiles import (
     zeros,
 )
 
-BT = CONV_RUN  # rows per program, a multiple of the unroll; forward and backward share a chunk table
+# rows per program, a multiple of the unroll; forward and backward share a chunk table
+BT = CONV_RUN
 # channels per program, rows in flight, warps: good on every GPU, no shared memory to run out of
 FORWARD_CONFIG = {"BD": 512, "R": 8, "num_warps": 2}
 BACKWARD_CONFIG = {"BD": 256, "R": 8, "num_warps": 2}
@@ -165,7 +166,8 @@ def conv1d_fwd_kernel(
     o_d, normed = before + o_y, before < width_0 + width_1
     weights, b_bias = _load_weights(weight, bias, o_d, m_d, W, BD)
 
-    window = _history(x, initial, start, i_r, o_d, m_d, i_s == 0, stride_x, D, W)  # rows before the current one
+    # rows before the current one
+    window = _history(x, initial, start, i_r, o_d, m_d, i_s == 0, stride_x, D, W)
     for t in range(start, end, R):
         rows = ()  # R independent loads in flight
         for r in tl.static_range(R):
@@ -222,7 +224,9 @@ def _state_gradient(
         m_t = m_d & (t < eos)
         full = window + (load_wide(x + t * stride_x + o_d, m_t),)
         b_dz = load_wide(dy + t * stride_dy + o_d, m_t)
-        d_full = grads + (_activation_bwd(b_dz, full, weights, b_bias, normed, W, BD, BK, SILU, NORM),)
+        d_full = grads + (
+            _activation_bwd(b_dz, full, weights, b_bias, normed, W, BD, BK, SILU, NORM),
+        )
         b_ds = _row_gradient(d_full, weights, d_final_state, t - (W - 1), eos, i_n, o_d, m_d, D, W)
         tl.store(d_initial_state + (i_r * D + o_d) * (W - 1) + r, b_ds, mask=m_d)
         window, grads = full[1:], d_full[1:]
@@ -262,7 +266,8 @@ def conv1d_bwd_kernel(
     end = tl.minimum(start + BT, eos)
     weights, b_bias = _load_weights(weight, bias, o_d, m_d, W, BD)
     window = _history(x, initial, start, i_r, o_d, m_d, i_s == 0, stride_x, D, W)
-    grads = _zeros(W - 1, BD)  # dz of the W - 1 rows before the current one; rows before `start` are another program's
+    # dz of the W - 1 rows before the current one; rows before `start` are another program's
+    grads = _zeros(W - 1, BD)
     if initial[0] is not None and (i_s == 0) & (i_r >= 0):
         _state_gradient(
             x, dy, window, weights, b_bias, normed, d_final_state, d_initial_state, bos, eos, i_n, i_r, o_d, m_d, D,
@@ -277,7 +282,9 @@ def conv1d_bwd_kernel(
             d_rows = d_rows + (masked(dy + (t + r) * stride_dy + o_d, mask=m_t),)
         for r in tl.static_range(R):
             full = window + (wide(rows[r]),)
-            b_dz = _activation_bwd(wide(d_rows[r]), full, weights, b_bias, normed, W, BD, BK, SILU, NORM)
+            b_dz = _activation_bwd(
+                wide(d_rows[r]), full, weights, b_bias, normed, W, BD, BK, SILU, NORM
+            )
             added = ()
             for i in tl.static_range(W):
                 added = added + (sums[i] + b_dz * full[i],)
@@ -295,7 +302,9 @@ def conv1d_bwd_kernel(
         m_t = m_d & (t < eos)
         full = window + (load_wide(x + t * stride_x + o_d, m_t),)
         b_dz = load_wide(dy + t * stride_dy + o_d, m_t)
-        d_full = grads + (_activation_bwd(b_dz, full, weights, b_bias, normed, W, BD, BK, SILU, NORM),)
+        d_full = grads + (
+            _activation_bwd(b_dz, full, weights, b_bias, normed, W, BD, BK, SILU, NORM),
+        )
         p = t - (W - 1)
         b_dx = _row_gradient(d_full, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W)
         tl.store(dx + p * D + o_d, b_dx, mask=m_d & (p >= start) & (p < end))
@@ -307,7 +316,9 @@ def conv1d_bwd_kernel(
 
 
 @Kernel
-def conv1d_final_state_kernel(x, initial, final_state, cu_seqlens, D, stride_x, W: constexpr, BD: constexpr):
+def conv1d_final_state_kernel(
+    x, initial, final_state, cu_seqlens, D, stride_x, W: constexpr, BD: constexpr
+):
     """The last W - 1 inputs of each entry; where it is shorter, the rest comes from its initial state."""
     i_d, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_r, bos, eos = _entry(initial, cu_seqlens, i_n)
@@ -331,7 +342,9 @@ def _cost(outputs: costs.Outputs, x: Tensor, **_: Any) -> costs.Convolution:
     return costs.Convolution(x.numel())
 
 
-def _outputs(x: Tensor, weight: Tensor, cu_seqlens: Tensor, widths: list[int], need_final: bool) -> Outputs:
+def _outputs(
+    x: Tensor, weight: Tensor, cu_seqlens: Tensor, widths: list[int], need_final: bool
+) -> Outputs:
     T, D = x.shape
     first, second, third = (x.new_empty(T, width) for width in (*widths, 0, 0)[:3])
     entries = cu_seqlens.shape[0] - 1 if need_final else 0
@@ -373,7 +386,18 @@ def conv1d(
     shape, blocks = _blocks(widths, FORWARD_CONFIG, norm_dim)
     sizes, parts = (D, *[*widths, 0][:2], blocks, x.stride(0)), _padded(ys[: len(widths)])
     conv1d_fwd_kernel[(chunk_index.shape[0] * blocks,)](
-        x, weight.contiguous(), bias, initial, parts, cu_seqlens, chunk_index, *sizes, W=W, BT=BT, SILU=silu, **shape
+        x,
+        weight.contiguous(),
+        bias,
+        initial,
+        parts,
+        cu_seqlens,
+        chunk_index,
+        *sizes,
+        W=W,
+        BT=BT,
+        SILU=silu,
+        **shape,
     )
     if output_final_state and W > 1:
         conv1d_final_state_kernel[(blocks_of(D, 256), N)](
@@ -385,7 +409,9 @@ def conv1d(
 def _gradients(x, dys, d_final_state, weight, bias, initial_state, *_):
     empty = x.new_empty(0)
     d_bias = torch.empty_like(bias) if bias is not None else empty
-    d_state = initial_state.new_empty(initial_state.shape) if initial_state is not None else empty.clone()
+    d_state = (
+        initial_state.new_empty(initial_state.shape) if initial_state is not None else empty.clone()
+    )
     return x.new_empty(x.shape), weight.new_empty(weight.shape), d_bias, d_state
 
 
@@ -408,7 +434,12 @@ def conv1d_backward(
 
     dys: [T, width] of each part of y."""
     x, dys = _rows(x), [_rows(dy) for dy in dys]
-    (T, D), W, NT, widths = x.shape, weight.shape[1], chunk_index.shape[0], [dy.shape[1] for dy in dys]
+    (T, D), W, NT, widths = (
+        x.shape,
+        weight.shape[1],
+        chunk_index.shape[0],
+        [dy.shape[1] for dy in dys],
+    )
     dx = x.new_empty(T, D)
     state = initial_state.contiguous() if initial_state is not None else None
     d_final = d_final_state.contiguous() if d_final_state is not None else None
@@ -428,7 +459,9 @@ def conv1d_backward(
     return dx, d_weight.sum(0).t().contiguous().to(weight.dtype), d_bias, d_state
 
 
-def _blocks(widths: list[int], config: dict[str, int], norm_dim: int | None) -> tuple[dict[str, int], int]:
+def _blocks(
+    widths: list[int], config: dict[str, int], norm_dim: int | None
+) -> tuple[dict[str, int], int]:
     """`config` for blocks that hold heads whole, and the number of blocks, over all parts."""
     K = norm_dim or 1
     BK = triton.next_power_of_2(K)
@@ -453,7 +486,9 @@ def _backward(ctx, *grads):
     *dys, d_final_state = grads
     weight, bias, initial_state, *_ = saved
     d_final = d_final_state if ctx.output_final_state and weight.shape[1] > 1 else None
-    dx, dw, db, ds = conv1d_backward(x, dys[: len(ctx.widths)], d_final, *saved, ctx.silu, ctx.norm_dim)
+    dx, dw, db, ds = conv1d_backward(
+        x, dys[: len(ctx.widths)], d_final, *saved, ctx.silu, ctx.norm_dim
+    )
     d_inputs = dx, dw, db if bias is not None else None, ds if initial_state is not None else None
     return (*d_inputs, *[None] * 7)
 
@@ -472,8 +507,12 @@ def packed_conv1d(
     """x [T, D], initial [., D, W-1] or None (zeros) -> y, [T, width] for each of `widths`, and the final state
     [N, D, W-1] or None."""
     chunks = boundaries.chunks.get(BT)
-    chunk_index = boundaries.derived(_chunk_index, x.shape[0], BT) if chunks is None else chunks.index
-    state, state_index = (None, None) if initial is None else (initial.values.to(x.dtype), initial.index)
+    chunk_index = (
+        boundaries.derived(_chunk_index, x.shape[0], BT) if chunks is None else chunks.index
+    )
+    state, state_index = (
+        (None, None) if initial is None else (initial.values.to(x.dtype), initial.index)
+    )
     silu, need_final, widths, norm_dim = options
     inputs = x, weight, bias, state, state_index, boundaries.cu_seqlens, chunk_index
     *ys, final = conv1d(*inputs, widths, silu, norm_dim, need_final)

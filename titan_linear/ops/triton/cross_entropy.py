@@ -41,14 +41,18 @@ def statistics_kernel(logits, out, stride, vocab, rows, MORE: constexpr, BV: con
 
 
 @Kernel
-def gradient_kernel(logits, lse, target, a, b, c, d, stride, vocab, UNIFORM: constexpr, BV: constexpr):
+def gradient_kernel(
+    logits, lse, target, a, b, c, d, stride, vocab, UNIFORM: constexpr, BV: constexpr
+):
     """One row and block of columns."""
     i_t = program()
     o_v = tl.program_id(1) * BV + arange(BV)
     m_v = o_v < vocab
     b_x = wide(tl.load(logits + i_t * stride + o_v, mask=m_v, other=float("-inf")))
     column = tl.load(target + i_t)
-    b_d = tl.load(a + i_t) * tl.exp(b_x - tl.load(lse + i_t)) + tl.where(o_v == column, tl.load(c + i_t), 0.0)
+    b_d = tl.load(a + i_t) * tl.exp(b_x - tl.load(lse + i_t)) + tl.where(
+        o_v == column, tl.load(c + i_t), 0.0
+    )
     if UNIFORM:
         b_d += tl.load(b + i_t)
     b_d = tl.where(column == IGNORE, 0.0, b_d)
@@ -60,7 +64,9 @@ def row_statistics(logits: Tensor, more: bool) -> Tensor:
     """logits [N, vocab] fp32 -> their log-sum-exp; with `more` also their mean, and their mean under softmax: [1 or 3,
     N] fp32."""
     out = logits.new_empty(3 if more else 1, len(logits))
-    statistics_kernel[(len(logits),)](logits, out, logits.stride(0), logits.shape[1], len(logits), MORE=more, **BLOCK)
+    statistics_kernel[(len(logits),)](
+        logits, out, logits.stride(0), logits.shape[1], len(logits), MORE=more, **BLOCK
+    )
     return out
 
 

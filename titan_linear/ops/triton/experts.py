@@ -11,7 +11,16 @@ from triton.language import constexpr
 
 from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.triton.activations import TILE, activate, activate_backward
-from titan_linear.ops.triton.tiles import Kernel, arange, blocks_of, indices, load_wide, masked, program, zeros
+from titan_linear.ops.triton.tiles import (
+    Kernel,
+    arange,
+    blocks_of,
+    indices,
+    load_wide,
+    masked,
+    program,
+    zeros,
+)
 
 __all__ = ["activate", "activate_backward", "collect", "spread", "top_k"]
 

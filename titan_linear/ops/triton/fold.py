@@ -17,7 +17,14 @@ from triton.language import constexpr
 
 from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator
-from titan_linear.ops.triton.tiles import Kernel, indices, load_index, read_state, slice_and_head, zeros
+from titan_linear.ops.triton.tiles import (
+    Kernel,
+    indices,
+    load_index,
+    read_state,
+    slice_and_head,
+    zeros,
+)
 
 
 @triton.jit
@@ -50,7 +57,8 @@ def fold_kernel(
     M,  # [transitions, HV, K, K], or [.., HV, K or 1]
     chain_offsets,  # [slots + 1]
     s_row, m_row,  # [links of all chains]
-    out,  # [2, slots, HV, K, V]: the result, and room for the states before it; each half has `half` elements
+    # [2, slots, HV, K, V]: the result, and room for the states before it; each half has `half` elements
+    out,
     half, HV, K: constexpr, V: constexpr, BK: constexpr, BV: constexpr, NM: constexpr, REVERSE: constexpr,
 ):  # fmt: skip
     """Fold one (slot, head, slice of V) along its chain, from one half of `out` to the other and back; the last state
@@ -70,13 +78,19 @@ def fold_kernel(
         for r in range(0, K, BK):
             b_s = tl.load(p_x + r * V + o_s)
             if (i_m >= 0) & (i > begin):
-                b_s += _transition(M + (i_m * HV + i_h) * NM, p_from + i_v * BV, r, K, V, BK, BV, NM, REVERSE)
+                b_s += _transition(
+                    M + (i_m * HV + i_h) * NM, p_from + i_v * BV, r, K, V, BK, BV, NM, REVERSE
+                )
             tl.store(p_to + r * V + o_s, b_s)
         tl.debug_barrier()  # the next link reads all rows
 
 
-@operator(fake=lambda S_ext, M, offsets, *_: S_ext.new_empty(offsets.shape[0] - 1, *S_ext.shape[1:]))
-def fold(S_ext: Tensor, M: Tensor, chain_offsets: Tensor, s_row: Tensor, m_row: Tensor, reverse: bool) -> Tensor:
+@operator(
+    fake=lambda S_ext, M, offsets, *_: S_ext.new_empty(offsets.shape[0] - 1, *S_ext.shape[1:])
+)
+def fold(
+    S_ext: Tensor, M: Tensor, chain_offsets: Tensor, s_row: Tensor, m_row: Tensor, reverse: bool
+) -> Tensor:
     """-> [slots, HV, K, V]. Each slot starts with S = 0; then, for each of its links i, from chain_offsets[slot] up to
     chain_offsets[slot + 1], S = M[m_row[i]] S + S_ext[s_row[i]], or S = S_ext[s_row[i]] where m_row is -1.
 
@@ -86,7 +100,9 @@ def fold(S_ext: Tensor, M: Tensor, chain_offsets: Tensor, s_row: Tensor, m_row: 
     (_, HV, K, V), slots = S_ext.shape, chain_offsets.shape[0] - 1
     out, half = S_ext.new_empty(2, slots, HV, K, V), slots * HV * K * V
     constants = _constants(S_ext, M, reverse)
-    fold_kernel[V // constants["BV"], slots * HV](S_ext, M, chain_offsets, s_row, m_row, out, half, HV, **constants)
+    fold_kernel[V // constants["BV"], slots * HV](
+        S_ext, M, chain_offsets, s_row, m_row, out, half, HV, **constants
+    )
     return out[0]
 
 
@@ -137,7 +153,12 @@ def _segments(outputs: costs.Outputs, S_ext: Tensor, **_: Any) -> costs.Segments
     return costs.Segments(len(S_ext))
 
 
-@operator(fake=lambda S_ext, *_: torch.empty_like(S_ext), kept_by=("selective",), cost=_segments, of_driver=True)
+@operator(
+    fake=lambda S_ext, *_: torch.empty_like(S_ext),
+    kept_by=("selective",),
+    cost=_segments,
+    of_driver=True,
+)
 def fold_segments(
     S_ext: Tensor,
     M: Tensor,
@@ -156,7 +177,10 @@ def fold_segments(
     What it does not pass on is not read, so that NaN of one document never meets another's state.
     """
     (S, HV, _, V), N, out = S_ext.shape, segment_offsets.shape[0] - 1, torch.empty_like(S_ext)
-    states, constants = (None if start is None else start.contiguous(), index), _constants(S_ext, M, reverse)
+    states, constants = (
+        (None if start is None else start.contiguous(), index),
+        _constants(S_ext, M, reverse),
+    )
     fold_segments_kernel[V // constants["BV"], (N + 1) * HV](
         S_ext, M, states, segment_offsets, wanted, out, N, S, HV, **constants
     )
@@ -164,7 +188,9 @@ def fold_segments(
 
 
 @triton.jit
-def _through_entry(x, M, wanted, out, half, begin, end, i_nh, i_h, HV, column, K, V, BK, BV, NM, ADDS, REVERSE):
+def _through_entry(
+    x, M, wanted, out, half, begin, end, i_nh, i_h, HV, column, K, V, BK, BV, NM, ADDS, REVERSE
+):
     """Fold BV of the V columns of x through an entry's segments, from the first one's x; ADDS: the rest add theirs. A
     segment of which `wanted` asks for no M begins again with its x."""
     o_k, o_v = indices(BK, BV)
@@ -203,7 +229,24 @@ def fold_entries_kernel(
     if i_v < V // BV:
         column, half = i_v * BV, tl.cast(n, tl.int64) * HV * K * V
         _through_entry(
-            S_ext, M, wanted, state, half, begin, end, i_nh, i_h, HV, column, K, V, BK, BV, NM, True, REVERSE
+            S_ext,
+            M,
+            wanted,
+            state,
+            half,
+            begin,
+            end,
+            i_nh,
+            i_h,
+            HV,
+            column,
+            K,
+            V,
+            BK,
+            BV,
+            NM,
+            True,
+            REVERSE,
         )
     elif transition is not None:
         # A matrix is a state of K columns, a diagonal one of one column, a number one of one row.
@@ -213,7 +256,24 @@ def fold_entries_kernel(
         BC: constexpr = BV if columns > BV else columns
         column, half = i_v * BV - V, tl.cast(n, tl.int64) * HV * NM
         _through_entry(
-            M, M, None, transition, half, begin, end, i_nh, i_h, HV, column, rows, columns, BR, BC, NM, False, False
+            M,
+            M,
+            None,
+            transition,
+            half,
+            begin,
+            end,
+            i_nh,
+            i_h,
+            HV,
+            column,
+            rows,
+            columns,
+            BR,
+            BC,
+            NM,
+            False,
+            False,
         )
 
 
@@ -241,12 +301,20 @@ def _of_entries(x: Tensor, entries: Tensor) -> Tensor:
 
 
 @operator(
-    fake=lambda S_ext, M, offsets, entries, *_: (_of_entries(S_ext, entries), _of_entries(M, entries)),
+    fake=lambda S_ext, M, offsets, entries, *_: (
+        _of_entries(S_ext, entries),
+        _of_entries(M, entries),
+    ),
     kept_by=("selective",),
     of_driver=True,
 )
 def fold_entries(
-    S_ext: Tensor, M: Tensor, segment_offsets: Tensor, entries: Tensor, wanted: Tensor | None, reverse: bool
+    S_ext: Tensor,
+    M: Tensor,
+    segment_offsets: Tensor,
+    entries: Tensor,
+    wanted: Tensor | None,
+    reverse: bool,
 ) -> tuple[Tensor, Tensor]:
     """S_ext [n, HV, K, V] and M [n, HV, ...] of `entries` [n] int32, from those of all segments: S_ext is their fold
     from a zero state, in reverse from the end with the transposes of M; M is the fold from the identity with S_ext left
@@ -255,10 +323,14 @@ def fold_entries(
     wanted [S] int32 (None: 2): where it is below 2, M is not read for S_ext; the entry's M is meaningless then.
     """
     transition = M.new_empty(2, len(entries), *M.shape[1:])
-    return _launch_fold_entries(S_ext, M, segment_offsets, entries, wanted, transition, reverse), transition[0]
+    return _launch_fold_entries(
+        S_ext, M, segment_offsets, entries, wanted, transition, reverse
+    ), transition[0]
 
 
 @operator(fake=lambda dS_ext, M, offsets, entries: _of_entries(dS_ext, entries), of_driver=True)
-def fold_entries_back(dS_ext: Tensor, M: Tensor, segment_offsets: Tensor, entries: Tensor) -> Tensor:
+def fold_entries_back(
+    dS_ext: Tensor, M: Tensor, segment_offsets: Tensor, entries: Tensor
+) -> Tensor:
     """dS_ext [n, HV, K, V] of `entries` [n] int32, from those of all segments."""
     return _launch_fold_entries(dS_ext, M, segment_offsets, entries, None, None, True)

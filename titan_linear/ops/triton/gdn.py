@@ -27,7 +27,8 @@ from titan_linear.ops.triton.tiles import Pair, chunk_tiles, ragged_tiles, rows,
 
 class Numbers(NamedTuple):
     scale: float
-    beta_range: float | None  # 0: beta is β; otherwise beta holds logits, and β is this times their sigmoid
+    # 0: beta is β; otherwise beta holds logits, and β is this times their sigmoid
+    beta_range: float | None
 
 
 class Tiles(NamedTuple):
@@ -45,7 +46,14 @@ def _sliced(kernel: str, k: Tensor, HV: int, V: int) -> Config:
 
 
 class GDNStages(Stages):
-    name, inputs, prepared, tiles, numbers, kept = "gdn", Inputs, Inputs._fields, Tiles, Numbers, Tiles._fields
+    name, inputs, prepared, tiles, numbers, kept = (
+        "gdn",
+        Inputs,
+        Inputs._fields,
+        Tiles,
+        Numbers,
+        Tiles._fields,
+    )
 
     def numbers_of(self, x: Inputs, options: DeltaRuleOptions) -> Numbers:
         return Numbers(options.scale, options.beta_range)
@@ -60,17 +68,25 @@ class GDNStages(Stages):
             return gdn_hopper.launch_prepare(given, tiles)
         (_, H, K), (NT, HV, _, _) = x.k.shape, tiles.C.shape
         streams = *map(rows, (x.q, x.k, x.g, x.beta)), x.A_log, x.dt_bias
-        constants = {"R": HV // H, "K": K, "BETA_RANGE": numbers.beta_range or None} | config("gdn prepare", x.k, K)
-        kernels.prepare_kernel[(NT * HV,)](*streams, tiles, given.chunks, numbers.scale, HV, **constants)
+        constants = {"R": HV // H, "K": K, "BETA_RANGE": numbers.beta_range or None} | config(
+            "gdn prepare", x.k, K
+        )
+        kernels.prepare_kernel[(NT * HV,)](
+            *streams, tiles, given.chunks, numbers.scale, HV, **constants
+        )
         beta = tiles.gates[:, :, 1]
-        solve_kernel[(NT * HV,)](beta, tiles.C, STRIDE_B=2 * BT, SCALED=True, **config("solve", x.k, K))
+        solve_kernel[(NT * HV,)](
+            beta, tiles.C, STRIDE_B=2 * BT, SCALED=True, **config("solve", x.k, K)
+        )
 
     def launch_scan(self, given: Given, **outputs: Any) -> None:
         x, tiles, chunks, numbers, initial, _, listed, *_ = given
         (_, HV, V), K = x.v.shape, x.k.shape[2]
         if "M" not in outputs and gdn_hopper.fits(x.k, V):
             return gdn_hopper.launch_scan(given, **outputs)
-        kernel = "gdn boundary" if "M" in outputs else "gdn scan" if "o" in outputs else "gdn states"
+        kernel = (
+            "gdn boundary" if "M" in outputs else "gdn scan" if "o" in outputs else "gdn states"
+        )
         chosen = _sliced(kernel, x.k, HV, V)
         if "o" in outputs:
             outputs |= {"q_desc": ragged_tiles(x.q, K), "A_desc": chunk_tiles(tiles.A)}
@@ -89,7 +105,16 @@ class GDNStages(Stages):
         read = ragged_tiles(x.q, K), ragged_tiles(x.k, K), ragged_tiles(do, chosen["BV"])
         read = *read, chunk_tiles(tiles.C), chunk_tiles(tiles.A)
         kernels.reverse_kernel[(listed_entries(listed, chunks) * HV * (V // chosen["BV"]),)](
-            *read, tiles.gates, d_final, d_initial, listed, chunks, numbers.scale, HV, **outputs, **chosen
+            *read,
+            tiles.gates,
+            d_final,
+            d_initial,
+            listed,
+            chunks,
+            numbers.scale,
+            HV,
+            **outputs,
+            **chosen,
         )
 
     def launch_backward(self, given: Given, d_initial: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -112,7 +137,9 @@ class GDNStages(Stages):
 GDN = GDNStages()
 
 
-def _gradients(given: Given, h: Tensor, dh: Tensor, y: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(
+    given: Given, h: Tensor, dh: Tensor, y: Tensor, dv: Tensor
+) -> tuple[Tensor | None, ...]:
     """dq, dk, dg, dbeta, dA_log, ddt_bias."""
     x, tiles, chunks, numbers, initial, d_final, _, do, _ = given
     (T, H, K), (NT, HV, _, V) = x.k.shape, h.shape
@@ -125,10 +152,30 @@ def _gradients(given: Given, h: Tensor, dh: Tensor, y: Tensor, dv: Tensor) -> tu
     else:
         chosen = _sliced("gdn gradients", x.k, HV, V)
         BV, chosen["BETA_RANGE"] = chosen["BV"], numbers.beta_range or None
-        read = rows(x.q), rows(x.k), ragged_tiles(x.k, K), *(ragged_tiles(t, BV) for t in (do, y, dv))
-        read = *read, *(chunk_tiles(t, BV, K) for t in (h, dh)), tiles.gates, rows(x.g), x.A_log, x.dt_bias
-        kernels.gradients_kernel[(NT * HV,)](*read, initial, d_final, *written, chunks, numbers.scale, HV, NT, **chosen)
+        read = (
+            rows(x.q),
+            rows(x.k),
+            ragged_tiles(x.k, K),
+            *(ragged_tiles(t, BV) for t in (do, y, dv)),
+        )
+        read = (
+            *read,
+            *(chunk_tiles(t, BV, K) for t in (h, dh)),
+            tiles.gates,
+            rows(x.g),
+            x.A_log,
+            x.dt_bias,
+        )
+        kernels.gradients_kernel[(NT * HV,)](
+            *read, initial, d_final, *written, chunks, numbers.scale, HV, NT, **chosen
+        )
     if HV > H:
         dq, dk = sum_groups(dq, x.q), sum_groups(dk, x.k)
     pairs = (d_gate[0], x.A_log), (d_gate[1], x.dt_bias)
-    return dq, dk, dg, dbeta, *(None if p is None else d.sum(0).view(p.shape).to(p.dtype) for d, p in pairs)
+    return (
+        dq,
+        dk,
+        dg,
+        dbeta,
+        *(None if p is None else d.sum(0).view(p.shape).to(p.dtype) for d, p in pairs),
+    )

@@ -22,7 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import constexpr
 
-from titan_linear.ops.triton.chunks import chunk_at, chunks_in, entry_at, listed_entries, of_one_chunk
+from titan_linear.ops.triton.chunks import (
+    chunk_at,
+    chunks_in,
+    entry_at,
+    listed_entries,
+    of_one_chunk,
+)
 from titan_linear.ops.triton.configs import widest_slice
 from titan_linear.ops.triton.gdn_kernels import store_gate_gradients, store_gates
 from titan_linear.ops.triton.hopper import (
@@ -49,7 +55,15 @@ from titan_linear.ops.triton.hopper import (
     visible,
 )
 from titan_linear.ops.triton.stages import Given
-from titan_linear.ops.triton.tiles import BT, Pair, place_in_row, read_state, rows, wide, write_state
+from titan_linear.ops.triton.tiles import (
+    BT,
+    Pair,
+    place_in_row,
+    read_state,
+    rows,
+    wide,
+    write_state,
+)
 
 K = constexpr(128)
 BV = constexpr(64)
@@ -87,11 +101,17 @@ def prepare_kernel(
     fetch(q_desc, place, bar, q_s)
     G_s, beta_s = vector(), vector()
     o_c = gl.arange(0, BT, EACH_WARP)
-    b_G, b_beta = store_gates(o_c, g, beta, A_log, dt_bias, gates, i_p.to(gl.int64), start, n, HV, BETA_RANGE)
+    b_G, b_beta = store_gates(
+        o_c, g, beta, A_log, dt_bias, gates, i_p.to(gl.int64), start, n, HV, BETA_RANGE
+    )
     G_s.store(b_G)
     beta_s.store(b_beta)
     o_j, o_i = indices(BT, BT, SQUARE)
-    b_d = gl.exp2(gl.where(o_i >= o_j, G_s.load(OF_TOKENS)[None, :] - G_s.load(TOKENS)[:, None], -float("inf")))
+    b_d = gl.exp2(
+        gl.where(
+            o_i >= o_j, G_s.load(OF_TOKENS)[None, :] - G_s.load(TOKENS)[:, None], -float("inf")
+        )
+    )
     mbarrier.wait(bar, 0)
     b_n, b_a = product(k_s, turned(k_s)), product(k_s, turned(q_s))
     b_n, b_a = warpgroup_mma_wait(0, (b_n, b_a))
@@ -136,7 +156,10 @@ def _left(x, k, layout):
 def _factors(vectors, stage):
     """2^G, β 2^(γ-G), β [1, BT], and 2^γ."""
     b_e = vectors.index(3 * stage).load(OF_TOKENS)
-    b_w, b_beta = vectors.index(3 * stage + 1).load(OF_TOKENS), vectors.index(3 * stage + 2).load(OF_TOKENS)
+    b_w, b_beta = (
+        vectors.index(3 * stage + 1).load(OF_TOKENS),
+        vectors.index(3 * stage + 2).load(OF_TOKENS),
+    )
     last = gl.sum(gl.where(gl.arange(0, BT, OF_TOKENS) == BT - 1, b_e, 0.0), 0)
     return b_e[None, :], b_w[None, :], b_beta[None, :], last
 
@@ -286,7 +309,13 @@ def scan_kernel(
         q_s, A_s = shared(dtype, STAGES, BT, K), shared(dtype, STAGES, BT, BT)
     if states_desc is not None:
         states_s = shared(dtype, 2, K, BV)
-    tiles = q_s, shared(dtype, STAGES, BT, K), shared(dtype, STAGES, BT, BV), shared(dtype, STAGES, BT, BT), A_s
+    tiles = (
+        q_s,
+        shared(dtype, STAGES, BT, K),
+        shared(dtype, STAGES, BT, BV),
+        shared(dtype, STAGES, BT, BT),
+        A_s,
+    )
     rows_s = shared(dtype, 2, BT, BV)
     vectors = gl.allocate_shared_memory(gl.float32, [3 * STAGES, BT], VECTOR)
     bars = barriers(STAGES), barriers(STAGES), barriers(STAGES)
@@ -305,13 +334,23 @@ def scan_kernel(
     )
 
 
-def _launch(given: Given, v: Tensor, states: Tensor | None, rows: Tensor, ends: tuple[Pair, Pair], BACK: bool) -> None:
+def _launch(
+    given: Given,
+    v: Tensor,
+    states: Tensor | None,
+    rows: Tensor,
+    ends: tuple[Pair, Pair],
+    BACK: bool,
+) -> None:
     """states: of chunks; ends: the states of entries that are read and written."""
     x, tiles, (_, HV, V) = given.x, given.tiles, v.shape
     read: tuple[TensorDescriptor | None, ...] = None, None
     if BACK or states is None:
         read = swizzled(x.q, K.value), swizzled(tiles.A, BT.value, BT.value)
-    written = None if states is None else swizzled(states, BV.value, K.value), swizzled(rows, BV.value)
+    written = (
+        None if states is None else swizzled(states, BV.value, K.value),
+        swizzled(rows, BV.value),
+    )
     scan_kernel[(listed_entries(given.listed, given.chunks) * HV * (V // BV.value),)](
         swizzled(x.k, K.value), swizzled(v, BV.value), swizzled(tiles.C, BT.value, BT.value), *read, *written,
         tiles.gates, *ends, given.listed, given.chunks, given.numbers.scale, HV, HV // x.k.shape[1],
@@ -319,7 +358,9 @@ def _launch(given: Given, v: Tensor, states: Tensor | None, rows: Tensor, ends: 
     )  # fmt: skip
 
 
-def launch_scan(given: Given, o: Tensor | None = None, final_state: Tensor | None = None, **states: Tensor) -> None:
+def launch_scan(
+    given: Given, o: Tensor | None = None, final_state: Tensor | None = None, **states: Tensor
+) -> None:
     h, rows = (states["h"], states["y"]) if o is None else (None, o)
     _launch(given, given.x.v, h, rows, (given.initial, (final_state, None)), BACK=False)
 
@@ -366,7 +407,9 @@ def _given_product(initial, d_final, i_n, i_hv, HV):
     total = gl.zeros([16, K], gl.float32, STATE)
     for i in range(K // 16):
         o_s = i_hv * (K * K) + (i * 16 + o_k) * K + o_v
-        total += read_state(initial, i_n, HV * K * K, o_s) * read_state(d_final, i_n, HV * K * K, o_s)
+        total += read_state(initial, i_n, HV * K * K, o_s) * read_state(
+            d_final, i_n, HV * K * K, o_s
+        )
     return gl.sum(gl.sum(total, 1), 0)
 
 
@@ -441,7 +484,9 @@ def gradients_kernel(
     dq2 *= scale * b_e
     dk1 *= -b_e
     dk2 *= -b_e
-    b_dg += gl.sum(dq1 * _read(q_s, 0) + dq2 * _read(q_s, 1) + dk1 * _read(k_s, 0) + dk2 * _read(k_s, 1), 1)
+    b_dg += gl.sum(
+        dq1 * _read(q_s, 0) + dq2 * _read(q_s, 1) + dk1 * _read(k_s, 0) + dk2 * _read(k_s, 1), 1
+    )
     dq1, dq2 = _add(p_s, k_s, dq1, dq2)
     dk1, dk2 = _add(n_s, k_s, dk1, dk2)
     dk1, dk2 = _add(turned(n_s), k_s, dk1, dk2)
@@ -487,7 +532,11 @@ def gradients_kernel(
 
 def launch_gradients(given: Given, read: tuple[Tensor, ...], written: tuple[Tensor, ...]) -> None:
     """read: h, dh, y and dv; written: dq, dk, dg, dbeta and d_gate."""
-    (x, tiles, chunks, n, initial, d_final, _, do, _), (h, dh, *values), (dq, dk, *of_gates) = given, read, written
+    (x, tiles, chunks, n, initial, d_final, _, do, _), (h, dh, *values), (dq, dk, *of_gates) = (
+        given,
+        read,
+        written,
+    )
     NT, HV, K, _ = h.shape
     gradients_kernel[(NT * HV,)](
         *(swizzled(t, K) for t in (x.q, x.k, do, *values)), *(swizzled(t, K, BT.value) for t in (h, dh)),

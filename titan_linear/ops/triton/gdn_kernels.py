@@ -79,7 +79,9 @@ def prepare_kernel(
     b_q = load_tokens(q, start, length, i_hv // R * K, K)
     b_k = load_tokens(k, start, length, i_hv // R * K, K)
     o_c = arange(BT)
-    b_G, _ = store_gates(o_c, g, beta, A_log, dt_bias, tiles.gates, i_p, start, length, HV, BETA_RANGE)
+    b_G, _ = store_gates(
+        o_c, g, beta, A_log, dt_bias, tiles.gates, i_p, start, length, HV, BETA_RANGE
+    )
     o_i, o_j = indices(BT, BT)
     b_d = tl.exp2(tl.where(o_i >= o_j, b_G[:, None] - b_G[None, :], -float("inf")))
     b_a = dot(b_q, b_k.T) * scale * b_d
@@ -153,7 +155,8 @@ def scan_kernel(
 def reverse_kernel(
     q_desc, k_desc, do_desc, C_desc, A_desc, gates, d_final, d_initial, listed, chunks, scale, HV,
     R: constexpr, K: constexpr, V: constexpr, BV: constexpr, STAGES: constexpr,
-    dh=None, dv=None,  # [NT, HV, K, V], the gradient of the state that leaves each chunk, and [T, HV, V]
+    # [NT, HV, K, V], the gradient of the state that leaves each chunk, and [T, HV, V]
+    dh=None, dv=None,
 ):  # fmt: skip
     """Scan one entry's chunks from the last to the first, for one head and BV columns of a state's gradient."""
     i_v, i_nh, i_n, i_hv = place_in_row(V // BV, HV)

@@ -27,7 +27,8 @@ TILE = constexpr(gl.NVMMASharedLayout(128, 16, 2))
 SQUARE = constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # [64, 64]
 HALF = constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))  # [64, 32]
 QUARTER = constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))  # [64, 16]
-ROW_EACH = constexpr(gl.BlockedLayout([1, 1, 16], [1, 32, 1], [4, 1, 1], [2, 1, 0]))  # [4, 16, 16], a block each warp
+# [4, 16, 16], a block each warp
+ROW_EACH = constexpr(gl.BlockedLayout([1, 1, 16], [1, 32, 1], [4, 1, 1], [2, 1, 0]))
 VECTOR = constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 END = constexpr(1 << 30)  # a ragged descriptor's last row is that of the entry
 GluonKernel = partial(Kernel, jit=gluon.jit)
@@ -76,7 +77,9 @@ def shared(dtype, n, rows, columns):
 @gluon.jit
 def room(dtype=gl.bfloat16):
     """[64, 64]"""
-    return gl.allocate_shared_memory(dtype, [64, 64], gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 2))
+    return gl.allocate_shared_memory(
+        dtype, [64, 64], gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 2)
+    )
 
 
 @gluon.jit
@@ -158,7 +161,9 @@ def sums(x, matrix):
 @gluon.jit
 def indices(R, C, layout):
     """As those of `tiles`."""
-    return gl.arange(0, R, gl.SliceLayout(1, layout))[:, None], gl.arange(0, C, gl.SliceLayout(0, layout))[None, :]
+    return gl.arange(0, R, gl.SliceLayout(1, layout))[:, None], gl.arange(
+        0, C, gl.SliceLayout(0, layout)
+    )[None, :]
 
 
 @gluon.jit
@@ -171,20 +176,26 @@ def diagonal(x):
 @gluon.jit
 def rounded(x):
     """x in bfloat16, two numbers a register; the compiler rounds one by one, and then holds each in its own."""
-    return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, True, 2)
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, True, 2
+    )
 
 
 @gluon.jit
 def inverse(x):
     """1 / x to a unit in the last place; computed again where it is used, not kept in registers."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], gl.float32, False, 1)
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], gl.float32, False, 1
+    )
 
 
 @gluon.jit
 def halves(x, layout):
     """[64, n] → two of [64, n / 2]."""
     first, second = gl.split(gl.permute(gl.reshape(x, [64, 2, x.shape[1] // 2]), (0, 2, 1)))
-    return gl.convert_layout(first, layout, assert_trivial=True), gl.convert_layout(second, layout, assert_trivial=True)
+    return gl.convert_layout(first, layout, assert_trivial=True), gl.convert_layout(
+        second, layout, assert_trivial=True
+    )
 
 
 @gluon.jit
@@ -203,7 +214,9 @@ def _whole(x):
 @gluon.jit
 def _solve_blocks(x, beta_s):
     """`solved` of the blocks on x's diagonal, [64, 16]: forward substitution with one row per lane."""
-    blocks_s = gl.allocate_shared_memory(gl.float32, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0]))
+    blocks_s = gl.allocate_shared_memory(
+        gl.float32, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])
+    )
     blocks_s.store(gl.reshape(x, [4, 16, 16]))
     columns = ()
     scaled = ()
@@ -227,7 +240,10 @@ def _solve_blocks(x, beta_s):
 def _add_block(x, high_s, low_s, i, j, acc):
     """acc + x @ (block i, j of a matrix in two parts) [64, 16], under way, as `dot_fp32`."""
     high, low = split(x)
-    high_s, low_s = high_s.slice(16 * i, 16, 0).slice(16 * j, 16, 1), low_s.slice(16 * i, 16, 0).slice(16 * j, 16, 1)
+    high_s, low_s = (
+        high_s.slice(16 * i, 16, 0).slice(16 * j, 16, 1),
+        low_s.slice(16 * i, 16, 0).slice(16 * j, 16, 1),
+    )
     return add(left(high), high_s, add(left(high), low_s, add(left(low), high_s, acc)))
 
 
@@ -240,7 +256,9 @@ def solved(x, beta_s):
     first, second = halves(x, HALF)
     x0, x1 = halves(first, QUARTER)
     x2, x3 = halves(second, QUARTER)
-    y = _solve_blocks(gl.where(block < 2, gl.where(block == 0, x0, x1), gl.where(block == 2, x2, x3)), beta_s)
+    y = _solve_blocks(
+        gl.where(block < 2, gl.where(block == 0, x0, x1), gl.where(block == 2, x2, x3)), beta_s
+    )
     x0, x1 = gl.where(block == 0, y, x0), gl.where(block == 1, y, x1)
     columns = x0, x1, gl.where(block == 2, y, x2), gl.where(block == 3, y, x3)
     scaled = _whole(columns)

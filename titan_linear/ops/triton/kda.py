@@ -28,9 +28,11 @@ GATES = {"none": 0, "softplus": 1, "bounded": 2}
 class Numbers(NamedTuple):
     scale: float
     lower_bound: float
-    gate: float  # g is the log decay (0), or the raw input of the softplus gate (1) or of the bounded gate (2)
+    # g is the log decay (0), or the raw input of the softplus gate (1) or of the bounded gate (2)
+    gate: float
     safe_gate: float
-    beta_range: float | None  # 0: beta is β; otherwise beta holds logits, and β is this times their sigmoid
+    # 0: beta is β; otherwise beta holds logits, and β is this times their sigmoid
+    beta_range: float | None
 
 
 class Tiles(NamedTuple):
@@ -72,8 +74,16 @@ class KDAStages(Stages):
     kept, again = ("Aqk", "Gn"), ("qg", "kn", "kg", "decay", "b")
 
     def numbers_of(self, x: Inputs, options: DeltaRuleOptions) -> Numbers:
-        gate = "none" if not options.gate_in_kernel else "softplus" if options.lower_bound is None else "bounded"
-        return Numbers(options.scale, options.lower_bound, GATES[gate], options.safe_gate, options.beta_range)
+        gate = (
+            "none"
+            if not options.gate_in_kernel
+            else "softplus"
+            if options.lower_bound is None
+            else "bounded"
+        )
+        return Numbers(
+            options.scale, options.lower_bound, GATES[gate], options.safe_gate, options.beta_range
+        )
 
     def any_gate(self, numbers: Numbers) -> bool:
         return not numbers.safe_gate
@@ -98,10 +108,20 @@ class KDAStages(Stages):
         for kernel, safe in passes if matrices else passes[-1:]:
             chosen = config(kernel, x.q, K, BK=K)
             kernels.prepare_kernel[1 if matrices else K // chosen["BK"], HV, NT](
-                *streams, tiles, fast, given.chunks, n.scale, n.lower_bound, SAFE=safe, **constants, **chosen
+                *streams,
+                tiles,
+                fast,
+                given.chunks,
+                n.scale,
+                n.lower_bound,
+                SAFE=safe,
+                **constants,
+                **chosen,
             )
         if matrices:
-            solve_kernel[NT * HV,](tiles.b, tiles.Gn, STRIDE_B=CHUNK, SCALED=False, **config("solve", x.q, K))
+            solve_kernel[NT * HV,](
+                tiles.b, tiles.Gn, STRIDE_B=CHUNK, SCALED=False, **config("solve", x.q, K)
+            )
 
     def launch_scan(self, given: Given, **outputs: Tensor | None) -> None:
         x, tiles, chunks, _, initial, _, listed, *_ = given
@@ -114,9 +134,22 @@ class KDAStages(Stages):
         x, tiles, chunks, _, initial, d_final, listed, do, _ = given
         V = do.shape[2]
         constants = _constants(tiles, "kda reverse", V, widest_slice(V))
-        grid = V // constants["BV"], listed_entries(listed, chunks) * constants["HV"], 2 if outputs else 1
+        grid = (
+            V // constants["BV"],
+            listed_entries(listed, chunks) * constants["HV"],
+            2 if outputs else 1,
+        )
         kernels.backward_scans_kernel[grid](
-            rows(do), rows(x.v), tiles, initial, d_final, d_initial, listed, chunks, **outputs, **constants
+            rows(do),
+            rows(x.v),
+            tiles,
+            initial,
+            d_final,
+            d_initial,
+            listed,
+            chunks,
+            **outputs,
+            **constants,
         )
 
     def launch_backward(self, given: Given, d_initial: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -130,7 +163,17 @@ class KDAStages(Stages):
         constants = _constants(tiles, "kda matrix", V, widest_slice(V))
         constants["BETA_RANGE"] = given.numbers.beta_range or None
         kernels.matrix_kernel[HV, NT](
-            rows(given.do), tiles.b, r, y, dA, dK, dv, dbeta, given.chunks, given.numbers.scale, **constants
+            rows(given.do),
+            tiles.b,
+            r,
+            y,
+            dA,
+            dK,
+            dv,
+            dbeta,
+            given.chunks,
+            given.numbers.scale,
+            **constants,
         )
         dq, dk, dg, dA_log, ddt_bias = _gradients(given, h, dh, r, y, dA, dK)
         return dq, dk, dv, dg, dbeta, dA_log, ddt_bias
@@ -153,7 +196,9 @@ def _gradients(
     x, tiles, chunks, n, *_, do, _ = given
     (T, H, K), (NT, HV, V, _), C = x.q.shape, h.shape, CHUNK
     # With grouped value heads, each value head writes its own dq and dk in fp32; they are summed below.
-    dq, dk = (x.q.new_empty(T, HV, K, dtype=x.q.dtype if HV == H else torch.float32) for _ in range(2))
+    dq, dk = (
+        x.q.new_empty(T, HV, K, dtype=x.q.dtype if HV == H else torch.float32) for _ in range(2)
+    )
     dg = x.g.new_empty(x.g.shape)
     dbias_part, dA_part = parts = x.g.new_empty(2, NT if n.gate else 0, HV * K, dtype=torch.float32)
     limits = {"BK": K, "BV": widest_slice(V)}
@@ -169,7 +214,10 @@ def _gradients(
         chosen = config(kernel, x.q, K, **limits)
         BK, BV = chosen["BK"], chosen["BV"]
         assert BF % BK == 0, "a program reads one flag"
-        read = ragged_tiles(do, BV), *(chunk_tiles(t, n, BV) for t, n in ((r, C), (y, C), (h, BK), (dh, BK)))
+        read = (
+            ragged_tiles(do, BV),
+            *(chunk_tiles(t, n, BV) for t, n in ((r, C), (y, C), (h, BK), (dh, BK))),
+        )
         kernels.gradient_kernel[K // BK, HV, NT](
             *map(rows, (x.q, x.k, x.g)), *read, x.A_log, x.dt_bias, tiles.b, dA, dK, dq, dk, dg, *sums, fast, chunks,
             n.scale, n.lower_bound, SAFE=safe, **constants, **chosen,
@@ -177,6 +225,8 @@ def _gradients(
     if HV != H:
         dq, dk = sum_groups(dq, x.q), sum_groups(dk, x.k)
     ddt_bias, dA_log = parts.sum(1)
-    dA_log = None if x.A_log is None else dA_log.view(HV, K).sum(1).view(x.A_log.shape).to(x.A_log.dtype)
+    dA_log = (
+        None if x.A_log is None else dA_log.view(HV, K).sum(1).view(x.A_log.shape).to(x.A_log.dtype)
+    )
     ddt_bias = None if x.dt_bias is None else ddt_bias.view(x.dt_bias.shape).to(x.dt_bias.dtype)
     return dq, dk, dg, dA_log, ddt_bias

@@ -15,7 +15,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
 from triton.language import constexpr
 
 from titan_linear.ops.runtime.options import Inputs
@@ -62,7 +67,12 @@ WORDS = constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 def fits(x: Inputs) -> bool:
     """Whether this kernel takes heads and dtypes like those of x."""
-    return x.q.shape == x.v.shape and x.q.shape[2] == D.value and x.q.dtype == torch.bfloat16 and is_hopper(x.q.device)
+    return (
+        x.q.shape == x.v.shape
+        and x.q.shape[2] == D.value
+        and x.q.dtype == torch.bfloat16
+        and is_hopper(x.q.device)
+    )
 
 
 @gluon.jit
@@ -126,7 +136,11 @@ def _half_decays(g_s, sums_s, rate, bias, lower_bound, n, GATE):
     x1, x2 = warpgroup_mma_wait(0, (x1, x2))
     first, second = gl.min(x1, 1), gl.min(x2, 1)
     gamma, far = 2.0 * (first + second), 2.0 * first
-    reference1, reference2, middle = gl.floor(first + 0.5), gl.floor(second + far + 0.5), gl.floor(far + 0.5)
+    reference1, reference2, middle = (
+        gl.floor(first + 0.5),
+        gl.floor(second + far + 0.5),
+        gl.floor(far + 0.5),
+    )
     E1 = gl.exp2(x1 + (first - reference1)[:, None])
     E2 = gl.exp2(x2 + (second + far - reference2)[:, None])
     return E1, E2, reference1, reference2, middle, gamma
@@ -140,7 +154,8 @@ def _put(rows, first, second):
 
 @GluonKernel
 def prepare_kernel(
-    q_desc, k_desc, g_desc, qg_desc, kn_desc, kg_desc, A_desc, G_desc,  # A and G: None where they are not asked for
+    # A and G: None where they are not asked for
+    q_desc, k_desc, g_desc, qg_desc, kn_desc, kg_desc, A_desc, G_desc,
     beta, A_log, dt_bias, decay, b, chunks, scale, lower_bound, HV, R, GATE: constexpr, BETA_RANGE: constexpr,
 ):  # fmt: skip
     """As `prepare_kernel` of kda_kernels with SAFE, and `solve`. A pair's earlier token is its row."""
@@ -149,7 +164,8 @@ def prepare_kernel(
     start, n = chunk_at(chunks, i_t)
     q_s, k_s = each(shared(gl.bfloat16, 2, C, C)), each(shared(gl.bfloat16, 2, C, C))
     size: constexpr = g_desc.dtype.primitive_bitwidth
-    g_s = room(g_desc.dtype), room(g_desc.dtype)  # two, since each falls free for what is made of it
+    # two, since each falls free for what is made of it
+    g_s = room(g_desc.dtype), room(g_desc.dtype)
     sums_s = gl.allocate_shared_memory(gl.bfloat16, [32, 32], gl.NVMMASharedLayout(64, 16, 2))
     b_s = vector()
     bars = each(barriers(2))
@@ -176,7 +192,9 @@ def prepare_kernel(
             bias = wide(gl.load(dt_bias + (i_h * D + channels)))[:, None]
         q, k = q_s[i_k], k_s[i_k]
         mbarrier.wait(bars[i_k], 0)
-        E1, E2, reference1, reference2, middle, gamma = _half_decays(g_s[i_k], sums_s, rate, bias, lower_bound, n, GATE)
+        E1, E2, reference1, reference2, middle, gamma = _half_decays(
+            g_s[i_k], sums_s, rate, bias, lower_bound, n, GATE
+        )
         gl.store(decay + tile.to(gl.int64) * D + channels, gl.exp2(gamma))
         start1 = gl.exp2(reference1).to(gl.bfloat16)[:, None]
         start2 = gl.exp2(reference2).to(gl.bfloat16)[:, None]
@@ -202,7 +220,11 @@ def prepare_kernel(
             tl.debug_barrier()
         _put(q, qE1 * start1, qE2 * start2)
         _put(k, -kE1 * start1, -kE2 * start2)
-        _put(near, W1 * gl.exp2(gamma - reference1)[:, None], W2 * gl.exp2(gamma - reference2)[:, None])
+        _put(
+            near,
+            W1 * gl.exp2(gamma - reference1)[:, None],
+            W2 * gl.exp2(gamma - reference2)[:, None],
+        )
         visible()
         place = [tile * D + i_k * C, 0]
         tma.async_copy_shared_to_global(qg_desc, place, q)
@@ -216,7 +238,9 @@ def prepare_kernel(
         n1, a1 = halves(first, HALF)
         n2, a2 = halves(second, HALF)
         turned(A_s).store(gl.where(o_i >= o_j, joined(a1, a2, SQUARE), 0.0).to(gl.bfloat16))
-        turned(G_s).store(solved(gl.where(o_i > o_j, -joined(n1, n2, SQUARE), 0.0), b_s).to(gl.bfloat16))
+        turned(G_s).store(
+            solved(gl.where(o_i > o_j, -joined(n1, n2, SQUARE), 0.0), b_s).to(gl.bfloat16)
+        )
         visible()
         tma.async_copy_shared_to_global(A_desc, [tile * C, 0], A_s)
         tma.async_copy_shared_to_global(G_desc, [tile * C, 0], G_s)
@@ -226,7 +250,12 @@ def prepare_kernel(
 def prepares(x: Inputs, safe_gate: float, gate: float) -> bool:
     """Whether `prepare_kernel` takes heads, dtypes and gates like those of x."""
     gates = safe_gate and gate != 1 and x.g.dtype == (torch.bfloat16 if gate else torch.float32)
-    return bool(gates) and x.q.shape[2] == D.value and x.q.dtype == torch.bfloat16 and is_hopper(x.q.device)
+    return (
+        bool(gates)
+        and x.q.shape[2] == D.value
+        and x.q.dtype == torch.bfloat16
+        and is_hopper(x.q.device)
+    )
 
 
 def launch_prepare(given: Given, tiles: Any) -> None:
@@ -288,9 +317,13 @@ def gradient_kernel(
     if dt_bias is not None:
         bias = wide(gl.load(dt_bias + (i_h * D + channels)))[:, None]
     mbarrier.wait(keys_ready, 0)
-    E1, E2, reference1, reference2, middle, gamma = _half_decays(g_s, sums_s, rate, bias, lower_bound, n, GATE)
+    E1, E2, reference1, reference2, middle, gamma = _half_decays(
+        g_s, sums_s, rate, bias, lower_bound, n, GATE
+    )
     if fast is not None:
-        gl.store(fast, (gl.min(gl.minimum(reference1, reference2 - middle), 0) < -118.0).to(gl.int32))
+        gl.store(
+            fast, (gl.min(gl.minimum(reference1, reference2 - middle), 0) < -118.0).to(gl.int32)
+        )
     down1 = gl.exp2(middle - reference1).to(gl.bfloat16)[:, None]
     down2 = gl.exp2(reference2 - middle).to(gl.bfloat16)[:, None]
     start1, start2 = gl.exp2(reference1)[:, None], gl.exp2(reference2)[:, None]
@@ -368,7 +401,9 @@ def gradient_kernel(
     tma.store_wait(0)
 
 
-def launch_gradient(given: Given, read: tuple[Tensor, ...], written: tuple[Tensor, ...], *sums: Tensor | None) -> None:
+def launch_gradient(
+    given: Given, read: tuple[Tensor, ...], written: tuple[Tensor, ...], *sums: Tensor | None
+) -> None:
     """read: r, y, h, dh, dA and dK; written: dq, dk and dg; sums: dA_part, dbias_part and fast."""
     (x, tiles, chunks, n, *_, do, _), (r, *states, dA, dK) = given, read
     NT, HV, K, _ = tiles.qg.shape

@@ -162,7 +162,8 @@ def log2_gates(raw, rate, bias, lower_bound, n, GATE):
         raw = -rate * softplus(x) if GATE == 1 else lower_bound * sigmoid(rate * x)
         _, o_c = indices(64, 64)
         raw = tl.where(o_c < n, raw, 0.0)
-    return raw * LOG2E if GATE == 2 else log2_gate(raw)  # a bounded gate is far above log2_gate's least
+    # a bounded gate is far above log2_gate's least
+    return raw * LOG2E if GATE == 2 else log2_gate(raw)
 
 
 @triton.jit
@@ -224,7 +225,14 @@ def prepare_kernel(
             to_start = halves(tl.exp2(first), tl.exp2(second)).to(CT)
             W = b_k * tl.exp2(-x)
             b_w = W.to(CT)
-            store_keys(tiles.kg, W * halves(tl.exp2(gamma - first), tl.exp2(gamma - second)), tile, i_k, K, BK)
+            store_keys(
+                tiles.kg,
+                W * halves(tl.exp2(gamma - first), tl.exp2(gamma - second)),
+                tile,
+                i_k,
+                K,
+                BK,
+            )
             E = tl.exp2(x)
             b_q = (b_q * E).to(CT)
             b_k = (b_k * E).to(CT)
@@ -232,7 +240,11 @@ def prepare_kernel(
             store_keys(tiles.kn, -b_k * to_start, tile, i_k, K, BK)
             if MATRICES:
                 # The first half's keys relative to the second: where one is below 2^-126, E times it is below 2^-9.
-                far_w = b_w * tl.exp2(middle - first).to(CT)[:, None] * tl.exp2(second - middle).to(CT)[:, None]
+                far_w = (
+                    b_w
+                    * tl.exp2(middle - first).to(CT)[:, None]
+                    * tl.exp2(second - middle).to(CT)[:, None]
+                )
                 b_w = tl.reshape(tl.join(b_w, far_w), [BK, 128])
                 halves_A = dot(b_q.T, b_w, halves_A)
                 halves_K = dot(b_k.T, b_w, halves_K)
@@ -286,7 +298,8 @@ def scan(S, v, tiles, o, h, r, start, length, v_length, first, i_h, column, HV, 
     next_decay = masked(tiles.decay + (first * HV + i_h) * K + o_k, mask=(o_k >= 0) & (NT > 0))
     for i_t in tl.range(0, NT, num_stages=STAGES):
         tile = (first + i_t) * HV + i_h
-        if o is not None:  # one chunk ahead by hand: pipelined, its buffers would be 512 bytes too many at K = 128
+        # one chunk ahead by hand: pipelined, its buffers would be 512 bytes too many at K = 128
+        if o is not None:
             b_decay = next_decay
             next_decay = tl.load(tiles.decay + (tile + HV * (i_t + 1 < NT)) * K + o_k)
         else:
@@ -333,7 +346,25 @@ def scan_kernel(
     else:
         S = tl.where(is_m & (o_k == i_m * BV + o_v), 1.0, 0.0)
         v_length, column = tl.where(is_m, 0, length), tl.where(is_m, 0, column)
-    S = scan(S, v, tiles, o, None, None, start, length, v_length, first, i_h, column, HV, K, V, BV, STAGES)
+    S = scan(
+        S,
+        v,
+        tiles,
+        o,
+        None,
+        None,
+        start,
+        length,
+        v_length,
+        first,
+        i_h,
+        column,
+        HV,
+        K,
+        V,
+        BV,
+        STAGES,
+    )
     if M is not None and is_m:
         tl.store(M + i_nh * K * K + o_k * K + i_m * BV + o_v, S)
     elif final_state is not None:
@@ -381,7 +412,8 @@ def _reverse_scan(dS, do, tiles, dh, y, start, length, first, i_h, column, HV, K
 def backward_scans_kernel(
     do, v, tiles, initial, d_final, d_initial, listed, chunks,
     HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, STAGES: constexpr,
-    h=None, dh=None,  # [NT, HV, V, K], the state that enters each chunk, and the gradient of the one that leaves it
+    # [NT, HV, V, K], the state that enters each chunk, and the gradient of the one that leaves it
+    h=None, dh=None,
     r=None, y=None,  # [NT, HV, V, 64]
 ):  # fmt: skip
     """One (entry, head, slice of V), in reverse for dh and y and the gradient of the state that enters; or, in programs
@@ -394,10 +426,30 @@ def backward_scans_kernel(
     o_s = i_h * K * V + o_k * V + (i_v * BV + o_v)
     if h is not None and tl.program_id(2) == 0:
         S = read_state(initial, i_n, HV * K * V, o_s)
-        scan(S, v, tiles, None, h, r, start, length, length, first, i_h, i_v * BV, HV, K, V, BV, STAGES)
+        scan(
+            S,
+            v,
+            tiles,
+            None,
+            h,
+            r,
+            start,
+            length,
+            length,
+            first,
+            i_h,
+            i_v * BV,
+            HV,
+            K,
+            V,
+            BV,
+            STAGES,
+        )
     else:
         S = read_state(d_final, i_n, HV * K * V, o_s)
-        S = _reverse_scan(S, do, tiles, dh, y, start, length, first, i_h, i_v * BV, HV, K, V, BV, STAGES)
+        S = _reverse_scan(
+            S, do, tiles, dh, y, start, length, first, i_h, i_v * BV, HV, K, V, BV, STAGES
+        )
         write_state(d_initial, i_n, HV * K * V, o_s, S)
 
 
@@ -478,7 +530,11 @@ def write_state_gradient(r, h, dh, tile, i_k, V, BK, BV, STAGES):
     dk = zeros(BK, 64)
     ds = zeros(BK)
     for i_v in tl.range(V // BV, num_stages=STAGES):
-        b_h, b_dh = h.load([tile * V + i_v * BV, i_k * BK]), dh.load([tile * V + i_v * BV, i_k * BK])  # [BV, BK]
+        # [BV, BK]
+        b_h, b_dh = (
+            h.load([tile * V + i_v * BV, i_k * BK]),
+            dh.load([tile * V + i_v * BV, i_k * BK]),
+        )
         dk = dot(b_dh.T, r.load([tile * V + i_v * BV, 0]), dk)
         ds += tl.sum(wide(b_h) * wide(b_dh), 0)
     return dk, ds
@@ -561,7 +617,8 @@ def gradient_kernel(
     b_q = wide(b_q.T)
     b_k = wide(b_k.T)
     b_dA, b_dK = tl.load(dA + o_c), tl.load(dK + o_c)
-    if SAFE:  # each gradient is relative to the references of half_decays until it is multiplied by E or W
+    # each gradient is relative to the references of half_decays until it is multiplied by E or W
+    if SAFE:
         far, near = (o_i >= 32) & (o_j < 32), o_i // 32 == o_j // 32
         far_dA, near_dA = tl.where(far, b_dA, 0.0), tl.where(near, b_dA, 0.0)
         far_dK, near_dK = tl.where(far, b_dK, 0.0), tl.where(near, b_dK, 0.0)
@@ -575,7 +632,9 @@ def gradient_kernel(
         E, W = tl.exp2(x), tl.exp2(-x)
         kE = (b_k * E).to(CT)
         kW = (b_k * W).to(CT)
-        b_dq, b_dk = read_state_gradients(do, y, h, start, n, i_tile, i_h * V, i_k, V, BK, BV, STAGES)
+        b_dq, b_dk = read_state_gradients(
+            do, y, h, start, n, i_tile, i_h * V, i_k, V, BK, BV, STAGES
+        )
         b_dq *= scale * to_start
         b_dq += dot(kW, far_dA.T) * down1 * down2
         b_dq = dot(kW, near_dA.T, b_dq)

@@ -22,7 +22,11 @@ def merge_kernel(o, lse, part, part_lse, S, T, H, D, BR: constexpr, BD: constexp
     b_lse, b_part_lse = load_wide(p_lse, m_r), load_wide(part_lse + o_r % H * T + o_r // H, m_r)
     b_w = tl.sigmoid(b_part_lse - b_lse)[:, None]
     tl.store(o + o_x, (1 - b_w) * load_wide(o + o_x, m) + b_w * load_wide(part + o_x, m), mask=m)
-    tl.store(p_lse, tl.maximum(b_lse, b_part_lse) - tl.log(tl.sigmoid(tl.abs(b_lse - b_part_lse))), mask=m_r)
+    tl.store(
+        p_lse,
+        tl.maximum(b_lse, b_part_lse) - tl.log(tl.sigmoid(tl.abs(b_lse - b_part_lse))),
+        mask=m_r,
+    )
 
 
 def merge_(o: Tensor, lse: Tensor, *block: Tensor) -> None:

@@ -34,8 +34,12 @@ class Padded:
     ):
         self.given = inputs.q.shape[-1], inputs.v.shape[-1]
         self.dims = K, V = dims
-        self.of_keys = [n for n, x in inputs._asdict().items() if x is not None and x.dim() == 3 and n != "v"]
-        padded = {"v": filled(inputs.v, V)} | {n: filled(getattr(inputs, n), K) for n in self.of_keys}
+        self.of_keys = [
+            n for n, x in inputs._asdict().items() if x is not None and x.dim() == 3 and n != "v"
+        ]
+        padded = {"v": filled(inputs.v, V)} | {
+            n: filled(getattr(inputs, n), K) for n in self.of_keys
+        }
         self.bias = inputs.dt_bias if "g" in self.of_keys else None  # of each channel
         if self.bias is not None:
             padded["dt_bias"] = filled(self.bias.reshape(-1, self.given[0]), K).flatten()

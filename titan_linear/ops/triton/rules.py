@@ -33,7 +33,9 @@ def triton_rule(
     stages, dims = _stages(inputs), (inputs.q.shape[-1], inputs.v.shape[-1])
     if stages is not SSD:
         # at K = 32 in 16 bits, ptxas put the stack pointer in the place of a descriptor in RWKV-7's gradients
-        filled = kernel_dims(*dims, least=64 if stages is RWKV7 and inputs.q.element_size() == 2 else 32)
+        filled = kernel_dims(
+            *dims, least=64 if stages is RWKV7 and inputs.q.element_size() == 2 else 32
+        )
         if filled != dims:
             return Padded(triton_rule, inputs, options, boundaries, differentiable, kept, filled)
     tokens, HV, V = inputs.v.shape
@@ -42,7 +44,13 @@ def triton_rule(
         return SplitDocuments(partial(TritonRule, stages), inputs, options, find, kept)
     if kept:
         chunk_index, chunk_offsets, *tiles = kept
-        return TritonRule(stages, inputs, options, Chunks(boundaries.cu_seqlens, chunk_index, chunk_offsets), tiles)
+        return TritonRule(
+            stages,
+            inputs,
+            options,
+            Chunks(boundaries.cu_seqlens, chunk_index, chunk_offsets),
+            tiles,
+        )
     return TritonRule(stages, inputs, options, _chunks(boundaries, tokens), ())
 
 

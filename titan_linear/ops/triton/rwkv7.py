@@ -27,7 +27,8 @@ from titan_linear.ops.triton.tiles import Pair, rows
 
 class Numbers(NamedTuple):
     scale: float
-    rate: float | None  # 0: gk is the log decay; otherwise it holds logits, whose sigmoids times this are
+    # 0: gk is the log decay; otherwise it holds logits, whose sigmoids times this are
+    rate: float | None
 
 
 class Tiles(NamedTuple):
@@ -63,7 +64,14 @@ class RWKV7Stages(Stages):
     def tile_shapes(self, x: DPLRInputs, numbers: Numbers) -> Sequence[tuple[Any, ...]]:
         (_, H, K), V, C, dtype = x.q.shape, x.v.shape[2], CHUNK, compute_dtype(x.q.dtype)
         decay = torch.float32, H, K
-        return (dtype, H, K, K), (dtype, H, K, V), (dtype, H, C, K), decay, (dtype, H, C, C), (dtype, H, C, V)
+        return (
+            (dtype, H, K, K),
+            (dtype, H, K, V),
+            (dtype, H, C, K),
+            decay,
+            (dtype, H, C, C),
+            (dtype, H, C, V),
+        )
 
     def launch_prepare(self, given: Given, tiles: Tiles) -> None:
         x, numbers = given.x, given.numbers
@@ -83,13 +91,22 @@ class RWKV7Stages(Stages):
     def launch_reverse(self, given: Given, d_initial: Pair, **outputs: Tensor) -> None:
         _, tiles, chunks, _, initial, d_final, listed, do, _ = given
         chosen = _loop(tiles)
-        grid = chosen["V"] // chosen["BV"], listed_entries(listed, chunks) * chosen["H"], 2 if outputs else 1
-        kernels.states_kernel[grid](rows(do), tiles, initial, d_final, d_initial, listed, chunks, **outputs, **chosen)
+        grid = (
+            chosen["V"] // chosen["BV"],
+            listed_entries(listed, chunks) * chosen["H"],
+            2 if outputs else 1,
+        )
+        kernels.states_kernel[grid](
+            rows(do), tiles, initial, d_final, d_initial, listed, chunks, **outputs, **chosen
+        )
 
     def launch_backward(self, given: Given, d_initial: Tensor | None) -> list[Tensor]:
         x, tiles, chunks, numbers, initial, *_, do, _ = given
         NT, H, K, V = tiles.U.shape
-        h, dh = tiles.U.new_empty(NT + listed_entries(ALL, chunks), H, K, V), torch.empty_like(tiles.U)
+        h, dh = (
+            tiles.U.new_empty(NT + listed_entries(ALL, chunks), H, K, V),
+            torch.empty_like(tiles.U),
+        )
         self.launch_reverse(given, (d_initial, initial[1]), h=h, dh=dh)
         grads = [t.new_empty(t.shape) for t in x]
         if rwkv7_hopper.fits(x):
@@ -98,7 +115,15 @@ class RWKV7Stages(Stages):
         exponents = do.new_empty(NT, H, CHUNK + 1, K, dtype=torch.float32)
         constants = _of_chunks("rwkv7 gradient", tiles, numbers)
         kernels.gradient_kernel[H, NT](
-            *map(rows, (do, *x)), tiles.inverse, h, dh, *grads, exponents, chunks, numbers.scale, **constants
+            *map(rows, (do, *x)),
+            tiles.inverse,
+            h,
+            dh,
+            *grads,
+            exponents,
+            chunks,
+            numbers.scale,
+            **constants,
         )
         return grads
 

@@ -138,7 +138,15 @@ def prepare_kernel(
     if n <= 0:
         return
     tile = (i_t * H + i_h) * C
-    w_s, q_s, k_s, a_s, b_s, v_s, ones_s = room(w_desc.dtype), room(), room(), room(), room(), room(), room()
+    w_s, q_s, k_s, a_s, b_s, v_s, ones_s = (
+        room(w_desc.dtype),
+        room(),
+        room(),
+        room(),
+        room(),
+        room(),
+        room(),
+    )
     gates_ready, keys_ready, ready = each(barriers(3))
     place = [END, start.to(gl.int32) + n, END - n, i_h * C]
     descs, rooms = (w_desc, q_desc, k_desc, a_desc, b_desc), (w_s, q_s, k_s, a_s, b_s)
@@ -232,7 +240,15 @@ def gradient_kernel(
         return
     tile = i_t * H + i_h
     enters = tile + gl.load(chunks[1] + 2 * i_t) * H
-    w_s, q_s, k_s, a_s, b_s, v_s, do_s = room(w_desc.dtype), room(), room(), room(), room(), room(), room()
+    w_s, q_s, k_s, a_s, b_s, v_s, do_s = (
+        room(w_desc.dtype),
+        room(),
+        room(),
+        room(),
+        room(),
+        room(),
+        room(),
+    )
     h_s, dh_s, leaves_s, T_s, y_s, z_s = room(), room(), room(), room(), room(), room()
     gates_ready, keys_ready, ready, last_ready = each(barriers(4))
     place = [END, start.to(gl.int32) + n, END - n, i_h * C]
@@ -309,7 +325,9 @@ def gradient_kernel(
     send(dv_desc, place, v_s)
     send(dk_desc, place, dh_s)
     send(db_desc, place, y_s)
-    b_dq = add(turned(b_s), turned(qb_s), add(turned(k_s), turned(qk_s), product(h_s, turned(do_s))))
+    b_dq = add(
+        turned(b_s), turned(qb_s), add(turned(k_s), turned(qk_s), product(h_s, turned(do_s)))
+    )
     b_da = add(turned(b_s), turned(ab_s), add(turned(k_s), turned(ak_s), product(h_s, turned(z_s))))
     b_dq, b_da = warpgroup_mma_wait(0, (b_dq, b_da))
     given = _read(a_s) * b_da

@@ -89,7 +89,8 @@ def decays(b_w, CT, RATE):
     gamma = tl.sum(g, 0)
     reference = tl.floor(0.5 * gamma + 0.5)
     i, j = indices(64, 64)
-    x = sums(g, j <= i, CT) - reference[None, :]  # in another layout than g, for which a sigmoid is computed again
+    # in another layout than g, for which a sigmoid is computed again
+    x = sums(g, j <= i, CT) - reference[None, :]
     before = x - g if RATE is None else sums(g, j < i, CT) - reference[None, :]
     return x, before, tl.exp2(reference), tl.exp2(gamma - reference), tl.exp2(gamma)
 
@@ -205,7 +206,9 @@ def _reverse_scan(dS, do, tiles, dh, start, length, first, i_h, column, H, K, V,
         dS16 = dS.to(tiles.P.dtype.element_ty)
         if dh is not None:
             tl.store(at(dh, tile, K, V, BV, column), dS16)
-        b_do = load_tokens(do, start + i_t * 64, length - i_t * 64, i_h * V + column, BV).to(dS16.dtype)
+        b_do = load_tokens(do, start + i_t * 64, length - i_t * 64, i_h * V + column, BV).to(
+            dS16.dtype
+        )
         dS *= tl.load(tiles.decay + tile * K + arange(K))[:, None]
         dS = dot(tl.load(at(tiles.Q, tile, 64, K)).T, b_do, dS)
         dS = dot(tl.load(at(tiles.P, tile, K, K)).T, dS16, dS)
@@ -246,7 +249,8 @@ def scan_kernel(
 def states_kernel(
     do, tiles, initial, d_final, d_initial, listed, chunks,
     H: constexpr, K: constexpr, V: constexpr, BV: constexpr, STAGES: constexpr,
-    h=None,  # [NT + N, H, K, V], the state that enters each chunk, and behind an entry's chunks its last one
+    # [NT + N, H, K, V], the state that enters each chunk, and behind an entry's chunks its last one
+    h=None,
     dh=None,  # [NT, H, K, V], the gradient of the state that leaves each chunk
 ):  # fmt: skip
     """One (entry, head, slice of V), in reverse for dh and the gradient of the state that enters; or, in programs of
@@ -264,7 +268,9 @@ def states_kernel(
         tl.store(at(h, (first + chunks_in(length)) * H + i_h, K, V, BV, i_v * BV), S)
     else:
         S = read_state(d_final, i_n, H * K * V, o_s)
-        S = _reverse_scan(S, do, tiles, dh, start, length, first, i_h, i_v * BV, H, K, V, BV, STAGES)
+        S = _reverse_scan(
+            S, do, tiles, dh, start, length, first, i_h, i_v * BV, H, K, V, BV, STAGES
+        )
         write_state(d_initial, i_n, H * K * V, o_s, S)
 
 
@@ -280,7 +286,8 @@ def gradient_kernel(
     do, q, k, v, a, b, w,  # (x, stride)
     inverse, h, dh,
     dq, dk, dv, da, db, dw,  # as the inputs, dense
-    exponents,  # [NT, H, 65, K] fp32, room for Γ behind that of no token, both relative to the reference
+    # [NT, H, 65, K] fp32, room for Γ behind that of no token, both relative to the reference
+    exponents,
     chunks, scale, H: constexpr, K: constexpr, V: constexpr, RATE: constexpr,
 ):  # fmt: skip
     """One (chunk, head). What would hold registers meanwhile is read or computed again.

@@ -73,7 +73,11 @@ def solve(b, G, SCALED):
         tl.store(lower_triangle(G, first + i, first + column), rows[i], mask=column < i)
     tl.debug_barrier()
 
-    block, i, j = arange(2)[:, None, None] * 32, arange(16)[None, :, None], arange(16)[None, None, :]
+    block, i, j = (
+        arange(2)[:, None, None] * 32,
+        arange(16)[None, :, None],
+        arange(16)[None, None, :],
+    )
     G11 = masked(lower_triangle(G, block + i, block + j), mask=j < i)
     G22 = masked(lower_triangle(G, block + 16 + i, block + 16 + j), mask=j < i)
     p_21 = lower_triangle(G, block + 16 + i, block + j)

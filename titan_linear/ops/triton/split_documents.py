@@ -71,7 +71,9 @@ class SplitDocuments:
         else:
             self.segments = find()
         s = self.segments
-        self.rule = make(inputs, options, Chunks(s.cu_seqlens, s.chunk_index, s.chunk_offsets), tiles)
+        self.rule = make(
+            inputs, options, Chunks(s.cu_seqlens, s.chunk_index, s.chunk_offsets), tiles
+        )
         self.S_ext: Tensor | None = None  # of the segments, [S, HV, K, V]
         self.dS_ext: Tensor | None = None
 
@@ -107,7 +109,9 @@ class SplitDocuments:
 
     def _fold(self, x: Tensor, start: States | None, reverse: bool) -> Tensor:
         values, index = (None, None) if start is None else start
-        return fold_segments(x, self.M, values, index, self.segments.offsets, wanted=None, reverse=reverse)
+        return fold_segments(
+            x, self.M, values, index, self.segments.offsets, wanted=None, reverse=reverse
+        )
 
 
 def segments_of(boundaries: Boundaries, tokens: int, length: int) -> Segments:
@@ -115,4 +119,6 @@ def segments_of(boundaries: Boundaries, tokens: int, length: int) -> Segments:
     edges, offsets = segment_table(boundaries.cu_seqlens, tokens, length)
     numbers = torch.arange(len(edges) - 1, dtype=torch.int32, device=edges.device)
     _, chunk_index, chunk_offsets = chunks_of(edges, tokens)
-    return Segments(edges, chunk_index, chunk_offsets, offsets, numbers, wanted=torch.full_like(numbers, 2))
+    return Segments(
+        edges, chunk_index, chunk_offsets, offsets, numbers, wanted=torch.full_like(numbers, 2)
+    )

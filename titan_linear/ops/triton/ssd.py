@@ -36,7 +36,14 @@ from titan_linear.ops.triton import ssd_kernels as kernels
 from titan_linear.ops.triton.chunks import ALL, listed_entries
 from titan_linear.ops.triton.configs import Config, config
 from titan_linear.ops.triton.stages import Given, Stages
-from titan_linear.ops.triton.tiles import Pair, blocks_of, chunk_tiles, empty_states, ragged_tiles, rows
+from titan_linear.ops.triton.tiles import (
+    Pair,
+    blocks_of,
+    chunk_tiles,
+    empty_states,
+    ragged_tiles,
+    rows,
+)
 
 BH = 16  # heads of a program on decays
 PROGRAMS = 256  # of `scan`, `carried` or `pairs` that fill a GPU, two on a multiprocessor
@@ -97,7 +104,9 @@ def _scores(q: Tensor, k: Tensor, NT: int, chunks: tuple[Tensor, ...]) -> Tensor
     """q kᵀ of each chunk [NT, H, BT, BT]."""
     _, H, K = k.shape
     scores = k.new_empty(NT, H, BT, BT)
-    kernels.scores_kernel[(NT * H,)](rows(q), rows(k), scores, chunks, H, K=K, **config("ssd groups", k, K))
+    kernels.scores_kernel[(NT * H,)](
+        rows(q), rows(k), scores, chunks, H, K=K, **config("ssd groups", k, K)
+    )
     return scores
 
 
@@ -124,13 +133,22 @@ def _before_last_piece(given: Given, pieces: int) -> tuple[Tensor | None, Tensor
 
 
 def _launch_boundary(
-    given: Given, x: Tensor, y: Tensor, S_ext: Tensor, M: Tensor | None, scale: float, n: int = 1, parts: int = 1
+    given: Given,
+    x: Tensor,
+    y: Tensor,
+    S_ext: Tensor,
+    M: Tensor | None,
+    scale: float,
+    n: int = 1,
+    parts: int = 1,
 ) -> None:
     """The last states of listed entries from zero states, or of the first n of all entries' `parts`."""
     (F, HV, _, V), (gates,) = S_ext.shape, given.tiles
     chosen = _sliced("ssd boundary", x, y, gates) | {"REVERSE": M is None}
     tiles, grid = (_fetched(x), _fetched(y, chosen["BV"])), (F * HV * blocks_of(V, chosen["BV"]),)
-    kernels.boundary_kernel[grid](*tiles, gates, S_ext, M, given.chunks, given.listed, scale, HV, n, parts, **chosen)
+    kernels.boundary_kernel[grid](
+        *tiles, gates, S_ext, M, given.chunks, given.listed, scale, HV, n, parts, **chosen
+    )
 
 
 def _splits(NT: int, H: int, R: int) -> int:
@@ -142,10 +160,19 @@ def _splits(NT: int, H: int, R: int) -> int:
 
 
 class SSDStages(Stages):
-    name, inputs, prepared, tiles, numbers, kept = "ssd", DecayInputs, ("g", "A", "dt_bias"), Tiles, Numbers, ()
+    name, inputs, prepared, tiles, numbers, kept = (
+        "ssd",
+        DecayInputs,
+        ("g", "A", "dt_bias"),
+        Tiles,
+        Numbers,
+        (),
+    )
 
     def numbers_of(self, x: DecayInputs, options: DecayOptions) -> Numbers:
-        return Numbers(options.scale, options.dt_softplus, *options.dt_limit, 2 if x.q.dtype == float32 else 1)
+        return Numbers(
+            options.scale, options.dt_softplus, *options.dt_limit, 2 if x.q.dtype == float32 else 1
+        )
 
     def tile_shapes(self, x: DecayInputs, numbers: Numbers) -> Sequence[tuple[Any, ...]]:
         return ((float32, x.g.shape[1], 1 + int(numbers.parts), BT),)
@@ -176,7 +203,20 @@ class SSDStages(Stages):
         pieces = _pieces(T, N, HV * slices)
         *before, parts = _before_last_piece(given, pieces)
         programs, R = N * HV * pieces, chosen.pop("R")
-        more = gates, x.D, initial, *before, final_state, chunks, ALL, numbers.scale, HV, R, pieces, parts
+        more = (
+            gates,
+            x.D,
+            initial,
+            *before,
+            final_state,
+            chunks,
+            ALL,
+            numbers.scale,
+            HV,
+            R,
+            pieces,
+            parts,
+        )
         if ssd_hopper.fits(x):
             return ssd_hopper.launch_scan(x, scores, o, programs, *more)
         scores = chunk_tiles(scores) if _fetches(x.k) else scores
@@ -240,7 +280,9 @@ class ChunkGradients(NamedTuple):
 def _chunk_gradients(given: Given, h: Tensor, dh: Tensor) -> ChunkGradients:
     x, (gates,), chunks, numbers, *_, do, _ = given
     (T, H, K), (NT, HV, _, V) = x.k.shape, h.shape
-    of_pairs, of_carried = (_sliced(f"ssd {kernel}", x.k, x.v, gates) for kernel in ("pairs", "carried"))
+    of_pairs, of_carried = (
+        _sliced(f"ssd {kernel}", x.k, x.v, gates) for kernel in ("pairs", "carried")
+    )
     R, BK, BV, wide = of_carried["R"], of_carried["BK"], of_carried["BV"], _wide(x.D, HV)
     splits, slices, scale = _splits(NT, H, R), blocks_of(V, BV) * (K // BK), numbers.scale
     sums = x.k if splits == 1 else gates
@@ -255,13 +297,33 @@ def _chunk_gradients(given: Given, h: Tensor, dh: Tensor) -> ChunkGradients:
         passed=gates.new_empty(NT, HV, slices, 2, BT),
         products=gates.new_empty(NT, HV, slices, BV),
     )
-    programs, heads, read, of_pairs["WIDE"] = NT * H * splits, R // splits, (rows(x.q), rows(x.k)), wide
+    programs, heads, read, of_pairs["WIDE"] = (
+        NT * H * splits,
+        R // splits,
+        (rows(x.q), rows(x.k)),
+        wide,
+    )
     *of_pair, dq, dk, passed, products = grads
     tiles = _tiles(x.v, do, of_pairs["BV"], K, dh)
-    kernels.pairs_kernel[(programs,)](*read, *tiles, gates, x.D, *of_pair, chunks, scale, HV, heads, **of_pairs)
+    kernels.pairs_kernel[(programs,)](
+        *read, *tiles, gates, x.D, *of_pair, chunks, scale, HV, heads, **of_pairs
+    )
     tiles = _tiles(x.v, do, BV, BK, h, dh)
     kernels.carried_kernel[(programs * (K // BK),)](
-        *read, *tiles, gates, grads.dE, dq, dk, passed, products, chunks, scale, T, HV, heads, **of_carried
+        *read,
+        *tiles,
+        gates,
+        grads.dE,
+        dq,
+        dk,
+        passed,
+        products,
+        chunks,
+        scale,
+        T,
+        HV,
+        heads,
+        **of_carried,
     )
     return grads
 
@@ -271,7 +333,11 @@ def _gate_gradients(given: Given, chunk: ChunkGradients) -> tuple[Tensor, Tensor
     x, (gates,), chunks, n, initial, d_final, *_ = given
     (NT, HV, parts, _), (_, H, K), V = gates.shape, x.k.shape, x.v.shape[2]
     dg, d_heads = x.g.new_empty(x.g.shape), gates.new_empty(3, NT, HV)
-    slices = {"BV": chunk.products.shape[3], "PASSED": chunk.passed.shape[2], "SLICES": chunk.sums.shape[2]}
+    slices = {
+        "BV": chunk.products.shape[3],
+        "PASSED": chunk.passed.shape[2],
+        "SLICES": chunk.sums.shape[2],
+    }
     constants = {"R": HV // H, "K": K, "V": V} | slices | _of_decays(n, parts)
     raw, limits = (rows(x.g), x.A, x.dt_bias), (n.low, n.high)
     terms = chunk.passed, chunk.products, chunk.sums, chunk.own

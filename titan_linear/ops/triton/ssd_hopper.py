@@ -17,7 +17,16 @@ from triton.language import constexpr
 
 from titan_linear.ops.runtime.options import DecayInputs
 from titan_linear.ops.triton.chunks import chunks_in, entry_at
-from titan_linear.ops.triton.gdn_hopper import BV, LANES, LEFT, LEFT_OF_CARRY, OF_TOKENS, TOKENS, K, places
+from titan_linear.ops.triton.gdn_hopper import (
+    BV,
+    LANES,
+    LEFT,
+    LEFT_OF_CARRY,
+    OF_TOKENS,
+    TOKENS,
+    K,
+    places,
+)
 from titan_linear.ops.triton.gdn_hopper import fits as fits_gdn
 from titan_linear.ops.triton.hopper import (
     END,
@@ -79,7 +88,9 @@ def _outputs(tiles, vectors, bars, ends, span, PART):
         mbarrier.wait(factors_ready.index(stage), phase)
         b_G = _vector(vectors, stage, 0, PART, OF_TOKENS)
         b_d = _vector(vectors, stage, 0, PART, TOKENS)[:, None] - b_G[None, :]
-        b_m = wide(scores_s.index(stage).load(SQUARE)) * gl.exp2(gl.where(o_i >= o_j, b_d, -float("inf")))
+        b_m = wide(scores_s.index(stage).load(SQUARE)) * gl.exp2(
+            gl.where(o_i >= o_j, b_d, -float("inf"))
+        )
         pairs.store((b_m * _vector(vectors, stage, 3, PART, OF_TOKENS)[None, :]).to(k.dtype))
         visible()
         b_w = _vector(vectors, stage, 2, PART, gl.SliceLayout(0, LEFT_OF_CARRY))[None, :]
@@ -115,7 +126,12 @@ def _load(tiles, bars, descs, span, H, R):
         mbarrier.expect(bar, 7 * BT * K)  # q, k, v of two heads, half as much of q kᵀ: 2 bytes each
         fetch(q_desc, keys, bar, q_s.index(stage))
         fetch(k_desc, keys, bar, k_s.index(stage))
-        fetch(scores_desc, [((first + begin + n).to(gl.int32) * H + i_h) * BT, 0], bar, scores_s.index(stage))
+        fetch(
+            scores_desc,
+            [((first + begin + n).to(gl.int32) * H + i_h) * BT, 0],
+            bar,
+            scores_s.index(stage),
+        )
         fetch(v_desc, [END, end, row, i_hv * BV], bar, v_s.index(stage))
 
 
@@ -129,7 +145,11 @@ def _make_factors(vectors, bars, gates, span, scale):
     for n in range(until - begin):
         stage = n % STAGES
         p_g = gates + ((first + begin + n) * HV + i_hv) * (2 * BT)
-        b_G, b_dt, last = gl.load(p_g + o_g), gl.load(p_g + BT + o_g), gl.load(p_g + 2 * o_h + BT - 1)
+        b_G, b_dt, last = (
+            gl.load(p_g + o_g),
+            gl.load(p_g + BT + o_g),
+            gl.load(p_g + 2 * o_h + BT - 1),
+        )
         mbarrier.wait(empty.index(stage), n // STAGES & 1 ^ 1)
         vectors.index(4 * stage).store(b_G)
         vectors.index(4 * stage + 1).store(scale * gl.exp2(b_G))
@@ -150,10 +170,30 @@ def scan_kernel(
     i_p, i_n = (i_np % pieces).to(gl.int32), i_np // pieces
     start, length, first = entry_at(chunks, listed, i_n)
     NT, in_piece = chunks_in(length), parts // pieces
-    span = start.to(gl.int32), length, first, i_p * NT // pieces, (i_p + 1) * NT // pieces, i_n, i_hv, HV
+    span = (
+        start.to(gl.int32),
+        length,
+        first,
+        i_p * NT // pieces,
+        (i_p + 1) * NT // pieces,
+        i_n,
+        i_hv,
+        HV,
+    )
     ends = o_desc, D, initial, S_ext, M, i_n * (parts - in_piece), i_p * in_piece, final_state
-    q_s, k_s, v_s = shared(dtype, STAGES, BT, K), shared(dtype, STAGES, BT, K), shared(dtype, STAGES, BT, K)
-    tiles = q_s, k_s, v_s, shared(dtype, STAGES, BT, BT), shared(dtype, 2, BT, BT), shared(dtype, 4, BT, BV)
+    q_s, k_s, v_s = (
+        shared(dtype, STAGES, BT, K),
+        shared(dtype, STAGES, BT, K),
+        shared(dtype, STAGES, BT, K),
+    )
+    tiles = (
+        q_s,
+        k_s,
+        v_s,
+        shared(dtype, STAGES, BT, BT),
+        shared(dtype, 2, BT, BT),
+        shared(dtype, 4, BT, BV),
+    )
     vectors = gl.allocate_shared_memory(gl.float32, [4 * STAGES, 2 * BT], VECTOR)
     bars = barriers(STAGES), barriers(STAGES), barriers(STAGES, 2)
     descs = q_desc, k_desc, v_desc, scores_desc

@@ -174,7 +174,8 @@ def _steps(b_g, dt_bias, o_h, m_h, low, high, SOFTPLUS):
 @Kernel
 def prepare_kernel(
     g, A, dt_bias,
-    gates,  # [NT, HV, 1 + PARTS, BT] fp32: G in base 2, Δ; past a document's end, the last G and zero
+    # [NT, HV, 1 + PARTS, BT] fp32: G in base 2, Δ; past a document's end, the last G and zero
+    gates,
     chunks, low, high, HV, BH: constexpr, PARTS: constexpr, SOFTPLUS: constexpr,
 ):  # fmt: skip
     """Decays of one chunk and BH heads. With two parts, the first are sums of multiples of 2^-8 and exact."""
@@ -261,8 +262,12 @@ def scan_kernel(
         in_piece = parts // pieces
         for i in range(0, i_p * in_piece):
             i_s = i_n * (parts - in_piece) + i
-            b_s = b_s * tl.load(M + i_s * HV + i_hv) + _load_state((S_ext, None), i_s, HV, i_hv, i_v, K, V, BV)
-    for i in tl.range(_piece(length, i_p, pieces), _piece(length, i_p + 1, pieces), num_stages=STAGES):
+            b_s = b_s * tl.load(M + i_s * HV + i_hv) + _load_state(
+                (S_ext, None), i_s, HV, i_hv, i_v, K, V, BV
+            )
+    for i in tl.range(
+        _piece(length, i_p, pieces), _piece(length, i_p + 1, pieces), num_stages=STAGES
+    ):
         i_t = first + i
         b_q = _tokens(q, start, length, i * BT, i_hv // R * K, K)
         b_k = _tokens(k, start, length, i * BT, i_hv // R * K, K)

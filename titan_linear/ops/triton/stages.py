@@ -62,36 +62,60 @@ class Stages(ABC):
 
     def __init__(self) -> None:
         places = self.tiles._fields.index
-        self.places_kept, self.places_again = ([places(name) for name in names] for names in (self.kept, self.again))
+        self.places_kept, self.places_again = (
+            [places(name) for name in names] for names in (self.kept, self.again)
+        )
         self.read = [name in self.prepared for name in self.inputs._fields]
         whole, by_gates = self.kept == self.tiles._fields, self._cost_by_gates
-        cost = by_gates if self.prepared == self.inputs._fields else None  # from gates alone: its bytes
-        self.prepare = self._operator(self._prepare, self._new_tiles, cost, prepares=None if whole else "forward")
+        # from gates alone: its bytes
+        cost = by_gates if self.prepared == self.inputs._fields else None
+        self.prepare = self._operator(
+            self._prepare, self._new_tiles, cost, prepares=None if whole else "forward"
+        )
         if self.again:
             empty = partial(self._new_tiles, again=True)
             self.recompute = self._operator(self._recompute, empty, by_gates, prepares="backward")
         self.scan = self._operator(self._scan, self._scanned, kept_by=("selective",))
         self.boundary = self._operator(self._boundary, self._transitions, kept_by=("selective",))
         self.boundary_bwd = self._operator(self._boundary_bwd, self._states)
-        self.backward = self._operator(self._backward, self._gradients, by_gates, temporary=self._room)
+        self.backward = self._operator(
+            self._backward, self._gradients, by_gates, temporary=self._room
+        )
 
     def _operator(
-        self, run: Launch, empty: Launch, cost: Callable[..., costs.Cost] | None = costs.recurrence, **spec: Any
+        self,
+        run: Launch,
+        empty: Launch,
+        cost: Callable[..., costs.Cost] | None = costs.recurrence,
+        **spec: Any,
     ) -> Operator:
         """`empty` makes the outputs of `run`."""
 
         def stage(
-            inputs: Fields, tiles: Fields, chunks: Fields, ends: Fields, numbers: list[float], rows: int
+            inputs: Fields,
+            tiles: Fields,
+            chunks: Fields,
+            ends: Fields,
+            numbers: list[float],
+            rows: int,
         ) -> list[Tensor]:
             return run(self._given(inputs, tiles, chunks, ends, numbers, rows))
 
         def fake(*given: Any) -> list[Tensor]:
             return empty(self._given(*given))
 
-        return operator(stage, fake=fake, name=self.name + run.__name__, cost=cost, of_driver=True, **spec)
+        return operator(
+            stage, fake=fake, name=self.name + run.__name__, cost=cost, of_driver=True, **spec
+        )
 
     def _given(
-        self, inputs: Fields, tiles: Fields, chunks: Fields, ends: Fields, numbers: list[float], rows: int
+        self,
+        inputs: Fields,
+        tiles: Fields,
+        chunks: Fields,
+        ends: Fields,
+        numbers: list[float],
+        rows: int,
     ) -> Given:
         initial, index, d_final, d_index, entries, wanted, do = ends
         pairs = (initial, index), (d_final, d_index), (entries, wanted)
@@ -195,7 +219,9 @@ class Stages(ABC):
     def _cost_by_gates(
         self, outputs: costs.Outputs, inputs: Fields, numbers: list[float], **_: Any
     ) -> costs.Recurrence:
-        return costs.recurrence(outputs, inputs)._replace(any_gate=self.any_gate(self.numbers(*numbers)))
+        return costs.recurrence(outputs, inputs)._replace(
+            any_gate=self.any_gate(self.numbers(*numbers))
+        )
 
     def _room(self, inputs: Fields, **_: Any) -> int:
         return self.room(self.inputs(*inputs))
@@ -204,7 +230,14 @@ class Stages(ABC):
 class TritonRule:
     """One call's stages over chunks; see `Rule` in ops/recurrence.py. kept: forward's tiles, or none: prepare all."""
 
-    def __init__(self, stages: Stages, inputs: AnyInputs, options: AnyOptions, chunks: Chunks, kept: Sequence[Tensor]):
+    def __init__(
+        self,
+        stages: Stages,
+        inputs: AnyInputs,
+        options: AnyOptions,
+        chunks: Chunks,
+        kept: Sequence[Tensor],
+    ):
         self.stages, self.inputs, self.chunks = stages, inputs, chunks
         self.numbers = [float(n or 0) for n in stages.numbers_of(inputs, options)]
         self.tiles: Fields = [None] * len(stages.tiles._fields)
@@ -214,7 +247,9 @@ class TritonRule:
         if not kept:
             self.tiles = self._run(stages.prepare, inputs=prepared)
         elif stages.again:
-            for i, tile in zip(stages.places_again, self._run(stages.recompute, inputs=prepared), strict=True):
+            for i, tile in zip(
+                stages.places_again, self._run(stages.recompute, inputs=prepared), strict=True
+            ):
                 self.tiles[i] = tile
 
     @property
@@ -247,9 +282,20 @@ class TritonRule:
         return type(self.inputs)(*given), d_initial
 
     def _run(
-        self, stage: Operator, ends: Sequence[Tensor | None] = NO_ENDS, rows: int = 0, inputs: Fields | None = None
+        self,
+        stage: Operator,
+        ends: Sequence[Tensor | None] = NO_ENDS,
+        rows: int = 0,
+        inputs: Fields | None = None,
     ) -> list[Tensor]:
-        return stage(inputs or list(self.inputs), self.tiles, list(self.chunks), list(ends), self.numbers, rows)
+        return stage(
+            inputs or list(self.inputs),
+            self.tiles,
+            list(self.chunks),
+            list(ends),
+            self.numbers,
+            rows,
+        )
 
 
 def _pair(states: States | None) -> Pair:

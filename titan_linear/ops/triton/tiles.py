@@ -64,7 +64,8 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
         with triton.AsyncCompileMode(pool) as ahead:
             yield
         kernels = [kernel.result() for kernel in ahead.future_kernels.values()]
-        list(pool.map(attrgetter("run"), kernels))  # loads a kernel; Triton 3.6 also compiles its launcher, in C
+        # loads a kernel; Triton 3.6 also compiles its launcher, in C
+        list(pool.map(attrgetter("run"), kernels))
 
 
 # --- What launches pass ----------------------------------------------------------------------------------------------
@@ -297,7 +298,9 @@ def softplus(x):
     z = tl.exp(-tl.abs(x))
     s = z / (2.0 + z)
     t = s * s  # <= 1 / 9: the first term left out is 2e-8 of the leading one
-    series = 1.0 + t * (1 / 3 + t * (1 / 5 + t * (1 / 7 + t * (1 / 9 + t * (1 / 11 + t * (1 / 13))))))
+    series = 1.0 + t * (
+        1 / 3 + t * (1 / 5 + t * (1 / 7 + t * (1 / 9 + t * (1 / 11 + t * (1 / 13)))))
+    )
     return tl.maximum(x, 0.0) + 2.0 * s * series
 
 
