@@ -82,7 +82,6 @@ def test_the_command(capsys, tmp_path):
         ),
         (["--gpus", "0"], "--gpus 0 must be 1 or more"),
         (["--node", "0"], "--node 0 must be 1 or more"),
-        (["--scaling", "-1"], "--scaling -1 must be 0 or more"),
         (["--gpus", "3"], "training.global_batch_size = 8 is not a multiple of"),
         (["--gpu", "abacus"], "--gpu 'abacus' is unknown; use one of H100, H200, or"),
         (
@@ -534,31 +533,6 @@ def test_groups_over_several_nodes():
     assert two.all_gather == node.all_gather and alone.all_gather == 50e9  # of 8 links, and of one
     assert two.neighbour == 50e9 and two.all_to_all == pytest.approx(50e9 * 15 / 8)
     assert many.message == two.message and two.ring - two.message < 50e-6 < 2e-3 < many.ring
-
-
-def test_how_a_model_scales(capsys, monkeypatch):
-    """Against the plan of one setting; what does not fit on a GPU is left out."""
-    monkeypatch.setattr(plan, "SCALES", (1, 16))
-    keys = ["--model.name=hybrid", "--model.flavor=340M", "--compile.enable=true"]
-    assert plan.main(["--scaling", "4096", "--gpu", "H200", *keys]) == 0
-    head, _, one, many = capsys.readouterr().out.splitlines()
-    assert head == "| GPUs | 4,096 tokens a GPU | 1M | 4M | 10M |"
-    assert one.startswith("| 1 | ") and one.endswith(" | – | – |") and many.count("%") == 4
-    of_one = [
-        "--training.seq_len=65536",
-        "--training.global_batch_size=1",
-        "--parallelism.context_parallel_degree=16",
-    ]
-    speeds = []
-    for layout in ("contiguous", "zigzag"):
-        config = load_config(
-            [*keys, *of_one, f"--parallelism.context_parallel_layout={layout}"], cuda=True
-        )
-        speeds.append(
-            step(config, plan.planned_model(config), 16, plan.machine_of(plan.parse([])[0]))
-        )
-    fastest = max(one.tokens_per_second / 16 for one in speeds)
-    assert many.startswith(f"| 16 | {fastest:,.0f} (")
 
 
 def test_rates_of_one_gpu_know_no_links():

@@ -4,7 +4,6 @@ flash-linear-attention."""
 import math
 import re
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,14 +13,12 @@ from tests.models.hf_states import state_from_hf, state_to_hf
 from tests.models.ours import initialised, labels_of, loss_of, packed, relative
 from tests.ops.inputs import tokens_of
 from tests.refusals import refused
-from titan_linear.__main__ import main
 from titan_linear.distributed.one_process import run_ranks
 from titan_linear.models.adapters import config_from_hf, config_to_hf
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
-from titan_linear.storage.hf_io import load_weights, read_model
 
 FAMILY = "RWKV7ForCausalLM"
 CONFIG = preset("rwkv7", "debug")
@@ -222,113 +219,6 @@ def test_folders_go_in_and_out_unchanged(theirs):
     back = state_to_hf(state, CONFIG, FAMILY, {name: tuple(x.shape) for name, x in first.items()})
     assert back.keys() == first.keys() and all(
         torch.equal(back[name], x) for name, x in first.items()
-    )
-
-
-# of names of flash-linear-attention; both factors of low-rank MLPs are transposed there
-RWKV_LM = {
-    "model.embeddings": "emb",
-    "model.norm": "ln_out",
-    "lm_head": "head",
-    "model.layers": "blocks",
-    "pre_norm": "ln0",
-    "attn_norm": "ln1",
-    "ffn_norm": "ln2",
-    "attn.": "att.",
-    "r_proj": "receptance",
-    "k_proj": "key",
-    "v_proj": "value",
-    "o_proj": "output",
-    "g_norm": "ln_x",
-    "_lora.lora.0.weight": "1",
-    "_lora.lora.2.weight": "2",
-    "_lora.lora.2.bias": "0",
-}
-
-
-@pytest.fixture
-def of_rwkv_lm(theirs):
-    """What a .pth file of RWKV-LM holds."""
-    tensors = {}
-    for name, x in theirs.items():
-        renamed = name
-        for fla, own in RWKV_LM.items():
-            renamed = renamed.replace(fla, own)
-        vector = re.search(r"att\.(.0|k_.)$|x_k$", renamed)
-        tensors[renamed] = (
-            x.view(1, 1, -1)
-            if vector
-            else x.T.contiguous()
-            if re.search(r"att\..[12]$", renamed)
-            else x
-        )
-    unused = {f"blocks.0.att.v{n}": tensors[f"blocks.1.att.v{n}"] for n in range(3)}
-    return tensors | unused
-
-
-def test_a_file_of_rwkv_lm_becomes_a_folder(theirs, of_rwkv_lm, tmp_path):
-    file, folder = tmp_path / "model.pth", tmp_path / "folder"
-    torch.save(of_rwkv_lm, file)
-    assert main(["convert", "from-rwkv", str(file), str(folder)]) == 0
-    assert read_model(folder) == (FAMILY, CONFIG)
-    model = Decoder(CONFIG).double()
-    load_weights(folder, model)
-    state = state_from_hf(theirs, CONFIG, FAMILY)
-    assert all(torch.equal(p, state[name]) for name, p in model.named_parameters())
-
-
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        (
-            lambda t: t.pop("blocks.0.att.r_k"),
-            "blocks.0.att.r_k is missing, so that this is no RWKV-7",
-        ),
-        (lambda t: t.pop("blocks.0.ln0.bias"), "blocks.0.ln0.bias is missing"),
-        (
-            lambda t: t.update({"blocks.0.ffn.s_emb.weight": torch.ones(1)}),
-            "blocks.0.ffn.s_emb.weight is no tensor of",
-        ),
-        (
-            lambda t: t.update({"ln_out.bias": torch.ones(3)}),
-            "ln_out.bias is [3], other than [128]",
-        ),
-        (
-            lambda t: t.update({"emb.weight": t["emb.weight"].to(torch.int8)}),
-            "this dict is no RWKV-7; give a file of",
-        ),
-        (
-            lambda t: t.update({"blocks.2.att.w1": torch.ones(3)}),
-            "blocks.2.att.w1 is [3], of other than two dimensions",
-        ),
-        (
-            lambda t: t.update({0: torch.ones(1)}),
-            "this dict is no RWKV-7; give a file of tensors of floats by name",
-        ),
-        (
-            lambda t: t.update({"step": 3}),
-            "this dict is no RWKV-7; give a file of tensors of floats by name",
-        ),
-    ],
-)
-def test_other_files_are_refused(change, said, of_rwkv_lm, tmp_path, capsys):
-    change(of_rwkv_lm)
-    torch.save(of_rwkv_lm, tmp_path / "model.pth")
-    assert (
-        main(["convert", "from-rwkv", str(tmp_path / "model.pth"), str(tmp_path / "folder")]) == 2
-    )
-    err = capsys.readouterr().err
-    assert f"model.pth': {said}" in err and err.count("\n") == 1
-    assert not (tmp_path / "folder").exists()
-
-
-def test_a_file_with_code_is_refused(tmp_path, capsys):
-    torch.save({"emb.weight": Path("x")}, tmp_path / "model.pth")
-    assert (
-        main(["convert", "from-rwkv", str(tmp_path / "model.pth"), str(tmp_path / "folder")]) == 2
-    )
-    assert capsys.readouterr().err.endswith(
-        "model.pth' is damaged or holds more than tensors; fetch it again\n"
     )
 
 

@@ -3,14 +3,12 @@
 titan-linear convert to-hf outputs/run/checkpoint/step-1000 exported --export-dtype bfloat16
 titan-linear convert from-hf Qwen3.5-2B converted
 titan-linear convert merge outputs/run merged
-titan-linear convert from-rwkv RWKV-x070-World-0.1B-v2.8.pth RWKV-7-0.1B
 
 to-hf     CHECKPOINT is a run's folder, its checkpoint/ (the newest step is taken), or a step-N in it. If the run began
           from a Hugging Face folder, the names, config.json and tokenizer are that folder's; --like names another copy
           of it. Of a run with adapters it is a PEFT folder.
 merge     SOURCE is a PEFT folder or, as above, a checkpoint with adapters; FOLDER gets the sum of each weight and its
           adapter, rounded once, and all else of the base.
-from-rwkv FILE is RWKV-LM's .pth of an RWKV-7, of which no code is run; the folder is flash-linear-attention's.
 from-hf   writes CHECKPOINTS/step-0, weights only, for checkpoint.initial_load_path; checkpoint.initial_load_in_hf
           starts a run from the Hugging Face folder itself.
 """
@@ -18,11 +16,9 @@ from-hf   writes CHECKPOINTS/step-0, weights only, for checkpoint.initial_load_p
 from __future__ import annotations
 
 import argparse
-import pickle
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from textwrap import shorten
 
 import torch
 import torch.distributed as dist
@@ -30,13 +26,11 @@ import torch.distributed as dist
 from titan_linear.commands import command_parser
 from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
 from titan_linear.models.adapters import Placement
-from titan_linear.models.families.rwkv7 import from_rwkv_lm
 from titan_linear.run.build import DTYPES
 from titan_linear.run.export import EXPORT_DTYPES, export_checkpoint, merge
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.files import progress
 from titan_linear.storage.hf_io import RowReader, locate, open_folder, read_model
-from titan_linear.storage.hf_writing import find_family, write_folder
 from titan_linear.storage.step_folders import Progress, whole_steps
 
 
@@ -52,8 +46,6 @@ def main(argv: list[str]) -> int:
         _check_new(args.folder)
         merge(args.source, args.folder, args.base, args.export_dtype)
         print(f"merged '{args.source}' to '{args.folder}'")
-    elif args.direction == "from-rwkv":
-        from_rwkv(args.file, args.folder)
     else:
         from_hf(args.folder, args.checkpoints, DTYPES[args.dtype])
     return 0
@@ -62,27 +54,6 @@ def main(argv: list[str]) -> int:
 def _check_new(folder: Path) -> None:
     if folder.exists():
         raise ValueError(f"'{folder}' is there already; choose another name")
-
-
-def from_rwkv(file: Path, folder: Path) -> None:
-    """Write a Hugging Face folder, its tensors of the embedding's dtype."""
-    _check_new(folder)
-    try:
-        tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        model, parameters = from_rwkv_lm(tensors)
-    except pickle.UnpicklingError:  # whose message says how to run the code
-        raise ValueError(
-            f"'{file}' is damaged or holds more than tensors; fetch it again"
-        ) from None
-    except (OSError, RuntimeError) as error:
-        raise ValueError(
-            f"'{file}' cannot be read ({shorten(str(error), 200)}); fetch it again"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"'{file}': {error}") from None
-    dtype = parameters["embedding.weight"].dtype
-    write_folder(folder, model, find_family(model), parameters.__getitem__, dtype=dtype)
-    print(f"imported '{file}' to '{folder}'")
 
 
 def from_hf(folder: Path, checkpoints: Path, dtype: torch.dtype) -> None:
@@ -132,9 +103,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="(default: that of the base)",
     )
     merging.add_argument("--base", default="", help="the base's folder, if it has moved")
-    rwkv = directions.add_parser("from-rwkv")
-    rwkv.add_argument("file", metavar="FILE", type=Path)
-    rwkv.add_argument("folder", metavar="FOLDER", type=Path)
     of = directions.add_parser("from-hf")
     of.add_argument("folder", metavar="FOLDER", type=Path)
     of.add_argument("checkpoints", metavar="CHECKPOINTS", type=Path)

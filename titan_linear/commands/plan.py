@@ -4,7 +4,6 @@
     titan-linear plan --gpus 8 --gpu H200 --model.name kda --model.flavor 1.3B --training.seq_len 131072
     titan-linear plan --gpus 8 --model.flavor hf --model.hf_assets_path Qwen3-Next-80B-A3B --training.seq_len 131072
     titan-linear plan --gpus 2 --rates mine.json --job.config_file my.toml
-    titan-linear plan --scaling 16384 --model.name kda --model.flavor 1.3B --compile.enable true
 
 Give the run's keys as for run_train.sh. Its types are those that it has on GPUs; neither its corpus nor its tokenizer
 has to be there (without a tokenizer, a preset has its own vocabulary), and nothing is written. It prints
@@ -15,9 +14,6 @@ has to be there (without a tokenizer, a preset has its own vocabulary), and noth
     splits    the fastest that fit, over all degrees, ways of activation checkpointing (every n-th layer among them)
               and local batch sizes, for the same step
     longest   the longest stream that would fit on the same number of GPUs
-
-`--scaling TOKENS` prints one table instead: tokens per second and GPU with 1 to 1024 GPUs on one stream, of so many
-tokens for each GPU, and of 1M, 4M and 10M tokens; in brackets, the share of exposed communication.
 
 `--rates` is a file that tools/bench_rates.py wrote; `--gpu` names one that comes with the package. docs/planning.md
 says what is modelled, and how far off it is.
@@ -58,7 +54,6 @@ from titan_linear.planner.splits import (
     degrees_of,
     fitting,
     longest,
-    one_stream,
     refuse,
 )
 from titan_linear.planner.timing import Step
@@ -68,8 +63,6 @@ from titan_linear.run.data import cached_corpora, check_size
 from titan_linear.storage.files import progress
 
 BEST = 5  # number of splits to print
-SCALES = [1 << i for i in range(11)]
-LENGTHS = {"1M": 1 << 20, "4M": 4 << 20, "10M": 10 << 20}
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -107,13 +100,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--tokens", nargs="+", default=[], help="budget, to say how many days it takes: 100B, 2.5T"
     )
-    parser.add_argument(
-        "--scaling",
-        type=int,
-        default=0,
-        metavar="TOKENS",
-        help="print speeds by GPUs and tokens of each",
-    )
     args, keys = parser.parse_known_args(argv)
     return args, [key for key in keys if key != "--"]
 
@@ -127,9 +113,6 @@ def plan(args: argparse.Namespace, keys: list[str]) -> None:
     model = planned_model(config)
     room = (1 - SPARE) * machine.rates.memory_gib * GIB
     setting = Setting(model, args.gpus, machine, mean, room)
-    if args.scaling:
-        print(scaling_table(config, setting, args.scaling))
-        return
     check(config, model, args.gpus)
     check_corpus(config)
     if config.training.seq_len_schedule:
@@ -198,7 +181,7 @@ def machine_of(args: argparse.Namespace) -> Machine:
         raise ValueError(
             f"--attention {kernel!r} is not in the rates; use one of {', '.join(rates.attention)}"
         )
-    for option, least in (("gpus", 1), ("node", 1), ("scaling", 0)):
+    for option, least in (("gpus", 1), ("node", 1)):
         if (number := getattr(args, option)) < least:
             raise ValueError(f"--{option} {number} must be {least} or more")
     if not args.network > 0:
@@ -306,24 +289,6 @@ def splits_table(splits: list[Split], gpus: int, budget: float | None) -> str:
             ]
         )
     return table([*head, *(["days"] if budget else [])], rows)
-
-
-def scaling_table(config: Config, setting: Setting, tokens: int) -> str:
-    """Tokens per second and GPU, by number of GPUs and length of the one stream that they compute."""
-    rows = []
-    for gpus in SCALES:
-        lengths = (tokens * gpus, *LENGTHS.values())
-        splits = [one_stream(config, setting._replace(gpus=gpus), length) for length in lengths]
-        rows.append((gpus, *map(_speed, splits)))
-    return table(("GPUs", f"{tokens:,} tokens a GPU", *LENGTHS), rows)
-
-
-def _speed(split: Split | None) -> str:
-    if split is None:
-        return "–"
-    planned = split.step
-    exposed = planned.parts["communication"] / planned.seconds
-    return f"{planned.tokens_per_second / planned.gpus:,.0f} ({exposed:.0%})"
 
 
 def _days(planned: Step, budget: float) -> float:

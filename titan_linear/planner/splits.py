@@ -174,16 +174,6 @@ def _of_length(splits: list[Split], setting: Setting, length: int) -> Iterator[C
             yield config
 
 
-def one_stream(config: Config, setting: Setting, length: int) -> Split | None:
-    """The fastest split of one stream of this length over all GPUs that fits; None: none does."""
-    tp = config.parallelism.tensor_parallel_degree
-    config = changed(config, {"training.seq_len": length, "training.global_batch_size": 1})
-    splits = candidates(config, setting, tp)
-    over_all = (x for x in splits if x.parallelism.context_parallel_degree * tp == setting.gpus)
-    fitting = (with_checkpointing(split, setting) for split in over_all)
-    return min(filter(None, fitting), key=Split.rank, default=None)
-
-
 def checkpointing_of(config: Config) -> str:
     ac = config.activation_checkpoint
     return f"{ac.mode} ({ac.selective_ac_option})" if ac.mode == "selective" else ac.mode
