@@ -94,7 +94,7 @@ MUTANTS = [
         "into = of.token_losses[: len(none)]",
         "ops/test_cross_entropy.py",
     ),
-    Mutant("inside = at < ends", "inside = at < len(ends)", "models/test_mtp.py"),
+    Mutant("inside = at < document_ends", "inside = at < len(document_ends)", "models/test_mtp.py"),
     Mutant("if torch.is_grad_enabled() else (own,)", "if False else (own,)", "models/test_mtp.py"),
     Mutant(
         "torch.cat([token, h], -1), own, caches",

@@ -52,7 +52,7 @@ from titan_linear.proof import subject as proof_subject
 from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.subject import STREAMS, Subject, fitting, subject_of
 from titan_linear.run import preflight
-from titan_linear.step import feed, update
+from titan_linear.step import cut, feed, update
 from titan_linear.storage.checkpoint import Checkpointer
 
 ROOT = Path(__file__).parents[1]
@@ -391,7 +391,7 @@ SABOTAGES = {
         r"tokens within a document that have none .*stream 0, document 0",
     ),
     "further tokens at a cut": (
-        feed,
+        cut,
         "later_of",
         of_each_fragment,
         data.cut,
@@ -399,7 +399,7 @@ SABOTAGES = {
         {"model.mtp_layers": 1},
     ),
     "further tokens over a document's end": (
-        feed,
+        cut,
         "later_of",
         over_documents,
         model.split,

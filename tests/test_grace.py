@@ -13,7 +13,7 @@ from tests.test_train import arguments
 from titan_linear.config import load_config
 from titan_linear.distributed.process import StopSignal
 from titan_linear.hooks.grace import Grace, StepAbandoned
-from titan_linear.step.feed import BatchSharding
+from titan_linear.step.cut import BatchSharding
 from titan_linear.storage.tensors import holds_optimizer
 from titan_linear.train import Trainer
 

@@ -28,6 +28,7 @@ from titan_linear.config import load_config
 from titan_linear.data import IGNORE, PackedStreams, WholeStreams
 from titan_linear.distributed.one_process import run_ranks
 from titan_linear.losses import LOSSES, build_loss, reference
+from titan_linear.losses.loss import LocalBatch
 from titan_linear.losses.reference import Document
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
@@ -397,7 +398,7 @@ def test_nats_of_tokens_have_no_temperature():
     columns = {"weights": torch.ones(1, 8), "teacher_logprobs": torch.zeros(1, 8, 1)}
     columns["teacher_ids"] = torch.zeros(1, 8, 1, dtype=torch.int32)
     labels, nats = torch.arange(8)[None], torch.zeros(8, dtype=torch.float64)
-    batch = feed.MicroBatch(labels, labels, BatchPlan(labels[0]), (0,), columns)
+    batch = LocalBatch(labels, labels, columns, (0,), plan=BatchPlan(labels[0]))
     loss = build_loss(
         load_config(argv_of({"loss.name": "distillation", "distillation.temperature": 2.0}))
     )
@@ -417,7 +418,7 @@ def test_without_any_weight_all_is_zero(name, level):
     }
     columns["teacher_ids"] = torch.zeros(1, 8, 3, dtype=torch.int32)
     labels, plan = torch.full((1, 8), IGNORE), BatchPlan(torch.arange(8))
-    batch = feed.MicroBatch(torch.zeros_like(labels), labels, plan, (0,), columns, num_documents=2)
+    batch = LocalBatch(torch.zeros_like(labels), labels, columns, (0,), 2, plan=plan)
     keys = {"loss.name": name} | (
         {"policy.level": level, "policy.kl": 0.1} if name == "policy" else {}
     )

@@ -36,7 +36,8 @@ from titan_linear.ops.layout.nodes import Nodes
 from titan_linear.proof import data, doctor, ops
 from titan_linear.proof.subject import subject_of
 from titan_linear.run.preflight import preflight
-from titan_linear.step.feed import _counts, branches_of
+from titan_linear.step.branches import branches_of
+from titan_linear.step.feed import _counts
 
 NAMES = (
     "dp 2",

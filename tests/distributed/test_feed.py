@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.data import IGNORE, Batch
+from titan_linear.losses.loss import LocalBatch
 from titan_linear.models.config import Documents
-from titan_linear.step.feed import Feed, FeedStats, MicroBatch
+from titan_linear.step.feed import Feed, FeedStats
 
 T, MICRO_STEPS = 8, 2
 CPU = torch.device("cpu")
@@ -37,8 +38,12 @@ def two_steps(rank, world_size, cp):
 
     def cut(batch):
         log.append(f"cut {batch.streams[0] % 10}")
-        return MicroBatch(
-            batch.tokens, batch.labels, SimpleNamespace(pairs=1.0 + 10 * rank), batch.streams, {}
+        return LocalBatch(
+            batch.tokens,
+            batch.labels,
+            {},
+            batch.streams,
+            plan=SimpleNamespace(pairs=1.0 + 10 * rank),
         )
 
     feed = Feed(

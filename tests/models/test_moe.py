@@ -13,6 +13,7 @@ from tests.ops.inputs import tokens_of
 from titan_linear.config import Config
 from titan_linear.data import IGNORE
 from titan_linear.losses import build_loss
+from titan_linear.losses.loss import LocalBatch
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
@@ -23,7 +24,7 @@ from titan_linear.ops import build_cp_context, experts
 from titan_linear.ops.experts import grouped_linear
 from titan_linear.ops.runtime.operators import contexts
 from titan_linear.ops.runtime.support import Op
-from titan_linear.step.feed import MicroBatch, StepTokens
+from titan_linear.step.feed import StepTokens
 from titan_linear.step.passes import Forward
 
 DIM = 16
@@ -270,7 +271,7 @@ def test_the_load_balance_loss_is_a_mean_over_all_tokens(labelled):
     def gradients(model):
         model.zero_grad()
         for x, y in zip(tokens, labels, strict=True):
-            batch = MicroBatch(x, y, plan, (0,), {"weights": torch.ones(y.shape)})
+            batch = LocalBatch(x, y, {"weights": torch.ones(y.shape)}, (0,), plan=plan)
             Forward(
                 model, batch, StepTokens(80, labelled), nullcontext(), build_loss(Config())
             ).backward()

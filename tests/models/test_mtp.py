@@ -19,11 +19,12 @@ from tests.refusals import refused
 from titan_linear.config import Config
 from titan_linear.data import Batch
 from titan_linear.losses import build_loss
+from titan_linear.losses.loss import LocalBatch
 from titan_linear.models.decoder import Between, Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
-from titan_linear.step.feed import MicroBatch, later_of
+from titan_linear.step.cut import later_of
 from titan_linear.storage.hf_io import load_weights, read_model
 from titan_linear.storage.hf_writing import gather, write_folder
 
@@ -105,7 +106,7 @@ def test_loss_and_gradients_are_those_of_the_definition(name):
     bounds, columns = torch.tensor(BOUNDS, dtype=torch.int32), {"weights": weights[None]}
     batch = Batch(tokens[None], labels[None], bounds, positions(BOUNDS)[None], 1, (0,), columns)
     plan = BatchPlan(positions(BOUNDS), cu_seqlens=bounds, later=later_of(batch, DEPTH))
-    micro = MicroBatch(batch.tokens, batch.labels, plan, batch.streams, columns)
+    micro = LocalBatch(batch.tokens, batch.labels, columns, batch.streams, plan=plan)
     model.head.chunk = 24
     got = model(batch.tokens, plan, loss=partial(build_loss(Config()), batch=micro))
     got.backward()

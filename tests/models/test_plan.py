@@ -34,7 +34,7 @@ from titan_linear.ops.layout import build_context
 from titan_linear.ops.layout.boundaries import CHUNK, Boundaries
 from titan_linear.ops.layout.context import SOFTMAX_METHODS
 from titan_linear.ops.layout.tables import to_device
-from titan_linear.step.feed import BatchSharding
+from titan_linear.step.cut import BatchSharding
 
 DOCUMENTS = [[64], [5, 20, 20, 19], [32, 32]]  # one that crosses the cut of two ranks, some, none
 VALIDATION = [[20, 44]]  # without gradients

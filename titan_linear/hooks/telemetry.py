@@ -39,12 +39,12 @@ from titan_linear.data import IGNORE, FileGroups, MixedStreams, Streams
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.hooks.hook import Hook, StepResult
 from titan_linear.hooks.norms import squares_of_each, update_squares
+from titan_linear.losses.loss import LocalBatch
 from titan_linear.models.decoder import Block, Decoder
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops.exchange.collectives import gather_along
 from titan_linear.ops.layout.tables import to_device
-from titan_linear.step.feed import MicroBatch
 from titan_linear.step.optimizer import StepNumbers
 
 WINDOW = (256, 4096)  # least and most tokens of the window, which is 1/SHARE of a rank's tokens
@@ -103,7 +103,7 @@ class Telemetry(Hook):
         self._parts, self._windowed = {}, False
 
     @contextmanager
-    def watching(self, batch: MicroBatch) -> Iterator[None]:
+    def watching(self, batch: LocalBatch) -> Iterator[None]:
         """Around the forward and backward of a micro-batch."""
         if not self.on:
             yield
@@ -151,7 +151,7 @@ class Telemetry(Hook):
                 for quantity, pair in seen.items()
             }
 
-    def _add_losses(self, batch: MicroBatch, losses: Tensor) -> None:
+    def _add_losses(self, batch: LocalBatch, losses: Tensor) -> None:
         """losses: [1 + further tokens, T] nats; under tensor parallelism the first rank has all of them."""
         losses, *further = losses
         # all tp ranks have the same tokens: one of them counts
@@ -188,7 +188,7 @@ class Telemetry(Hook):
                 partial(_counts, self.groups.names),
             )
 
-    def _groups_of_tokens(self, batch: MicroBatch) -> Tensor:
+    def _groups_of_tokens(self, batch: LocalBatch) -> Tensor:
         """[T] int64: the group of each of this rank's tokens, on the device."""
         of_streams = np.concatenate([self.groups.of_stream(i) for i in batch.streams])
         own = np.concatenate(

@@ -9,14 +9,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from titan_linear.config import schema
-from titan_linear.losses.loss import Loss, MicroBatch, column
+from titan_linear.losses.loss import LocalBatch, Loss, column
 from titan_linear.ops.cross_entropy import ChunkedLogits, Rows, cross_entropy
 
 
 class CrossEntropy(Loss):
     keys: schema.CrossEntropy
 
-    def __call__(self, logits: ChunkedLogits, batch: MicroBatch) -> Tensor:
+    def __call__(self, logits: ChunkedLogits, batch: LocalBatch) -> Tensor:
         smoothing, z_loss = self.keys.label_smoothing, self.keys.z_loss
 
         def terms(rows: Rows, tokens: slice) -> Tensor:

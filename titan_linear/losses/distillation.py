@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.config import schema
-from titan_linear.losses.loss import Loss, MicroBatch, column
+from titan_linear.losses.loss import LocalBatch, Loss, column
 from titan_linear.ops.cross_entropy import ChunkedLogits, Rows, cross_entropy
 
 MOST_IDS = 256  # of the teacher, for each token
@@ -23,7 +23,7 @@ class Distillation(Loss):
     columns = "teacher_ids", "teacher_logprobs"
     most_numbers = MOST_IDS
 
-    def __call__(self, logits: ChunkedLogits, batch: MicroBatch) -> Tensor:
+    def __call__(self, logits: ChunkedLogits, batch: LocalBatch) -> Tensor:
         tau = self.keys.temperature
         ids = torch.cat([batch.labels.int().unsqueeze(-1), batch.columns["teacher_ids"]], -1)[0]
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_linear.config import schema
-from titan_linear.losses.loss import Loss, MicroBatch, document_sums, of_documents
+from titan_linear.losses.loss import LocalBatch, Loss, document_sums, of_documents
 from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
 
 
@@ -26,7 +26,7 @@ class DPO(Loss):
     def columns(self) -> tuple[str, ...]:
         return () if self.keys.reference_free else ("reference",)
 
-    def __call__(self, logits: ChunkedLogits, batch: MicroBatch) -> Tensor:
+    def __call__(self, logits: ChunkedLogits, batch: LocalBatch) -> Tensor:
         labels = batch.labels.flatten()
         known = logits.rows(labels)
         columns = (batch.columns[name][0] for name in self.columns)

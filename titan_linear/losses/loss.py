@@ -11,7 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from titan_linear.models.plan import BatchPlan
+from titan_linear.models.plan import BatchPlan, Later
+from titan_linear.ops import CPContext
 from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits
 from titan_linear.ops.exchange.collectives import gather_along
 
@@ -26,17 +27,22 @@ class Paths(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class MicroBatch:
-    """The tokens of a `Batch` that one rank computes, on its device."""
+class LocalBatch:
+    """The part of a micro-batch that one rank computes. `step/cut.py` makes it, in stages."""
 
     tokens: Tensor  # [1, T_local] int64
-    # [1, T_local] int64, −100 where there is nothing to predict; of trees [1, T_local + branches]
+    # [1, T_local + branches] int64, −100 where there is nothing to predict
     labels: Tensor
-    plan: BatchPlan
+    columns: dict[str, Tensor]  # like labels, or [1, T_local + branches, n]
     streams: tuple[int, ...]  # global indices, for error messages
-    columns: dict[str, Tensor]  # as labels, or [1, T_local, n]
     num_documents: int = 0  # more than any number in the column "document"
-    paths: Paths | None = None  # of prefix trees, whose nodes that column has
+    context: CPContext | None = None  # which tokens of the batch these are
+    branches: Tensor | None = (
+        None  # [branches] int64 of prefix trees: rows of logits that are read again
+    )
+    paths: Paths | None = None  # of prefix trees, whose nodes the column "document" has
+    later: Later | None = None  # what layers that predict further tokens are trained on
+    plan: BatchPlan | None = None  # what mixers read, once the rest is on the device
 
 
 @dataclass(frozen=True)
@@ -51,11 +57,11 @@ class Loss(ABC):
     reads_twice: ClassVar[bool] = False
 
     @abstractmethod
-    def __call__(self, logits: ChunkedLogits, batch: MicroBatch) -> Tensor:
+    def __call__(self, logits: ChunkedLogits, batch: LocalBatch) -> Tensor:
         """The sum of its terms on this rank; [1 + reports] with those of its reports."""
 
 
-def column(batch: MicroBatch, name: str, like: Tensor) -> Tensor:
+def column(batch: LocalBatch, name: str, like: Tensor) -> Tensor:
     """[T] or [T, n], in the dtype of `like`."""
     return batch.columns[name][0].to(like.dtype)
 
@@ -65,7 +71,7 @@ def logprobs(logits: ChunkedLogits, ids: Tensor) -> Tensor:
     return logits.rows(ids).logprobs.view_as(ids).masked_fill(ids == IGNORE, 0)
 
 
-def document_sums(batch: MicroBatch, *numbers: Tensor) -> Tensor:
+def document_sums(batch: LocalBatch, *numbers: Tensor) -> Tensor:
     """For each document, whichever ranks it lies on: its weights' sum, how many labels it has, and the sums of these
     numbers [T], where there is one. [2 + numbers, documents] float64."""
     labelled = batch.labels[0] != IGNORE
@@ -87,7 +93,7 @@ def document_sums(batch: MicroBatch, *numbers: Tensor) -> Tensor:
 
 
 def of_documents(
-    batch: MicroBatch, values: Tensor, slopes: Tensor
+    batch: LocalBatch, values: Tensor, slopes: Tensor
 ) -> Callable[[Tensor, slice], list[Tensor]]:
     """What tokens, by their log p, have of their documents' values [documents, m] by their weight in them, m × [n]; the
     first changes with each log p by the document's slope [documents]."""

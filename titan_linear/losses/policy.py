@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.config import schema
-from titan_linear.losses.loss import Loss, MicroBatch, column, document_sums, of_documents
+from titan_linear.losses.loss import LocalBatch, Loss, column, document_sums, of_documents
 from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
 
 
@@ -30,7 +30,7 @@ class Policy(Loss):
     def reads_twice(self) -> bool:
         return self.keys.level == "sequence"
 
-    def __call__(self, logits: ChunkedLogits, batch: MicroBatch) -> Tensor:
+    def __call__(self, logits: ChunkedLogits, batch: LocalBatch) -> Tensor:
         labels = batch.labels.flatten()
         known = logits.rows(labels, statistics=True) if self.reads_twice else None
         of_sequences = self._of_sequences(batch, known) if known else None
@@ -54,7 +54,7 @@ class Policy(Loss):
         return logits.sum(labels, terms, statistics=True, rows=known)
 
     def _of_sequences(
-        self, batch: MicroBatch, known: Rows
+        self, batch: LocalBatch, known: Rows
     ) -> Callable[[Tensor, slice], list[Tensor]]:
         """The loss and the weight of what is clipped, [n] each."""
         distance = known.logprobs[:, 0] - batch.columns["behaviour"][0]

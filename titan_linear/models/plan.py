@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +49,11 @@ class BatchPlan:
         self.first_key, self.num_streams, self.pairs = first_key, num_streams, pairs
         self.later, self.branches = later, branches
         self._angles: dict[tuple[Rotary, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    @classmethod
+    def of(cls, context: CPContext, num_streams: int, **more: Any) -> BatchPlan:
+        """The plan of the tokens that a rank has under `context`."""
+        return cls(context.position_ids, cp_context=context, num_streams=num_streams, **more)
 
     @property
     def documents(self) -> dict[str, object]:

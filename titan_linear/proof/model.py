@@ -15,6 +15,7 @@ from torch import Tensor
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.one_process import LocalDims
 from titan_linear.losses import build_loss
+from titan_linear.losses.loss import LocalBatch
 from titan_linear.models.decoder import Decoder
 from titan_linear.ops.layout.tables import to_device
 from titan_linear.ops.runtime.support import short
@@ -25,7 +26,6 @@ from titan_linear.proof.ops import ALONE, SMALL, begins, may_differ, plan_of, re
 from titan_linear.proof.ranks import model_of, on_ranks, passes_of, sum_as_fsdp, whole_gradients
 from titan_linear.proof.subject import STREAMS, Subject
 from titan_linear.run.build import DTYPES
-from titan_linear.step.feed import MicroBatch
 from titan_linear.step.passes import ComputeCopies, with_reference
 from titan_linear.step.update import gradient_sums, sum_gradients
 
@@ -89,13 +89,13 @@ def in_one_process(subject: Subject, whole: Decoder) -> Step:
         to_device(later(batch, subject.model.mtp_layers), device),
     )
     columns = {name: column.to(device) for name, column in batch.columns.items()}
-    micro = MicroBatch(
+    micro = LocalBatch(
         batch.tokens.to(device),
         batch.labels.to(device),
-        plan,
-        batch.streams,
         columns,
+        batch.streams,
         batch.num_documents,
+        plan=plan,
     )
     whole.use(subject.config.model.impl, device, subject.dtype).zero_grad(set_to_none=True)
     micro = with_reference(whole, micro, ComputeCopies(whole, subject.dtype))

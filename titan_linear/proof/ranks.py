@@ -21,7 +21,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.proof.subject import Subject
 from titan_linear.run.build import build_passes, build_sharding
-from titan_linear.step.feed import BatchSharding
+from titan_linear.step.cut import BatchSharding
 from titan_linear.step.passes import Passes
 
 T = TypeVar("T")

@@ -25,6 +25,7 @@ from titan_linear.data import Batch, Tokenizer, build_tokenizer
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
 from titan_linear.losses import build_loss
+from titan_linear.losses.loss import LocalBatch
 from titan_linear.models.adapters import joined
 from titan_linear.models.config import Adapter, ModelConfig
 from titan_linear.models.decoder import Decoder
@@ -32,7 +33,8 @@ from titan_linear.models.lora import check_adapters
 from titan_linear.models.presets import preset, resized
 from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import Choice
-from titan_linear.step.feed import BatchSharding, Feed, MicroBatch
+from titan_linear.step.cut import BatchSharding
+from titan_linear.step.feed import Feed
 from titan_linear.step.passes import ComputeCopies, Passes
 from titan_linear.storage.hf_io import CONFIG, download, read_model
 from titan_linear.storage.hf_writing import Files, find_family
@@ -268,7 +270,7 @@ def build_passes(
     *,
     micro_steps: int,
     host: dist.ProcessGroup | None = None,
-    watching: Callable[[MicroBatch], AbstractContextManager[object]] = lambda batch: nullcontext(),
+    watching: Callable[[LocalBatch], AbstractContextManager[object]] = lambda batch: nullcontext(),
 ) -> Passes:
     """Forward and backward of the steps whose batches these are.
 

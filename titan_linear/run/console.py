@@ -30,7 +30,7 @@ from titan_linear.run.build import (
     unallocated,
 )
 from titan_linear.run.export import is_exported
-from titan_linear.step.feed import BatchSharding
+from titan_linear.step.cut import BatchSharding
 from titan_linear.step.flops import no_peak, peak_tflops
 from titan_linear.storage.hf_io import read_model
 from titan_linear.storage.run_manifest import write_manifest

@@ -29,7 +29,7 @@ from titan_linear.run.build import (
     tokenizer_path,
 )
 from titan_linear.run.start import set_first_weights
-from titan_linear.step.feed import BatchSharding
+from titan_linear.step.cut import BatchSharding
 from titan_linear.step.optimizer import Moment
 from titan_linear.storage.hf_io import CONFIG
 from titan_linear.storage.rundir import config_of, config_path

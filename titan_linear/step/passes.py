@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.losses import Loss
-from titan_linear.losses.loss import logprobs
+from titan_linear.losses.loss import LocalBatch, logprobs
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.lora import without_adapters
-from titan_linear.step.feed import Feed, MicroBatch, StepTokens
+from titan_linear.step.feed import Feed, StepTokens
 from titan_linear.step.optimizer import gradients
 
 
@@ -36,7 +36,7 @@ class Forward:
     def __init__(
         self,
         model: Decoder,
-        batch: MicroBatch,
+        batch: LocalBatch,
         step: StepTokens,
         precision: AbstractContextManager[object],
         loss: Loss,
@@ -67,8 +67,8 @@ class Forward:
 
 
 def with_reference(
-    model: Decoder, batch: MicroBatch, precision: AbstractContextManager[object]
-) -> MicroBatch:
+    model: Decoder, batch: LocalBatch, precision: AbstractContextManager[object]
+) -> LocalBatch:
     """The batch, with the column that the loss reads of the base: the log-probability of each label."""
     if not (model.config.adapter and model.config.adapter.base_is_reference):
         return batch
@@ -80,7 +80,7 @@ def with_reference(
 
 class Begun(NamedTuple):
     tokens: StepTokens
-    batches: Iterator[MicroBatch]  # all of the step's
+    batches: Iterator[LocalBatch]  # all of the step's
     first: Forward  # of the first of them
 
 
@@ -97,15 +97,15 @@ class Passes:
     feed: Feed
     precision: AbstractContextManager[object]
     loss: Loss
-    watching: Callable[[MicroBatch], AbstractContextManager[object]] = lambda batch: nullcontext()
+    watching: Callable[[LocalBatch], AbstractContextManager[object]] = lambda batch: nullcontext()
     replicas_once: bool = False
     begun: Begun | None = None
 
-    def next_step(self) -> tuple[StepTokens, Iterator[MicroBatch]]:
+    def next_step(self) -> tuple[StepTokens, Iterator[LocalBatch]]:
         tokens, batches = self.feed.next_step()
         return tokens, (with_reference(self.model, batch, self.precision) for batch in batches)
 
-    def forward(self, batch: MicroBatch, step: StepTokens) -> Forward:
+    def forward(self, batch: LocalBatch, step: StepTokens) -> Forward:
         return Forward(self.model, batch, step, self.precision, self.loss)
 
     def begin(self) -> None:

@@ -1,0 +1,246 @@
+"""From a data-parallel rank's micro-batch on the host to the part of it that this rank computes.
+
+    cut         the rank's fragments of tokens, labels and columns       (context parallelism)
+    branches    further targets of tokens in prefix trees                 (step/branches.py)
+    later       tokens k = 1, 2, … further on, for layers that predict them
+    plan        all of it moved to the device at once, and what mixers read of it
+
+The first three are functions from a `LocalBatch` or a batch to a `LocalBatch` on the host. Labels and
+columns were shifted before the cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from titan_linear.data import IGNORE, Batch
+from titan_linear.data.corpus.trees import BACK, SHARE
+from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.losses.loss import LocalBatch
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.layers import widened
+from titan_linear.models.plan import BatchPlan, Later, Rotary
+from titan_linear.ops import CPContext, build_cp_context
+from titan_linear.ops.attention import choose_method, pairs_computed
+from titan_linear.ops.layout.build_context import ranks_per_node
+from titan_linear.ops.layout.nodes import Nodes
+from titan_linear.ops.layout.tables import to_device
+from titan_linear.step.branches import has_trees, later_in_trees, with_branches
+
+
+@dataclass(frozen=True)
+class BatchSharding:
+    """How batches are cut, and what is planned for the mixers that read them."""
+
+    dims: ParallelDims
+    device: torch.device
+    layout: str
+    softmax_method: str
+    conv1d_kernel_size: int | None  # of the model's convolutions, if all have the same
+    rotaries: tuple[Rotary, ...]  # of the model's mixers
+    compute_dtype: torch.dtype
+    compiled: bool  # layers, which read the plan, are compiled
+    programs: tuple[int, ...]  # of each kind of scan over a rank's tokens, where scans are kernels
+    # likewise over the whole stream, where ranks share heads; None: no scan
+    stream_programs: tuple[int, ...] | None
+    mtp_layers: int
+    # Hq, Hkv and D + Dv on a rank of tp, for each kind of softmax layer
+    softmax: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,
+        dims: ParallelDims,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        *,
+        layout: str,
+        softmax_method: str,
+        linear_method: str,
+        compiled: bool = False,
+    ) -> BatchSharding:
+        """The sharding that plans for what this model's mixers need of a batch."""
+        needs = [
+            *(mixer.ops for mixer in model.mixers),
+            *(mlp.ops(model.dim, dims.tp) for mlp in model.mlps),
+        ]
+        over_heads = dims.cp > 1 and linear_method == "ulysses"
+        programs = _programs(model, dims.tp * dims.cp if over_heads else dims.tp, device)
+        sizes = {ops["causal_conv1d"]["W"] for ops in needs if "causal_conv1d" in ops}
+        rotaries = dict.fromkeys(mixer.rotary for mixer in model.mixers if mixer.rotary is not None)
+        return cls(
+            dims,
+            device,
+            layout,
+            softmax_method,
+            conv1d_kernel_size=sizes.pop() if len(sizes) == 1 else None,
+            rotaries=tuple(rotaries),
+            compute_dtype=compute_dtype,
+            compiled=compiled,
+            programs=() if over_heads else programs,
+            stream_programs=programs if over_heads else None,
+            mtp_layers=model.mtp_layers,
+            softmax=_softmax(model, dims.tp),
+        )
+
+    def __call__(self, batch: Batch) -> LocalBatch:
+        """Return this rank's part of a batch, on its device."""
+        trees = has_trees(batch)
+        methods = self.methods(batch.tokens.shape[1], batch.nodes.joined)
+        local = cut(batch, self._context(batch, batch.nodes, methods))
+        if trees:
+            local = with_branches(local, batch)
+
+        later_contexts: list[CPContext] = []
+        if self.mtp_layers and trees:
+            local = replace(local, later=later_in_trees(local, self.mtp_layers))
+            nodes = (batch.nodes.after(k) for k in range(1, self.mtp_layers + 1))
+            later_contexts = [self._context(batch, each, methods) for each in nodes]
+        elif self.mtp_layers:
+            local = replace(local, later=cut_later(later_of(batch, self.mtp_layers), local.context))
+
+        local, later_contexts = to_device([local, later_contexts], self.device)
+        return replace(local, plan=self._plan(local, later_contexts, batch.num_streams, methods))
+
+    def _context(self, batch: Batch, nodes: Nodes, methods: Sequence[str]) -> CPContext:
+        """The layout of these documents or nodes over ranks, on the host."""
+        return build_cp_context(
+            torch.from_numpy(nodes.edges),
+            self.dims.cp_group,
+            num_streams=batch.num_streams,
+            layout=self.layout if self.dims.cp > 1 else "contiguous",
+            conv1d_kernel_size=self.conv1d_kernel_size,
+            programs=self.programs,
+            stream_programs=self.stream_programs,
+            attention=methods,
+            parents=torch.from_numpy(nodes.parents),
+        )
+
+    def _plan(
+        self,
+        local: LocalBatch,
+        later_contexts: Sequence[CPContext],
+        num_streams: int,
+        methods: Sequence[str],
+    ) -> BatchPlan:
+        later = local.later
+        if later_contexts:
+            plans = [self._prepared(BatchPlan.of(x, num_streams)) for x in later_contexts]
+            later = later._replace(of_trees=plans)
+        pairs = 0.0
+        if self.softmax:
+            pairs = pairs_computed(local.context, next(iter(methods), "ring"))
+        return self._prepared(
+            BatchPlan.of(
+                local.context, num_streams, pairs=pairs, later=later, branches=local.branches
+            )
+        )
+
+    def _prepared(self, plan: BatchPlan) -> BatchPlan:
+        """Compute the plan's rotary angles, which compiled layers then only read."""
+        if self.compiled:
+            plan.cp_context.mark_dynamic()
+        plan.prepare(self.rotaries, widened(self.compute_dtype))
+        return plan
+
+    def methods(self, tokens: int, branches: bool = False) -> tuple[str, ...]:
+        """How softmax layers communicate in batches of this many tokens over all ranks: one method, or several if
+        layers are of several kinds; none without such layers, or if cp is 1. branches: of prefix trees."""
+        if self.dims.cp == 1:
+            return ()
+        if self.softmax_method != "auto":
+            return (self.softmax_method,) if self.softmax else ()
+        ranks = self.dims.cp, self.node_size
+        chosen = (
+            choose_method(*ranks, tokens, *sizes, self.compute_dtype, branches)
+            for sizes in self.softmax
+        )
+        return tuple(dict.fromkeys(chosen))
+
+    @property
+    def node_size(self) -> int:
+        """Ranks of cp per node."""
+        return ranks_per_node(self.dims.cp_group, self.dims.cp)
+
+    def uneven(self, tokens: int) -> str | None:
+        """The message at a run's start if some ranks will wait for others; else None."""
+        rings = {"ring": self.dims.cp, "ulysses+ring": self.dims.cp // self.node_size}
+        W = max((rings[method] for method in self.methods(tokens) if method in rings), default=1)
+        if self.layout != "contiguous" or W == 1:
+            return None
+        return (
+            f"attention by ring over contiguous fragments: of one document a rank computes {(2 * W - 1) / W:.2f} times "
+            'the mean, and the others wait; parallelism.context_parallel_layout = "zigzag" shares it equally'
+        )
+
+
+def cut(batch: Batch, context: CPContext) -> LocalBatch:
+    """Take this rank's fragments of tokens, labels and columns."""
+    columns = {
+        name: of_fragments(column, context)
+        for name, column in batch.columns.items()
+        if name not in (BACK, SHARE)
+    }
+    return LocalBatch(
+        of_fragments(batch.tokens, context),
+        of_fragments(batch.labels, context),
+        columns,
+        batch.streams,
+        batch.num_documents,
+        context,
+    )
+
+
+def of_fragments(x: Tensor, context: CPContext) -> Tensor:
+    """[1, T, ...] → [1, T_local, ...], or [depth, T] → [depth, T_local]."""
+    if context.ranks.world_size == 1:
+        return x
+    return torch.cat([x[:, start:end] for start, end in context.fragments], 1)
+
+
+def later_of(batch: Batch, depth: int) -> Later:
+    """Tokens, labels and weights k = 1 … depth further on in each token's document, over the whole
+    stream: [depth, T]. A token's later ones may lie on any rank, so this comes before the cut."""
+    bounds = batch.cu_seqlens.long()
+    document_ends = bounds[1:].repeat_interleave(bounds.diff())  # [T]
+    at = torch.arange(len(document_ends)) + torch.arange(1, depth + 1).unsqueeze(1)
+    inside = at < document_ends
+    at = at.where(inside, 0)
+    return Later(
+        batch.tokens[0, at].where(inside, 0),
+        batch.labels[0, at].where(inside, IGNORE),
+        batch.columns["weights"][0, at].where(inside, 0),
+    )
+
+
+def cut_later(later: Later, context: CPContext) -> Later:
+    """Take this rank's fragments of `later_of`."""
+    return Later(
+        of_fragments(later.tokens, context),
+        of_fragments(later.labels, context),
+        of_fragments(later.weights, context),
+    )
+
+
+def _programs(model: ModelConfig, ranks: int, device: torch.device) -> tuple[int, ...]:
+    """Programs of one entry's scan, for each kind of mixer; none without a GPU. ranks: those that share the value
+    heads."""
+    if device.type != "cuda":
+        return ()
+    of = (mixer.scan_programs(ranks) for mixer in model.mixers)
+    return tuple(dict.fromkeys(n for n in of if n is not None))
+
+
+def _softmax(model: ModelConfig, tp: int) -> tuple[tuple[int, int, int], ...]:
+    sizes = []
+    for mixer in model.mixers:
+        if "attention" in mixer.ops:
+            # of queries, then of keys if these are fewer
+            heads = [count // tp for count in mixer.head_counts.values()]
+            sizes.append((heads[0], heads[-1], sum(mixer.ops["attention"].values())))
+    return tuple(dict.fromkeys(sizes))
