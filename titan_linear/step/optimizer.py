@@ -1,18 +1,33 @@
-"""The optimizer, its schedule, and clipping over sharded and replicated gradients."""
+"""The optimizer, its schedule, and clipping over sharded and replicated gradients.
+
+`AdamW` and `Muon` are plain torch optimizers. `step` receives all that it needs as arguments: the factor that clips the
+gradients, and whether the step's loss and norm are finite. Both are tensors on the device, so the host does not wait.
+`optimizer.step()` without arguments is an unclipped step; torch's distributed checkpointing calls it, with zero
+gradients and a rate of 0, to create the state that it loads into. Nothing is set on the optimizer from outside.
+
+AdamW updates this rank's part of each parameter in one of two ways, with the same state:
+
+    small   torch's fused AdamW, many tensors per launch. Gradients are first multiplied by the factor.
+    large   (`is_large`, on a GPU) a Triton kernel, one tensor per launch. It reads the gradient once, as backward left
+            it, clips it there, and writes the parameter's copy in the compute dtype too.
+
+The optimizer holds no copies. `step` asks `Copies` for each one, and reports which it has written. After a step every
+updated parameter has a new version, so a copy that was not written is made anew before it is used (`ComputeCopies`).
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
-from itertools import compress
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from titan_linear.config import LRScheduler, Optimizer
 from titan_linear.distributed.matrices import WholeMatrices
@@ -23,40 +38,106 @@ LARGE = 1 << 20  # elements; smaller tensors share launches
 HOST_BLOCK = 1 << 16  # elements whose squares a core of the host adds up in their own dtype
 
 
-class AdamW(torch.optim.AdamW):
+class Copies(Protocol):
+    """Copies of parameters in the compute dtype (`ComputeCopies`)."""
+
+    def current(self, parameter: Tensor) -> Tensor | None: ...
+
+    def written(self, parameters: list[Tensor]) -> None: ...
+
+
+class AdamW(torch.optim.Optimizer):
     """AdamW on this rank's part of each parameter, since the update is elementwise. On DTensors the dispatcher would
     work out the sharding again in every step that changes the learning rate, which takes longer than the update."""
 
-    # of large parameters, for `ComputeCopies`, which are written with them
-    copies: Mapping[Tensor, Tensor] = {}
-    coefficient: Tensor  # of gradients of large tensors, which clips them
-    found_inf: Tensor  # 1: nothing is to change
+    @torch.no_grad()
+    def step(
+        self,
+        closure: None = None,
+        *,
+        clip: Tensor | float = 1.0,
+        finite: Tensor | bool = True,
+        copies: Copies | None = None,
+    ) -> None:
+        """Update all parameters that have a gradient.
 
-    def _init_group(self, group: Group, *lists: list[Tensor]) -> bool:
-        """Fill the lists with parameters, gradients, moments and steps, which torch's kernels then read. Large tensors
-        are updated here, one after the other."""
-        has_complex = super()._init_group(group, *lists)
-        large = list(map(is_large, lists[0]))
-        copies = map(self.copies.get, lists[0])
-        for tensors in lists:
-            tensors[:] = map(local_tensor, tensors)
-        params, grads, m, v, _, steps = lists
-        if any(large):
-            from titan_linear.ops.triton.adamw import adamw  # Triton is available on Linux only
+        Args:
+            clip: the factor of all gradients.
+            finite: false: neither parameters nor state change.
+            copies: those of the parameters, of which the kernel of large tensors writes the current ones.
+        """
+        clip, skipped = torch.as_tensor(clip), (~torch.as_tensor(finite)).float()
+        for group in self.param_groups:
+            self._step_group(group, clip, skipped, copies)
 
-            # one: torch reads it
-            torch._foreach_add_([*compress(steps, large)], [1 - self.found_inf] * sum(large))
-            for p, copy, g, exp_avg, exp_avg_sq, step in compress(
-                zip(params, copies, grads, m, v, steps, strict=True), large
-            ):
-                adamw(
-                    p, copy, g, exp_avg, exp_avg_sq, step, self.coefficient, self.found_inf, group
-                )
-            for tensors in lists:
-                tensors[:] = compress(tensors, (not here for here in large))
-        # fused kernels do not: `ComputeCopies` looks
-        torch.autograd.graph.increment_version(params)
-        return has_complex
+    def _step_group(
+        self, group: Group, clip: Tensor, skipped: Tensor, copies: Copies | None
+    ) -> None:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p] |= {
+                    "step": torch.zeros((), device=p.device),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
+        if small := [p for p in parameters if not is_large(p)]:
+            self._update_small(group, small, clip, skipped)
+        if large := [p for p in parameters if is_large(p)]:
+            self._update_large(group, large, clip, skipped, copies)
+
+    def _update_small(
+        self, group: Group, parameters: list[nn.Parameter], clip: Tensor, skipped: Tensor
+    ) -> None:
+        scale_gradients(parameters, clip)
+        p, g, m, v, steps = self._tensors(parameters, "exp_avg", "exp_avg_sq", "step")
+        beta1, beta2 = group["betas"]
+        adamw(
+            p,
+            g,
+            m,
+            v,
+            [],  # AMSGrad's
+            steps,
+            fused=True,
+            found_inf=skipped,
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
+        # the kernel does not mark them as changed
+        torch.autograd.graph.increment_version(p)
+
+    def _update_large(
+        self,
+        group: Group,
+        parameters: list[nn.Parameter],
+        clip: Tensor,
+        skipped: Tensor,
+        copies: Copies | None,
+    ) -> None:
+        from titan_linear.ops.triton import adamw as kernels  # Triton is available on Linux only
+
+        p, g, m, v, steps = self._tensors(parameters, "exp_avg", "exp_avg_sq", "step")
+        clip, skipped = clip.float().to(p[0].device), skipped.to(p[0].device)
+        torch._foreach_add_(steps, [1 - skipped] * len(steps))
+        # a copy that is not current stays so, in a step that is skipped too
+        current = [copies.current(x) if copies else None for x in parameters]
+        for i, copy in enumerate(current):
+            kernels.adamw(p[i], copy, g[i], m[i], v[i], steps[i], clip, skipped, group)
+        torch.autograd.graph.increment_version(p)
+        if copies:
+            copies.written([x for x, copy in zip(parameters, current) if copy is not None])
+
+    def _tensors(self, parameters: list[nn.Parameter], *names: str) -> list[list[Tensor]]:
+        """This rank's parts of parameters, gradients, and states of these names."""
+        lists: list[list[Any]] = [parameters, [p.grad for p in parameters]]
+        lists += ([self.state[p][name] for p in parameters] for name in names)
+        return [list(map(local_tensor, tensors)) for tensors in lists]
 
 
 def is_large(p: Tensor) -> bool:
@@ -72,33 +153,22 @@ class Muon(AdamW):
     et al., "Muon is scalable for LLM training", section 2.2). The host waits for the norm of the gradients.
     """
 
-    def __init__(self, groups: list[Group], matrices: WholeMatrices, **options: Any):
-        super().__init__(groups, **options)
+    def __init__(self, groups: list[Group], defaults: Group, matrices: WholeMatrices):
+        super().__init__(groups, defaults)
         self.matrices = matrices
 
-    def __setstate__(self, state: Group) -> None:
-        # AdamW's asks every parameter's state for a count of steps
-        torch.optim.Optimizer.__setstate__(self, state)
-
-    def _init_group(self, group: Group, *lists: list[Tensor]) -> bool:
-        return False if "momentum" in group else super()._init_group(group, *lists)
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        super().step(closure)
-        found_inf = getattr(self, "found_inf", None)  # as torch's own kernels read it
-        skipped = found_inf is not None and found_inf.item()
-        for group in self.param_groups:
-            if "momentum" in group:
-                self._step_matrices(group, skipped)
-
-    def _step_matrices(self, group: Group, skipped: bool) -> None:
+    def _step_group(
+        self, group: Group, clip: Tensor, skipped: Tensor, copies: Copies | None
+    ) -> None:
+        if "momentum" not in group:
+            return super()._step_group(group, clip, skipped, copies)
         for p in group["params"]:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        if skipped:
+        if skipped.item():
             return
-        weights, grads, momenta = self._parts(group)
+        scale_gradients(group["params"], clip)
+        weights, grads, momenta = self._tensors(group["params"], "momentum_buffer")
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         for weight, shape, direction in zip(
@@ -109,7 +179,7 @@ class Muon(AdamW):
     def directions(self, group: Group) -> list[Tensor]:
         """This rank's parts of the orthogonal matrices, from gradients and momentum after it has been updated. All
         ranks call it."""
-        _, grads, momenta = self._parts(group)
+        _, grads, momenta = self._tensors(group["params"], "momentum_buffer")
         # Nesterov's
         mixed = [
             g.lerp(m, group["momentum"]).bfloat16() for g, m in zip(grads, momenta, strict=True)
@@ -120,12 +190,6 @@ class Muon(AdamW):
         """The same, as long as they are added to the weights at a rate of 1, in the weights' dtype."""
         directions = zip(group["params"], self.matrices.shapes, self.directions(group), strict=True)
         return {p: x.to(local_tensor(p)) * update_scale(shape) for p, shape, x in directions}
-
-    def _parts(self, group: Group) -> tuple[list[Tensor], ...]:
-        """This rank's of weights, gradients and momenta."""
-        ps = group["params"]
-        of_each = (ps, [p.grad for p in ps], [self.state[p]["momentum_buffer"] for p in ps])
-        return tuple(list(map(local_tensor, tensors)) for tensors in of_each)
 
 
 def orthogonalised(matrices: list[Tensor]) -> list[Tensor]:
@@ -163,21 +227,19 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> AdamW:
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
         "eps": config.eps,
+        # so that torch's `load_state_dict` leaves counts of steps on the device
         "fused": True,
     }
     if not matrices:
-        return AdamW(decays, **options)
+        return AdamW(decays, options)
     group = {
         "params": list(matrices.values()),
         "weight_decay": config.weight_decay,
         "momentum": config.momentum,
     }
     wholes = {name: whole(model, name, p) for name, p in matrices.items()}
-    return Muon(
-        [*decays, group],
-        WholeMatrices(wholes, exchange_device(next(iter(wholes.values())))),
-        **options,
-    )
+    device = exchange_device(next(iter(wholes.values())))
+    return Muon([*decays, group], options, WholeMatrices(wholes, device))
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -278,7 +340,13 @@ def _rows(flat: Tensor) -> list[Tensor]:
     return rows
 
 
-def update(optimizer: Any, numbers: StepNumbers, lr: float, max_norm: float) -> None:
+def update(
+    optimizer: AdamW,
+    numbers: StepNumbers,
+    lr: float,
+    max_norm: float,
+    copies: Copies | None = None,
+) -> None:
     """Do one step with gradients clipped to a 2-norm of max_norm, unless loss or norm is not finite: then neither
     weights nor moments change. The optimizer's own kernels decide that on the device; the host need not know the
     numbers yet. With offload the host waits for them, and so for every copy of a parameter that the device has yet to
@@ -289,15 +357,10 @@ def update(optimizer: Any, numbers: StepNumbers, lr: float, max_norm: float) -> 
         for group in optimizer.param_groups
     ):
         numbers = StepNumbers(*torch.stack(numbers[:3]).cpu())
-    coefficient = (max_norm / (numbers.grad_norm + 1e-6)).clamp(max=1.0)
-    optimizer.coefficient = coefficient.float()
     for group in optimizer.param_groups:
         group["lr"] = lr
-        scale_gradients(
-            (p for p in group["params"] if "momentum" in group or not is_large(p)), coefficient
-        )
-    optimizer.found_inf = (~numbers.finite()).float()  # as torch.amp.GradScaler sets it
-    optimizer.step()
+    clip = (max_norm / (numbers.grad_norm + 1e-6)).clamp(max=1.0)
+    optimizer.step(clip=clip, finite=numbers.finite(), copies=copies)
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], coefficient: Tensor) -> None:

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -148,57 +147,52 @@ class Passes:
 class ComputeCopies:
     """Copies of a model's parameters in the dtype of compute, except those that are kept in float32 or wider.
 
-    Inside `with`, the modules hold the copies, made anew of parameters that torch has changed; AdamW writes others
-    itself (`copy_of`). When it ends, the gradients that backward left on the copies are the parameters' own; a second
+    Inside `with`, the modules hold the copies, made anew of parameters that have changed since; AdamW writes those of
+    large tensors itself. When it ends, the gradients that backward left on the copies are the parameters' own; a second
     one is added in the parameters' dtype.
     """
 
     def __init__(self, model: Decoder, dtype: torch.dtype):
-        kept = {id(p) for p in replicated_parameters(model)}
-        originals = {id(p): p for p in model.parameters() if id(p) not in kept and p.dtype != dtype}
-        self.parameters = list(originals.values())
-        for p in self.parameters:
-            p.grad_dtype = None  # any
-        self.copies = [
-            nn.Parameter(torch.empty_like(p, dtype=dtype), p.requires_grad) for p in self.parameters
-        ]
-        self.copy_of = dict(zip(self.parameters, self.copies, strict=True))
-        self.versions = [-1] * len(self.copies)  # of parameters, when they were copied
+        kept = set(replicated_parameters(model))
+        self.copy_of: dict[nn.Parameter, nn.Parameter] = {}
+        for p in model.parameters():
+            if p not in kept and p.dtype != dtype:
+                p.grad_dtype = None  # any
+                self.copy_of[p] = nn.Parameter(torch.empty_like(p, dtype=dtype), p.requires_grad)
+        # of parameters, when their copies were made
+        self.versions: dict[nn.Parameter, int] = {}
         self.slots = [  # a tied parameter has two
-            (module._parameters, name, p, self.copy_of[p])
+            (module._parameters, name, p)
             for module in model.modules()
             for name, p in module._parameters.items()
             if p in self.copy_of
         ]
 
+    def current(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Its copy, unless there is none or the parameter has changed since it was made."""
+        made = self.versions.get(parameter) == parameter._version
+        return self.copy_of[parameter] if made else None
+
+    def written(self, parameters: list[nn.Parameter]) -> None:
+        """Note that the copies of these were made of the parameters as they are now."""
+        self.versions.update((p, p._version) for p in parameters)
+
     def __enter__(self) -> None:
-        versions = [p._version for p in self.parameters]
-        stale = [
-            pair
-            for *pair, a, b in zip(self.copies, self.parameters, self.versions, versions)
-            if a != b
-        ]
-        self.versions = versions
+        stale = [p for p in self.copy_of if self.versions.get(p) != p._version]
         if stale:
             with torch.no_grad():
-                torch._foreach_copy_(*map(list, zip(*stale)))
-        for owner, name, _, copy in self.slots:
-            owner[name] = copy
+                torch._foreach_copy_([self.copy_of[p] for p in stale], stale)
+            self.written(stale)
+        for owner, name, p in self.slots:
+            owner[name] = self.copy_of[p]
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ):
-        for owner, name, parameter, _ in self.slots:
-            owner[name] = parameter
-        pairs = [(p, copy.grad) for p, copy in self.copy_of.items() if copy.grad is not None]
-        again = [pair for pair in pairs if pair[0].grad is not None]
+    def __exit__(self, *_: object) -> None:
+        for owner, name, p in self.slots:
+            owner[name] = p
+        given = {p: copy.grad for p, copy in self.copy_of.items() if copy.grad is not None}
+        again = [p for p in given if p.grad is not None]
         if again:
-            parameters, grads = zip(*again)
-            torch._foreach_add_(gradients(parameters), grads)
-        for p, grad in pairs:
+            torch._foreach_add_(gradients(again), [given[p] for p in again])
+        for p, grad in given.items():
             p.grad = grad if p.grad is None else p.grad
-        for copy in self.copies:
-            copy.grad = None
+            self.copy_of[p].grad = None
