@@ -17,6 +17,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.presets import preset
 from titan_linear.step.optimizer import (
     HOST_BLOCK,
+    ComputeCopies,
     StepNumbers,
     build_optimizer,
     learning_rate,
@@ -25,7 +26,6 @@ from titan_linear.step.optimizer import (
     sum_of_squares,
     update,
 )
-from titan_linear.step.passes import ComputeCopies
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ AdamW updates this rank's part of each parameter in one of two ways, with the sa
     large   (`is_large`, on a GPU) a Triton kernel, one tensor per launch. It reads the gradient once, as backward left
             it, clips it there, and writes the parameter's copy in the compute dtype too.
 
-The optimizer holds no copies. `step` asks `Copies` for each one, and reports which it has written. After a step every
-updated parameter has a new version, so a copy that was not written is made anew before it is used (`ComputeCopies`).
+`ComputeCopies` are a model's copies in the compute dtype, where FSDP2 does not provide them. The optimizer holds none:
+`step` takes them, asks for those that are current, and reports which it has written. Every updated parameter then has a
+new version, and a copy made of an older version is made anew before it is used. So a copy that `step` was not given, or
+has not written, is never stale.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,7 @@ from torch.optim.adamw import adamw
 
 from titan_linear.config import LRScheduler, Optimizer
 from titan_linear.distributed.matrices import WholeMatrices
+from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.distributed.parts import by_kind, local_tensor, whole
 
 Group = dict[str, Any]  # of parameters, with its options
@@ -38,12 +41,58 @@ LARGE = 1 << 20  # elements; smaller tensors share launches
 HOST_BLOCK = 1 << 16  # elements whose squares a core of the host adds up in their own dtype
 
 
-class Copies(Protocol):
-    """Copies of parameters in the compute dtype (`ComputeCopies`)."""
+class ComputeCopies:
+    """Copies of a model's parameters in the dtype of compute, except those that are kept in float32 or wider.
 
-    def current(self, parameter: Tensor) -> Tensor | None: ...
+    Inside `with`, the modules hold the copies, made anew of parameters that have changed since; AdamW writes those of
+    large tensors itself. When it ends, the gradients that backward left on the copies are the parameters' own; a second
+    one is added in the parameters' dtype.
+    """
 
-    def written(self, parameters: list[Tensor]) -> None: ...
+    def __init__(self, model: nn.Module, dtype: torch.dtype):
+        kept = set(replicated_parameters(model))
+        self.copy_of: dict[nn.Parameter, nn.Parameter] = {}
+        for p in model.parameters():
+            if p not in kept and p.dtype != dtype:
+                p.grad_dtype = None  # any
+                self.copy_of[p] = nn.Parameter(torch.empty_like(p, dtype=dtype), p.requires_grad)
+        # of parameters, when their copies were made
+        self.versions: dict[nn.Parameter, int] = {}
+        self.slots = [  # a tied parameter has two
+            (module._parameters, name, p)
+            for module in model.modules()
+            for name, p in module._parameters.items()
+            if p in self.copy_of
+        ]
+
+    def current(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Its copy, unless there is none or the parameter has changed since it was made."""
+        made = self.versions.get(parameter) == parameter._version
+        return self.copy_of[parameter] if made else None
+
+    def written(self, parameters: list[nn.Parameter]) -> None:
+        """Note that the copies of these were made of the parameters as they are now."""
+        self.versions.update((p, p._version) for p in parameters)
+
+    def __enter__(self) -> None:
+        stale = [p for p in self.copy_of if self.versions.get(p) != p._version]
+        if stale:
+            with torch.no_grad():
+                torch._foreach_copy_([self.copy_of[p] for p in stale], stale)
+            self.written(stale)
+        for owner, name, p in self.slots:
+            owner[name] = self.copy_of[p]
+
+    def __exit__(self, *_: object) -> None:
+        for owner, name, p in self.slots:
+            owner[name] = p
+        given = {p: copy.grad for p, copy in self.copy_of.items() if copy.grad is not None}
+        again = [p for p in given if p.grad is not None]
+        if again:
+            torch._foreach_add_(gradients(again), [given[p] for p in again])
+        for p, grad in given.items():
+            p.grad = grad if p.grad is None else p.grad
+            self.copy_of[p].grad = None
 
 
 class AdamW(torch.optim.Optimizer):
@@ -57,7 +106,7 @@ class AdamW(torch.optim.Optimizer):
         *,
         clip: Tensor | float = 1.0,
         finite: Tensor | bool = True,
-        copies: Copies | None = None,
+        copies: ComputeCopies | None = None,
     ) -> None:
         """Update all parameters that have a gradient.
 
@@ -71,16 +120,9 @@ class AdamW(torch.optim.Optimizer):
             self._step_group(group, clip, skipped, copies)
 
     def _step_group(
-        self, group: Group, clip: Tensor, skipped: Tensor, copies: Copies | None
+        self, group: Group, clip: Tensor, skipped: Tensor, copies: ComputeCopies | None
     ) -> None:
         parameters = [p for p in group["params"] if p.grad is not None]
-        for p in parameters:
-            if not self.state[p]:
-                self.state[p] |= {
-                    "step": torch.zeros((), device=p.device),
-                    "exp_avg": torch.zeros_like(p),
-                    "exp_avg_sq": torch.zeros_like(p),
-                }
         if small := [p for p in parameters if not is_large(p)]:
             self._update_small(group, small, clip, skipped)
         if large := [p for p in parameters if is_large(p)]:
@@ -90,7 +132,7 @@ class AdamW(torch.optim.Optimizer):
         self, group: Group, parameters: list[nn.Parameter], clip: Tensor, skipped: Tensor
     ) -> None:
         scale_gradients(parameters, clip)
-        p, g, m, v, steps = self._tensors(parameters, "exp_avg", "exp_avg_sq", "step")
+        p, g, steps, m, v = self._tensors(parameters, "step", "exp_avg", "exp_avg_sq")
         beta1, beta2 = group["betas"]
         adamw(
             p,
@@ -118,11 +160,11 @@ class AdamW(torch.optim.Optimizer):
         parameters: list[nn.Parameter],
         clip: Tensor,
         skipped: Tensor,
-        copies: Copies | None,
+        copies: ComputeCopies | None,
     ) -> None:
         from titan_linear.ops.triton import adamw as kernels  # Triton is available on Linux only
 
-        p, g, m, v, steps = self._tensors(parameters, "exp_avg", "exp_avg_sq", "step")
+        p, g, steps, m, v = self._tensors(parameters, "step", "exp_avg", "exp_avg_sq")
         clip, skipped = clip.float().to(p[0].device), skipped.to(p[0].device)
         torch._foreach_add_(steps, [1 - skipped] * len(steps))
         # a copy that is not current stays so, in a step that is skipped too
@@ -134,9 +176,16 @@ class AdamW(torch.optim.Optimizer):
             copies.written([x for x, copy in zip(parameters, current) if copy is not None])
 
     def _tensors(self, parameters: list[nn.Parameter], *names: str) -> list[list[Tensor]]:
-        """This rank's parts of parameters, gradients, and states of these names."""
+        """This rank's parts of parameters, gradients, and states of these names, which begin at 0."""
         lists: list[list[Any]] = [parameters, [p.grad for p in parameters]]
-        lists += ([self.state[p][name] for p in parameters] for name in names)
+        for name in names:
+            for p in parameters:
+                if name not in self.state[p]:
+                    scalar = name == "step"
+                    self.state[p][name] = (
+                        torch.zeros((), device=p.device) if scalar else torch.zeros_like(p)
+                    )
+            lists.append([self.state[p][name] for p in parameters])
         return [list(map(local_tensor, tensors)) for tensors in lists]
 
 
@@ -158,17 +207,14 @@ class Muon(AdamW):
         self.matrices = matrices
 
     def _step_group(
-        self, group: Group, clip: Tensor, skipped: Tensor, copies: Copies | None
+        self, group: Group, clip: Tensor, skipped: Tensor, copies: ComputeCopies | None
     ) -> None:
         if "momentum" not in group:
             return super()._step_group(group, clip, skipped, copies)
-        for p in group["params"]:
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        if skipped.item():
-            return
         scale_gradients(group["params"], clip)
         weights, grads, momenta = self._tensors(group["params"], "momentum_buffer")
+        if skipped.item():
+            return
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         for weight, shape, direction in zip(
@@ -345,7 +391,7 @@ def update(
     numbers: StepNumbers,
     lr: float,
     max_norm: float,
-    copies: Copies | None = None,
+    copies: ComputeCopies | None = None,
 ) -> None:
     """Do one step with gradients clipped to a 2-norm of max_norm, unless loss or norm is not finite: then neither
     weights nor moments change. The optimizer's own kernels decide that on the device; the host need not know the

@@ -1,5 +1,4 @@
-"""Forward and backward of micro-batches: they give a step's loss, part by part, and its gradients; and mixed precision
-where FSDP2 does not see to it."""
+"""Forward and backward of micro-batches: they give a step's loss, part by part, and its gradients."""
 
 from __future__ import annotations
 
@@ -11,15 +10,13 @@ from itertools import chain
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.losses import Loss
 from titan_linear.losses.loss import logprobs
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.lora import without_adapters
 from titan_linear.step.feed import Feed, MicroBatch, StepTokens
-from titan_linear.step.optimizer import gradients
 
 
 class Forward:
@@ -139,60 +136,3 @@ class Passes:
                 losses.append(forward.backward())
             streams.append(batch.streams)
         return torch.stack(losses).double(), streams
-
-
-# --- Mixed precision where no ranks share parameters -----------------------------------------------------------------
-
-
-class ComputeCopies:
-    """Copies of a model's parameters in the dtype of compute, except those that are kept in float32 or wider.
-
-    Inside `with`, the modules hold the copies, made anew of parameters that have changed since; AdamW writes those of
-    large tensors itself. When it ends, the gradients that backward left on the copies are the parameters' own; a second
-    one is added in the parameters' dtype.
-    """
-
-    def __init__(self, model: Decoder, dtype: torch.dtype):
-        kept = set(replicated_parameters(model))
-        self.copy_of: dict[nn.Parameter, nn.Parameter] = {}
-        for p in model.parameters():
-            if p not in kept and p.dtype != dtype:
-                p.grad_dtype = None  # any
-                self.copy_of[p] = nn.Parameter(torch.empty_like(p, dtype=dtype), p.requires_grad)
-        # of parameters, when their copies were made
-        self.versions: dict[nn.Parameter, int] = {}
-        self.slots = [  # a tied parameter has two
-            (module._parameters, name, p)
-            for module in model.modules()
-            for name, p in module._parameters.items()
-            if p in self.copy_of
-        ]
-
-    def current(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Its copy, unless there is none or the parameter has changed since it was made."""
-        made = self.versions.get(parameter) == parameter._version
-        return self.copy_of[parameter] if made else None
-
-    def written(self, parameters: list[nn.Parameter]) -> None:
-        """Note that the copies of these were made of the parameters as they are now."""
-        self.versions.update((p, p._version) for p in parameters)
-
-    def __enter__(self) -> None:
-        stale = [p for p in self.copy_of if self.versions.get(p) != p._version]
-        if stale:
-            with torch.no_grad():
-                torch._foreach_copy_([self.copy_of[p] for p in stale], stale)
-            self.written(stale)
-        for owner, name, p in self.slots:
-            owner[name] = self.copy_of[p]
-
-    def __exit__(self, *_: object) -> None:
-        for owner, name, p in self.slots:
-            owner[name] = p
-        given = {p: copy.grad for p, copy in self.copy_of.items() if copy.grad is not None}
-        again = [p for p in given if p.grad is not None]
-        if again:
-            torch._foreach_add_(gradients(again), [given[p] for p in again])
-        for p, grad in given.items():
-            p.grad = grad if p.grad is None else p.grad
-            self.copy_of[p].grad = None

@@ -16,6 +16,7 @@ from titan_linear.distributed.parts import by_kind, local_tensor
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.step.optimizer import (
     AdamW,
+    ComputeCopies,
     HostCopy,
     StepNumbers,
     exchange_device,
@@ -24,7 +25,7 @@ from titan_linear.step.optimizer import (
     step_numbers,
     update,
 )
-from titan_linear.step.passes import ComputeCopies, Passes
+from titan_linear.step.passes import Passes
 
 
 def rate_at(config: Config, step: int) -> float:

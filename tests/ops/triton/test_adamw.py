@@ -9,8 +9,7 @@ from tests.ops.inputs import DEVICE
 from titan_linear.config import Optimizer
 from titan_linear.ops.triton.adamw import BLOCK, adamw
 from titan_linear.step import optimizer as optimizer_of_runs
-from titan_linear.step.optimizer import StepNumbers, build_optimizer, update
-from titan_linear.step.passes import ComputeCopies
+from titan_linear.step.optimizer import ComputeCopies, StepNumbers, build_optimizer, update
 
 OPTIONS = {"lr": 0.1, "eps": 1e-8, "weight_decay": 0.1}
 
