@@ -108,8 +108,7 @@ class Trainer:
             watching=self.telemetry.watching,
         )
         self.feed = self.passes.feed
-        self.optimizer.copies = getattr(self.passes.precision, "copy_of", {})
-        self.update = Update(config, self.model, self.dims, self.optimizer, self.telemetry)
+        self.update = Update(config, self.passes, self.dims, self.optimizer, self.telemetry)
 
         # What hangs on each step, and what comes between steps.
         self.spikes = Spikes(config, subject.streams)

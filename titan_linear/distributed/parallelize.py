@@ -53,7 +53,7 @@ def parallelize(model: Decoder, dims: ParallelDims, config: Config, device: torc
         apply_compile(model, config.compile.backend)
     apply_ac(model, config.activation_checkpoint, compiled=config.compile.enable)
 
-    # Where no ranks share parameters, and these are on the device, FSDP2 is left out: `ComputeCopies` (step/passes.py)
+    # Where no ranks share parameters, and these are on the device, FSDP2 is left out: `ComputeCopies` (optimizer.py)
     # provides its mixed precision.
     if dims.sharded:
         apply_fsdp(model, dims, policy, reshard=p.fsdp_reshard_after_forward == "always")

@@ -45,7 +45,7 @@ from titan_linear.models.mlps.moe import MoE
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops.exchange.collectives import gather_along
 from titan_linear.ops.layout.tables import to_device
-from titan_linear.step.optimizer import StepNumbers
+from titan_linear.step.optimizer import AdamW, StepNumbers
 
 WINDOW = (256, 4096)  # least and most tokens of the window, which is 1/SHARE of a rank's tokens
 SHARE = 16  # ratio of a rank's tokens to those of the window
@@ -219,7 +219,7 @@ class Telemetry(Hook):
         grads = [none if p.grad is None else p.grad for p in self._counted]
         self._add_norms("grad_norm", squares_of_each(grads, self.device))
 
-    def sums(self, numbers: StepNumbers, optimizer: torch.optim.AdamW) -> Tensor:
+    def sums(self, numbers: StepNumbers, optimizer: AdamW) -> Tensor:
         """Call after the update: the sums over all ranks, [.] float64, which `named` reads.
 
         numbers: the step's; if they are not finite, the update was skipped, and is zero here.

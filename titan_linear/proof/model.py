@@ -26,7 +26,8 @@ from titan_linear.proof.ops import ALONE, SMALL, begins, may_differ, plan_of, re
 from titan_linear.proof.ranks import model_of, on_ranks, passes_of, sum_as_fsdp, whole_gradients
 from titan_linear.proof.subject import STREAMS, Subject
 from titan_linear.run.build import DTYPES
-from titan_linear.step.passes import ComputeCopies, with_reference
+from titan_linear.step.optimizer import ComputeCopies
+from titan_linear.step.passes import with_reference
 from titan_linear.step.update import gradient_sums, sum_gradients
 
 

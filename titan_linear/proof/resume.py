@@ -23,7 +23,7 @@ from titan_linear.proof.ops import repeatable
 from titan_linear.proof.subject import STREAMS, MoreDocuments, Subject, narrowed
 from titan_linear.run.build import build_dims, build_model, build_passes
 from titan_linear.run.start import build_loader
-from titan_linear.step.optimizer import build_optimizer
+from titan_linear.step.optimizer import AdamW, build_optimizer
 from titan_linear.step.update import Update
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.step_folders import Progress
@@ -41,7 +41,7 @@ class Run:
     dims: ParallelDims
     host: dist.ProcessGroup
     model: Decoder
-    optimizer: torch.optim.AdamW
+    optimizer: AdamW
     step: int = 0
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class Run:
             micro_steps=STREAMS,
             host=self.host,
         )
-        self.update = Update(config, self.model, self.dims, self.optimizer)
+        self.update = Update(config, self.passes, self.dims, self.optimizer)
 
     def next_step(self) -> tuple[float, tuple[int, ...]]:
         """Take one step; return its loss and all ranks' streams. The next step is prefetched, as by the trainer."""

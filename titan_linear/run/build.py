@@ -35,7 +35,8 @@ from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.step.cut import BatchSharding
 from titan_linear.step.feed import Feed
-from titan_linear.step.passes import ComputeCopies, Passes
+from titan_linear.step.optimizer import ComputeCopies
+from titan_linear.step.passes import Passes
 from titan_linear.storage.hf_io import CONFIG, download, read_model
 from titan_linear.storage.hf_writing import Files, find_family
 

@@ -1,11 +1,27 @@
-"""The optimizer, its schedule, and clipping over sharded and replicated gradients."""
+"""The optimizer, its schedule, and clipping over sharded and replicated gradients.
+
+`AdamW` and `Muon` are plain torch optimizers. `step` receives all that it needs as arguments: the factor that clips the
+gradients, and whether the step's loss and norm are finite. Both are tensors on the device, so the host does not wait.
+`optimizer.step()` without arguments is an unclipped step; torch's distributed checkpointing calls it, with zero
+gradients and a rate of 0, to create the state that it loads into. Nothing is set on the optimizer from outside.
+
+AdamW updates this rank's part of each parameter in one of two ways, with the same state:
+
+    small   torch's fused AdamW, many tensors per launch. Gradients are first multiplied by the factor.
+    large   (`is_large`, on a GPU) a Triton kernel, one tensor per launch. It reads the gradient once, as backward left
+            it, clips it there, and writes the parameter's copy in the compute dtype too.
+
+`ComputeCopies` are a model's copies in the compute dtype, where FSDP2 does not provide them. The optimizer holds none:
+`step` takes them, asks for those that are current, and reports which it has written. Every updated parameter then has a
+new version, and a copy made of an older version is made anew before it is used. So a copy that `step` was not given, or
+has not written, is never stale.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
-from itertools import compress
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +29,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from titan_linear.config import LRScheduler, Optimizer
 from titan_linear.distributed.matrices import WholeMatrices
+from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.distributed.parts import by_kind, local_tensor, whole
 
 Group = dict[str, Any]  # of parameters, with its options
@@ -23,40 +41,152 @@ LARGE = 1 << 20  # elements; smaller tensors share launches
 HOST_BLOCK = 1 << 16  # elements whose squares a core of the host adds up in their own dtype
 
 
-class AdamW(torch.optim.AdamW):
+class ComputeCopies:
+    """Copies of a model's parameters in the dtype of compute, except those that are kept in float32 or wider.
+
+    Inside `with`, the modules hold the copies, made anew of parameters that have changed since; AdamW writes those of
+    large tensors itself. When it ends, the gradients that backward left on the copies are the parameters' own; a second
+    one is added in the parameters' dtype.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype):
+        kept = set(replicated_parameters(model))
+        self.copy_of: dict[nn.Parameter, nn.Parameter] = {}
+        for p in model.parameters():
+            if p not in kept and p.dtype != dtype:
+                p.grad_dtype = None  # any
+                self.copy_of[p] = nn.Parameter(torch.empty_like(p, dtype=dtype), p.requires_grad)
+        # of parameters, when their copies were made
+        self.versions: dict[nn.Parameter, int] = {}
+        self.slots = [  # a tied parameter has two
+            (module._parameters, name, p)
+            for module in model.modules()
+            for name, p in module._parameters.items()
+            if p in self.copy_of
+        ]
+
+    def current(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Its copy, unless there is none or the parameter has changed since it was made."""
+        made = self.versions.get(parameter) == parameter._version
+        return self.copy_of[parameter] if made else None
+
+    def written(self, parameters: list[nn.Parameter]) -> None:
+        """Note that the copies of these were made of the parameters as they are now."""
+        self.versions.update((p, p._version) for p in parameters)
+
+    def __enter__(self) -> None:
+        stale = [p for p in self.copy_of if self.versions.get(p) != p._version]
+        if stale:
+            with torch.no_grad():
+                torch._foreach_copy_([self.copy_of[p] for p in stale], stale)
+            self.written(stale)
+        for owner, name, p in self.slots:
+            owner[name] = self.copy_of[p]
+
+    def __exit__(self, *_: object) -> None:
+        for owner, name, p in self.slots:
+            owner[name] = p
+        given = {p: copy.grad for p, copy in self.copy_of.items() if copy.grad is not None}
+        again = [p for p in given if p.grad is not None]
+        if again:
+            torch._foreach_add_(gradients(again), [given[p] for p in again])
+        for p, grad in given.items():
+            p.grad = grad if p.grad is None else p.grad
+            self.copy_of[p].grad = None
+
+
+class AdamW(torch.optim.Optimizer):
     """AdamW on this rank's part of each parameter, since the update is elementwise. On DTensors the dispatcher would
     work out the sharding again in every step that changes the learning rate, which takes longer than the update."""
 
-    # of large parameters, for `ComputeCopies`, which are written with them
-    copies: Mapping[Tensor, Tensor] = {}
-    coefficient: Tensor  # of gradients of large tensors, which clips them
-    found_inf: Tensor  # 1: nothing is to change
+    @torch.no_grad()
+    def step(
+        self,
+        closure: None = None,
+        *,
+        clip: Tensor | float = 1.0,
+        finite: Tensor | bool = True,
+        copies: ComputeCopies | None = None,
+    ) -> None:
+        """Update all parameters that have a gradient.
 
-    def _init_group(self, group: Group, *lists: list[Tensor]) -> bool:
-        """Fill the lists with parameters, gradients, moments and steps, which torch's kernels then read. Large tensors
-        are updated here, one after the other."""
-        has_complex = super()._init_group(group, *lists)
-        large = list(map(is_large, lists[0]))
-        copies = map(self.copies.get, lists[0])
-        for tensors in lists:
-            tensors[:] = map(local_tensor, tensors)
-        params, grads, m, v, _, steps = lists
-        if any(large):
-            from titan_linear.ops.triton.adamw import adamw  # Triton is available on Linux only
+        Args:
+            clip: the factor of all gradients.
+            finite: false: neither parameters nor state change.
+            copies: those of the parameters, of which the kernel of large tensors writes the current ones.
+        """
+        clip, skipped = torch.as_tensor(clip), (~torch.as_tensor(finite)).float()
+        for group in self.param_groups:
+            self._step_group(group, clip, skipped, copies)
 
-            # one: torch reads it
-            torch._foreach_add_([*compress(steps, large)], [1 - self.found_inf] * sum(large))
-            for p, copy, g, exp_avg, exp_avg_sq, step in compress(
-                zip(params, copies, grads, m, v, steps, strict=True), large
-            ):
-                adamw(
-                    p, copy, g, exp_avg, exp_avg_sq, step, self.coefficient, self.found_inf, group
-                )
-            for tensors in lists:
-                tensors[:] = compress(tensors, (not here for here in large))
-        # fused kernels do not: `ComputeCopies` looks
-        torch.autograd.graph.increment_version(params)
-        return has_complex
+    def _step_group(
+        self, group: Group, clip: Tensor, skipped: Tensor, copies: ComputeCopies | None
+    ) -> None:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        if small := [p for p in parameters if not is_large(p)]:
+            self._update_small(group, small, clip, skipped)
+        if large := [p for p in parameters if is_large(p)]:
+            self._update_large(group, large, clip, skipped, copies)
+
+    def _update_small(
+        self, group: Group, parameters: list[nn.Parameter], clip: Tensor, skipped: Tensor
+    ) -> None:
+        scale_gradients(parameters, clip)
+        p, g, steps, m, v = self._tensors(parameters, "step", "exp_avg", "exp_avg_sq")
+        beta1, beta2 = group["betas"]
+        adamw(
+            p,
+            g,
+            m,
+            v,
+            [],  # AMSGrad's
+            steps,
+            fused=True,
+            found_inf=skipped,
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
+        # the kernel does not mark them as changed
+        torch.autograd.graph.increment_version(p)
+
+    def _update_large(
+        self,
+        group: Group,
+        parameters: list[nn.Parameter],
+        clip: Tensor,
+        skipped: Tensor,
+        copies: ComputeCopies | None,
+    ) -> None:
+        from titan_linear.ops.triton import adamw as kernels  # Triton is available on Linux only
+
+        p, g, steps, m, v = self._tensors(parameters, "step", "exp_avg", "exp_avg_sq")
+        clip, skipped = clip.float().to(p[0].device), skipped.to(p[0].device)
+        torch._foreach_add_(steps, [1 - skipped] * len(steps))
+        # a copy that is not current stays so, in a step that is skipped too
+        current = [copies.current(x) if copies else None for x in parameters]
+        for i, copy in enumerate(current):
+            kernels.adamw(p[i], copy, g[i], m[i], v[i], steps[i], clip, skipped, group)
+        torch.autograd.graph.increment_version(p)
+        if copies:
+            copies.written([x for x, copy in zip(parameters, current) if copy is not None])
+
+    def _tensors(self, parameters: list[nn.Parameter], *names: str) -> list[list[Tensor]]:
+        """This rank's parts of parameters, gradients, and states of these names, which begin at 0."""
+        lists: list[list[Any]] = [parameters, [p.grad for p in parameters]]
+        for name in names:
+            for p in parameters:
+                if name not in self.state[p]:
+                    scalar = name == "step"
+                    self.state[p][name] = (
+                        torch.zeros((), device=p.device) if scalar else torch.zeros_like(p)
+                    )
+            lists.append([self.state[p][name] for p in parameters])
+        return [list(map(local_tensor, tensors)) for tensors in lists]
 
 
 def is_large(p: Tensor) -> bool:
@@ -72,33 +202,19 @@ class Muon(AdamW):
     et al., "Muon is scalable for LLM training", section 2.2). The host waits for the norm of the gradients.
     """
 
-    def __init__(self, groups: list[Group], matrices: WholeMatrices, **options: Any):
-        super().__init__(groups, **options)
+    def __init__(self, groups: list[Group], defaults: Group, matrices: WholeMatrices):
+        super().__init__(groups, defaults)
         self.matrices = matrices
 
-    def __setstate__(self, state: Group) -> None:
-        # AdamW's asks every parameter's state for a count of steps
-        torch.optim.Optimizer.__setstate__(self, state)
-
-    def _init_group(self, group: Group, *lists: list[Tensor]) -> bool:
-        return False if "momentum" in group else super()._init_group(group, *lists)
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        super().step(closure)
-        found_inf = getattr(self, "found_inf", None)  # as torch's own kernels read it
-        skipped = found_inf is not None and found_inf.item()
-        for group in self.param_groups:
-            if "momentum" in group:
-                self._step_matrices(group, skipped)
-
-    def _step_matrices(self, group: Group, skipped: bool) -> None:
-        for p in group["params"]:
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        if skipped:
+    def _step_group(
+        self, group: Group, clip: Tensor, skipped: Tensor, copies: ComputeCopies | None
+    ) -> None:
+        if "momentum" not in group:
+            return super()._step_group(group, clip, skipped, copies)
+        scale_gradients(group["params"], clip)
+        weights, grads, momenta = self._tensors(group["params"], "momentum_buffer")
+        if skipped.item():
             return
-        weights, grads, momenta = self._parts(group)
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         for weight, shape, direction in zip(
@@ -109,7 +225,7 @@ class Muon(AdamW):
     def directions(self, group: Group) -> list[Tensor]:
         """This rank's parts of the orthogonal matrices, from gradients and momentum after it has been updated. All
         ranks call it."""
-        _, grads, momenta = self._parts(group)
+        _, grads, momenta = self._tensors(group["params"], "momentum_buffer")
         # Nesterov's
         mixed = [
             g.lerp(m, group["momentum"]).bfloat16() for g, m in zip(grads, momenta, strict=True)
@@ -120,12 +236,6 @@ class Muon(AdamW):
         """The same, as long as they are added to the weights at a rate of 1, in the weights' dtype."""
         directions = zip(group["params"], self.matrices.shapes, self.directions(group), strict=True)
         return {p: x.to(local_tensor(p)) * update_scale(shape) for p, shape, x in directions}
-
-    def _parts(self, group: Group) -> tuple[list[Tensor], ...]:
-        """This rank's of weights, gradients and momenta."""
-        ps = group["params"]
-        of_each = (ps, [p.grad for p in ps], [self.state[p]["momentum_buffer"] for p in ps])
-        return tuple(list(map(local_tensor, tensors)) for tensors in of_each)
 
 
 def orthogonalised(matrices: list[Tensor]) -> list[Tensor]:
@@ -163,21 +273,19 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> AdamW:
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
         "eps": config.eps,
+        # so that torch's `load_state_dict` leaves counts of steps on the device
         "fused": True,
     }
     if not matrices:
-        return AdamW(decays, **options)
+        return AdamW(decays, options)
     group = {
         "params": list(matrices.values()),
         "weight_decay": config.weight_decay,
         "momentum": config.momentum,
     }
     wholes = {name: whole(model, name, p) for name, p in matrices.items()}
-    return Muon(
-        [*decays, group],
-        WholeMatrices(wholes, exchange_device(next(iter(wholes.values())))),
-        **options,
-    )
+    device = exchange_device(next(iter(wholes.values())))
+    return Muon([*decays, group], options, WholeMatrices(wholes, device))
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -278,7 +386,13 @@ def _rows(flat: Tensor) -> list[Tensor]:
     return rows
 
 
-def update(optimizer: Any, numbers: StepNumbers, lr: float, max_norm: float) -> None:
+def update(
+    optimizer: AdamW,
+    numbers: StepNumbers,
+    lr: float,
+    max_norm: float,
+    copies: ComputeCopies | None = None,
+) -> None:
     """Do one step with gradients clipped to a 2-norm of max_norm, unless loss or norm is not finite: then neither
     weights nor moments change. The optimizer's own kernels decide that on the device; the host need not know the
     numbers yet. With offload the host waits for them, and so for every copy of a parameter that the device has yet to
@@ -289,15 +403,10 @@ def update(optimizer: Any, numbers: StepNumbers, lr: float, max_norm: float) -> 
         for group in optimizer.param_groups
     ):
         numbers = StepNumbers(*torch.stack(numbers[:3]).cpu())
-    coefficient = (max_norm / (numbers.grad_norm + 1e-6)).clamp(max=1.0)
-    optimizer.coefficient = coefficient.float()
     for group in optimizer.param_groups:
         group["lr"] = lr
-        scale_gradients(
-            (p for p in group["params"] if "momentum" in group or not is_large(p)), coefficient
-        )
-    optimizer.found_inf = (~numbers.finite()).float()  # as torch.amp.GradScaler sets it
-    optimizer.step()
+    clip = (max_norm / (numbers.grad_norm + 1e-6)).clamp(max=1.0)
+    optimizer.step(clip=clip, finite=numbers.finite(), copies=copies)
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], coefficient: Tensor) -> None:

@@ -1,5 +1,4 @@
-"""Forward and backward of micro-batches: they give a step's loss, part by part, and its gradients; and mixed precision
-where FSDP2 does not see to it."""
+"""Forward and backward of micro-batches: they give a step's loss, part by part, and its gradients."""
 
 from __future__ import annotations
 
@@ -8,19 +7,16 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.losses import Loss
 from titan_linear.losses.loss import LocalBatch, logprobs
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.lora import without_adapters
 from titan_linear.step.feed import Feed, StepTokens
-from titan_linear.step.optimizer import gradients
 
 
 class Forward:
@@ -140,65 +136,3 @@ class Passes:
                 losses.append(forward.backward())
             streams.append(batch.streams)
         return torch.stack(losses).double(), streams
-
-
-# --- Mixed precision where no ranks share parameters -----------------------------------------------------------------
-
-
-class ComputeCopies:
-    """Copies of a model's parameters in the dtype of compute, except those that are kept in float32 or wider.
-
-    Inside `with`, the modules hold the copies, made anew of parameters that torch has changed; AdamW writes others
-    itself (`copy_of`). When it ends, the gradients that backward left on the copies are the parameters' own; a second
-    one is added in the parameters' dtype.
-    """
-
-    def __init__(self, model: Decoder, dtype: torch.dtype):
-        kept = {id(p) for p in replicated_parameters(model)}
-        originals = {id(p): p for p in model.parameters() if id(p) not in kept and p.dtype != dtype}
-        self.parameters = list(originals.values())
-        for p in self.parameters:
-            p.grad_dtype = None  # any
-        self.copies = [
-            nn.Parameter(torch.empty_like(p, dtype=dtype), p.requires_grad) for p in self.parameters
-        ]
-        self.copy_of = dict(zip(self.parameters, self.copies, strict=True))
-        self.versions = [-1] * len(self.copies)  # of parameters, when they were copied
-        self.slots = [  # a tied parameter has two
-            (module._parameters, name, p, self.copy_of[p])
-            for module in model.modules()
-            for name, p in module._parameters.items()
-            if p in self.copy_of
-        ]
-
-    def __enter__(self) -> None:
-        versions = [p._version for p in self.parameters]
-        stale = [
-            pair
-            for *pair, a, b in zip(self.copies, self.parameters, self.versions, versions)
-            if a != b
-        ]
-        self.versions = versions
-        if stale:
-            with torch.no_grad():
-                torch._foreach_copy_(*map(list, zip(*stale)))
-        for owner, name, _, copy in self.slots:
-            owner[name] = copy
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ):
-        for owner, name, parameter, _ in self.slots:
-            owner[name] = parameter
-        pairs = [(p, copy.grad) for p, copy in self.copy_of.items() if copy.grad is not None]
-        again = [pair for pair in pairs if pair[0].grad is not None]
-        if again:
-            parameters, grads = zip(*again)
-            torch._foreach_add_(gradients(parameters), grads)
-        for p, grad in pairs:
-            p.grad = grad if p.grad is None else p.grad
-        for copy in self.copies:
-            copy.grad = None

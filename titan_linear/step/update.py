@@ -13,10 +13,10 @@ from titan_linear.config import Config
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.distributed.parts import by_kind, local_tensor
-from titan_linear.models.decoder import Decoder
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.step.optimizer import (
     AdamW,
+    ComputeCopies,
     HostCopy,
     StepNumbers,
     exchange_device,
@@ -25,6 +25,7 @@ from titan_linear.step.optimizer import (
     step_numbers,
     update,
 )
+from titan_linear.step.passes import Passes
 
 
 def rate_at(config: Config, step: int) -> float:
@@ -48,19 +49,18 @@ class Update:
     def __init__(
         self,
         config: Config,
-        model: Decoder,
+        passes: Passes,
         dims: ParallelDims,
         optimizer: AdamW,
         telemetry: Watcher | None = None,
     ):
-        self.config, self.model, self.optimizer, self.telemetry = (
-            config,
-            model,
-            optimizer,
-            telemetry,
-        )
-        self.sums = gradient_sums(model, dims)
-        self.counted = counted_parameters(model, dims)
+        """passes: those whose gradients are taken; the update writes their copies of the weights too."""
+        self.config, self.model = config, passes.model
+        self.optimizer, self.telemetry = optimizer, telemetry
+        precision = passes.precision
+        self.copies = precision if isinstance(precision, ComputeCopies) else None
+        self.sums = gradient_sums(self.model, dims)
+        self.counted = counted_parameters(self.model, dims)
 
     def run(self, losses: Tensor, step: int, signal: int = 0) -> HostCopy:
         """Sum gradients, clip and update (`update`, optimizer.py), move the experts' biases, and free the gradients.
@@ -80,7 +80,8 @@ class Update:
         if watching:
             self.telemetry.gradients(self.counted)
         reading = HostCopy(numbers)
-        update(self.optimizer, numbers, rate_at(self.config, step), self.config.training.max_norm)
+        max_norm = self.config.training.max_norm
+        update(self.optimizer, numbers, rate_at(self.config, step), max_norm, self.copies)
         if watching:
             reading = HostCopy(numbers, self.telemetry.sums(numbers, self.optimizer))
         move_selection_biases(self.model, numbers)

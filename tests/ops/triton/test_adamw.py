@@ -9,8 +9,7 @@ from tests.ops.inputs import DEVICE
 from titan_linear.config import Optimizer
 from titan_linear.ops.triton.adamw import BLOCK, adamw
 from titan_linear.step import optimizer as optimizer_of_runs
-from titan_linear.step.optimizer import StepNumbers, build_optimizer, update
-from titan_linear.step.passes import ComputeCopies
+from titan_linear.step.optimizer import ComputeCopies, StepNumbers, build_optimizer, update
 
 OPTIONS = {"lr": 0.1, "eps": 1e-8, "weight_decay": 0.1}
 
@@ -52,7 +51,8 @@ class NothingRead(TorchDispatchMode):
 
 @pytest.mark.parametrize("micro_steps", [1, 2])
 def test_large_tensors_beside_small_ones(micro_steps, monkeypatch):
-    """A run's update of both, from gradients in bfloat16; with a step that is not finite."""
+    """A run's update of both, from gradients in bfloat16; with a step that is not finite, and other factors that clip.
+    AdamW's updates hardly depend on a factor of all gradients: moments do."""
     monkeypatch.setattr(optimizer_of_runs, "is_large", lambda p: p.numel() > 7)
     torch.manual_seed(0)
     model = nn.ParameterList(nn.Parameter(torch.randn(1, n, device=DEVICE)) for n in (BLOCK + 5, 7))
@@ -62,8 +62,7 @@ def test_large_tensors_beside_small_ones(micro_steps, monkeypatch):
         torch.optim.AdamW(theirs, lr=0.1, **of(Optimizer())),
     )
     copies = ComputeCopies(model, torch.bfloat16)
-    optimizer.copies = copies.copy_of
-    for loss in (1.0, float("nan"), 1.0):
+    for loss, norm in ((1.0, 4.0), (float("nan"), 4.0), (1.0, 64.0)):
         grads = [torch.zeros_like(p) for p in theirs]
         for _ in range(micro_steps):
             with copies:
@@ -73,16 +72,20 @@ def test_large_tensors_beside_small_ones(micro_steps, monkeypatch):
                 xs = [torch.randn_like(p) for p in model.parameters()]
                 sum((x * p).sum() for x, p in zip(xs, model.parameters())).backward()
             grads = [g + x.bfloat16().double() for g, x in zip(grads, xs)]
-        numbers = StepNumbers(*torch.tensor([loss, 4.0, 0.0], dtype=torch.float64, device=DEVICE))
+        numbers = StepNumbers(*torch.tensor([loss, norm, 0.0], dtype=torch.float64, device=DEVICE))
         with NothingRead():
-            update(optimizer, numbers, lr=0.1, max_norm=2.0)
+            update(optimizer, numbers, lr=0.1, max_norm=2.0, copies=copies)
         optimizer.zero_grad()
         if loss == 1.0:
             for p, g in zip(theirs, grads):
-                p.grad = g / 2
+                p.grad = g * 2 / norm
             exact.step()
     for p, expected in zip(model, theirs):
         assert (p - expected).norm() <= 1e-6 * expected.norm()
+        ours, want = optimizer.state[p], exact.state[expected]
+        assert ours["step"] == want["step"] == 2
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert (ours[name] - want[name]).norm() <= 1e-6 * want[name].norm()
 
 
 def of(config):
