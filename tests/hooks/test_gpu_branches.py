@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from titan_linear.config import load_config
-from titan_linear.hooks import metrics, profiling, report
+from titan_linear.hooks import metrics, profiling, report, telemetry
 from titan_linear.hooks.compilation import Compilation
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -116,3 +116,11 @@ def test_a_traces_costs_are_in_order_of_the_devices_time(tmp_path, monkeypatch, 
     profiler._write(Trace())
     (costs,) = tmp_path.rglob("*.txt")
     assert sorted_by == [f"{time}_time_total"] and "aten::exp" in costs.read_text()
+
+
+@pytest.mark.parametrize(
+    "tokens, window", [(100, 100), (256, 256), (1000, 256), (32_768, 2048), (1 << 20, 4096)]
+)
+def test_telemetrys_window_is_a_share_of_a_ranks_tokens(tokens, window):
+    """Within limits, which short streams and very long ones reach."""
+    assert telemetry._window_tokens(tokens) == window

@@ -14,7 +14,7 @@ from titan_linear.ops import experts
 from titan_linear.ops.attention import attention
 from titan_linear.ops.exchange import folds
 from titan_linear.ops.float8 import emulated_linear, float8_linear
-from titan_linear.ops.layout.spans import CUDNN_MULTIPLE, Spans
+from titan_linear.ops.layout.spans import CUDNN_MULTIPLE, FEW, Spans
 from titan_linear.ops.runtime.options import boundaries_of, check_boundaries
 from titan_linear.ops.torch import attention as blocks
 from titan_linear.ops.torch import attention_kernels, flash4
@@ -305,8 +305,18 @@ def test_blocks_of_prefix_trees_merge_by_the_kernel(request, monkeypatch, attent
     assert all(map(torch.allclose, ours, expected, (2**-7, 1e-6), (2**-7, 1e-6)))
 
 
-@pytest.mark.parametrize("length", [CUDNN_MULTIPLE, CUDNN_MULTIPLE + 8])
-def test_packed_spans_whose_lengths_recur_are_taken_by_cudnn(monkeypatch, attention_on_gpu, length):
+@pytest.mark.parametrize(
+    "spans, length, kernel",
+    [
+        (2, CUDNN_MULTIPLE, "cudnn"),
+        (FEW, CUDNN_MULTIPLE, "cudnn"),
+        (FEW + 1, CUDNN_MULTIPLE, "flash"),
+        (2, CUDNN_MULTIPLE + 8, "flash"),
+    ],
+)
+def test_packed_spans_whose_lengths_recur_are_taken_by_cudnn(
+    monkeypatch, attention_on_gpu, spans, length, kernel
+):
     """Few spans, of whole multiples; else by the kernel for any lengths."""
     asked, choose = [], blocks.block_kernel
 
@@ -318,9 +328,9 @@ def test_packed_spans_whose_lengths_recur_are_taken_by_cudnn(monkeypatch, attent
     monkeypatch.setattr(flash4, "installed", lambda: "left out")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(blocks, "block_kernel", chosen)
-    tensors = make(1, 2 * length, 2 * length, 2, 2, 8, 8, dtype=torch.bfloat16)
-    run(attention, *tensors, cu_seqlens=torch.tensor([0, length, 2 * length]))
-    assert set(asked) == {"cudnn" if length == CUDNN_MULTIPLE else "flash"}
+    tensors = make(1, spans * length, spans * length, 2, 2, 8, 8, dtype=torch.bfloat16)
+    run(attention, *tensors, cu_seqlens=torch.arange(spans + 1) * length)
+    assert set(asked) == {kernel}
 
 
 # --- States between ranks, and tables --------------------------------------------------------------------------------
