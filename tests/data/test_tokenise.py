@@ -77,6 +77,34 @@ def test_in_order(num_workers):
     assert not workers()
 
 
+@pytest.mark.parametrize("characters, blocks", [(1, 4), (12, 3), (1 << 18, 2)])
+def test_blocks_end_at_documents_or_characters(monkeypatch, characters, blocks):
+    """Whichever come first; a conversation counts as its record's bytes. Tokens do not depend on them."""
+    sizes = []
+
+    class Counting(ByteTokenizer):
+        def encode_batch(self, texts):
+            sizes.append(len(texts))
+            return super().encode_batch(texts)
+
+    monkeypatch.setattr(module, "BLOCK_CHARACTERS", characters)
+    texts = ["seven of", "seventy", "", "a longer document", "b"]
+    found = list(tokenise(Counting(), documents(*texts), 0))
+    assert [bytes(tokens.astype(np.uint8)).decode() for _, tokens in found] == texts
+    assert len(sizes) == blocks
+    records = [Document({"messages": []}, "", 9) for _ in range(4)]
+    monkeypatch.setattr(module, "BLOCK_DOCUMENTS", 100)
+    assert len(list(module._blocks(records))) == {1: 4, 12: 2}.get(characters, 1)
+
+
+@pytest.mark.parametrize("ahead", [1, 4])
+def test_blocks_wait_for_an_earlier_one(monkeypatch, ahead):
+    """However many may be finished before it, the order stays."""
+    monkeypatch.setattr(module, "AHEAD", ahead)
+    texts = [f"{i % 7} text {i}" for i in range(60)]
+    assert [d.content for d, _ in tokenise(Uneven(), documents(*texts), 2)] == texts
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_errors_of_the_tokenizer_are_raised(num_workers):
     with pytest.raises(ArithmeticError, match="no such token"):

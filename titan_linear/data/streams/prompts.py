@@ -22,6 +22,7 @@ from titan_linear.data.tasks import LOSS, TASKS, Draw, Question
 
 OTHERS = 3  # that an answer is compared with
 PIECE = re.compile(r"[^\n]{1,80}\n?|\n")  # of a text
+DECODED = 1 << 14  # tokens of a text that are decoded at a time
 NONE = -1
 
 
@@ -160,10 +161,9 @@ class Questions:
     def _text(self, rng: random.Random) -> Iterator[str]:
         """Lines, of which long ones are cut."""
         for tokens in self._documents(rng):
-            for at in range(0, len(tokens), 1 << 14):
-                yield from PIECE.findall(
-                    self.tokenizer.decode(tokens[at : at + (1 << 14)].tolist())
-                )
+            for at in range(0, len(tokens), DECODED):
+                text = self.tokenizer.decode(tokens[at : at + DECODED].tolist())
+                yield from PIECE.findall(text)
 
     def _document(self, rng: random.Random, length: int) -> np.ndarray:
         for tokens in self._documents(rng):

@@ -65,12 +65,12 @@ def chunk_at(chunks, i_t):
 
 
 @triton.jit
-def chunk_and_head(chunks, HV, axis):
-    """Of a program whose head and chunk are its numbers on `axis` and the next: the head, where both stand among all
-    (64 bits), and as `chunk_at`."""
-    i_h, i_t = tl.program_id(axis), tl.program_id(axis + 1)
-    start, n = chunk_at(chunks, i_t)
-    return i_h, i_t.to(tl.int64) * HV + i_h, start, n
+def chunk_and_head(chunks, HV, slices):
+    """A program's slice of a chunk and head, the head, where chunk and head stand among all (64 bits), and as
+    `chunk_at`."""
+    i_s, tile = tl.program_id(0) % slices, tl.program_id(0) // slices
+    start, n = chunk_at(chunks, tile // HV)
+    return i_s, tile % HV, tile.to(tl.int64), start, n
 
 
 @triton.jit

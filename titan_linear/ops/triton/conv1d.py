@@ -320,7 +320,8 @@ def conv1d_final_state_kernel(
     x, initial, final_state, cu_seqlens, D, stride_x, W: constexpr, BD: constexpr
 ):
     """The last W - 1 inputs of each entry; where it is shorter, the rest comes from its initial state."""
-    i_d, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(D, BD)
+    i_d, i_n = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     i_r, bos, eos = _entry(initial, cu_seqlens, i_n)
     o_d = i_d * BD + arange(BD)
     m_d = o_d < D
@@ -400,7 +401,7 @@ def conv1d(
         **shape,
     )
     if output_final_state and W > 1:
-        conv1d_final_state_kernel[(blocks_of(D, 256), N)](
+        conv1d_final_state_kernel[(blocks_of(D, 256) * N,)](
             x, initial, final_state, cu_seqlens, D, x.stride(0), W=W, BD=256, num_warps=1
         )
     return outputs

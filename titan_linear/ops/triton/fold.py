@@ -21,8 +21,8 @@ from titan_linear.ops.triton.tiles import (
     Kernel,
     indices,
     load_index,
+    place_in_row,
     read_state,
-    slice_and_head,
     zeros,
 )
 
@@ -63,7 +63,7 @@ def fold_kernel(
 ):  # fmt: skip
     """Fold one (slot, head, slice of V) along its chain, from one half of `out` to the other and back; the last state
     lands in the first half."""
-    i_v, i_sh, i_s, i_h = slice_and_head(HV)
+    i_v, i_sh, i_s, i_h = place_in_row(V // BV, HV)
     o_k, o_v = indices(BK, BV)
     o_s = o_k * V + i_v * BV + o_v
     begin, end = tl.load(chain_offsets + i_s), tl.load(chain_offsets + i_s + 1)
@@ -100,7 +100,7 @@ def fold(
     (_, HV, K, V), slots = S_ext.shape, chain_offsets.shape[0] - 1
     out, half = S_ext.new_empty(2, slots, HV, K, V), slots * HV * K * V
     constants = _constants(S_ext, M, reverse)
-    fold_kernel[V // constants["BV"], slots * HV](
+    fold_kernel[slots * HV * (V // constants["BV"]),](
         S_ext, M, chain_offsets, s_row, m_row, out, half, HV, **constants
     )
     return out[0]
@@ -118,7 +118,7 @@ def fold_segments_kernel(
 ):  # fmt: skip
     """Fold one (document, head, slice of V) along its segments. The program after the last document writes zeros for
     the surplus segments, whose empty chunks the scans read."""
-    i_v, _, i_n, i_h = slice_and_head(HV)
+    i_v, _, i_n, i_h = place_in_row(V // BV, HV)
     begin = load_index(segment_offsets + i_n)
     o_k, o_v = indices(BK, BV)
     o_s = o_k * V + i_v * BV + o_v
@@ -181,7 +181,7 @@ def fold_segments(
         (None if start is None else start.contiguous(), index),
         _constants(S_ext, M, reverse),
     )
-    fold_segments_kernel[V // constants["BV"], (N + 1) * HV](
+    fold_segments_kernel[(N + 1) * HV * (V // constants["BV"]),](
         S_ext, M, states, segment_offsets, wanted, out, N, S, HV, **constants
     )
     return out
@@ -220,11 +220,12 @@ def fold_entries_kernel(
     segment_offsets,  # [N + 1]
     wanted,  # [S] or None
     state, transition,  # [2, n, HV, K, V], [2, n, *M's]: results, and room for earlier steps
-    n, HV, K: constexpr, V: constexpr, BK: constexpr, BV: constexpr, NM: constexpr, REVERSE: constexpr,
+    n, HV, SLICES: constexpr, K: constexpr, V: constexpr, BK: constexpr, BV: constexpr, NM: constexpr,
+    REVERSE: constexpr,
 ):  # fmt: skip
     """Fold one (entry, head, slice of the state's or the transition's columns) along its segments."""
-    i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_h, entry = i_nh % HV, tl.load(entries + i_nh // HV)
+    i_v, i_nh, i_n, i_h = place_in_row(SLICES, HV)
+    entry = tl.load(entries + i_n)
     begin, end = load_index(segment_offsets + entry), load_index(segment_offsets + entry + 1)
     if i_v < V // BV:
         column, half = i_v * BV, tl.cast(n, tl.int64) * HV * K * V
@@ -290,8 +291,9 @@ def _launch_fold_entries(
     (_, HV, K, V), n = S_ext.shape, len(entries)
     state, constants = S_ext.new_empty(2, n, HV, K, V), _constants(S_ext, M, reverse)
     of_transition = 0 if transition is None else max(constants["NM"] // K // constants["BV"], 1)
-    fold_entries_kernel[V // constants["BV"] + of_transition, n * HV](
-        S_ext, M, entries, segment_offsets, wanted, state, transition, n, HV, **constants
+    slices = V // constants["BV"] + of_transition
+    fold_entries_kernel[n * HV * slices,](
+        S_ext, M, entries, segment_offsets, wanted, state, transition, n, HV, slices, **constants
     )
     return state[0]
 

@@ -107,7 +107,8 @@ class KDAStages(Stages):
         constants = _of_gates(x, n) | {"BETA_RANGE": n.beta_range or None, "MATRICES": matrices}
         for kernel, safe in passes if matrices else passes[-1:]:
             chosen = config(kernel, x.q, K, BK=K)
-            kernels.prepare_kernel[1 if matrices else K // chosen["BK"], HV, NT](
+            slices = 1 if matrices else K // chosen["BK"]
+            kernels.prepare_kernel[NT * HV * slices,](
                 *streams,
                 tiles,
                 fast,
@@ -127,19 +128,19 @@ class KDAStages(Stages):
         x, tiles, chunks, _, initial, _, listed, *_ = given
         V, K = x.v.shape[2], tiles.qg.shape[2] if "M" in outputs else 0
         constants = _constants(tiles, "kda scan", V, min(K or V, widest_slice(V)))
-        grid = (V + K) // constants["BV"], listed_entries(listed, chunks) * constants["HV"]
-        kernels.scan_kernel[grid](rows(x.v), tiles, initial, listed, chunks, **outputs, **constants)
+        slices = (V + K) // constants["BV"]
+        programs = listed_entries(listed, chunks) * constants["HV"] * slices
+        kernels.scan_kernel[programs,](
+            rows(x.v), tiles, initial, listed, chunks, **outputs, **constants
+        )
 
     def launch_reverse(self, given: Given, d_initial: Pair, **outputs: Tensor) -> None:
         x, tiles, chunks, _, initial, d_final, listed, do, _ = given
         V = do.shape[2]
         constants = _constants(tiles, "kda reverse", V, widest_slice(V))
-        grid = (
-            V // constants["BV"],
-            listed_entries(listed, chunks) * constants["HV"],
-            2 if outputs else 1,
-        )
-        kernels.backward_scans_kernel[grid](
+        slices = V // constants["BV"]
+        programs = listed_entries(listed, chunks) * constants["HV"] * slices
+        kernels.backward_scans_kernel[2 * programs if outputs else programs,](
             rows(do),
             rows(x.v),
             tiles,
@@ -162,7 +163,7 @@ class KDAStages(Stages):
         dA, dK = (tiles.qg.new_empty(NT, HV, C, C) for _ in range(2))
         constants = _constants(tiles, "kda matrix", V, widest_slice(V))
         constants["BETA_RANGE"] = given.numbers.beta_range or None
-        kernels.matrix_kernel[HV, NT](
+        kernels.matrix_kernel[NT * HV,](
             rows(given.do),
             tiles.b,
             r,
@@ -218,7 +219,7 @@ def _gradients(
             ragged_tiles(do, BV),
             *(chunk_tiles(t, n, BV) for t, n in ((r, C), (y, C), (h, BK), (dh, BK))),
         )
-        kernels.gradient_kernel[K // BK, HV, NT](
+        kernels.gradient_kernel[NT * HV * (K // BK),](
             *map(rows, (x.q, x.k, x.g)), *read, x.A_log, x.dt_bias, tiles.b, dA, dK, dq, dk, dg, *sums, fast, chunks,
             n.scale, n.lower_bound, SAFE=safe, **constants, **chosen,
         )  # fmt: skip

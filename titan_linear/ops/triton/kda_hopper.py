@@ -274,8 +274,8 @@ def gradient_kernel(
     A_log, dt_bias, b, dA_part, dbias_part, fast, chunks, scale, lower_bound, HV, GATE: constexpr,
 ):  # fmt: skip
     """One (chunk, head, half of K), as `gradient_kernel` of kda_kernels with SAFE, for K = V = 128."""
-    i_k, i_h, i_t = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-    tile = i_t * HV + i_h
+    i_k, tile = gl.program_id(0) % (D // C), gl.program_id(0) // (D // C)
+    i_t, i_h = tile // HV, tile % HV
     start, n = chunk_at(chunks, i_t)
     channels = i_k * C + gl.arange(0, C, CHANNELS)
     o_part = tile.to(gl.int64) * D + channels
@@ -407,7 +407,7 @@ def launch_gradient(
     """read: r, y, h, dh, dA and dK; written: dq, dk and dg; sums: dA_part, dbias_part and fast."""
     (x, tiles, chunks, n, *_, do, _), (r, *states, dA, dK) = given, read
     NT, HV, K, _ = tiles.qg.shape
-    gradient_kernel[(K // C.value, HV, NT)](
+    gradient_kernel[(NT * HV * (K // C.value),)](
         *(swizzled(t, C.value) for t in (x.q, x.k, x.g, do)), swizzled(r, C.value, C.value),
         *(swizzled(t, C.value, K) for t in states), *(swizzled(t, C.value, C.value) for t in (dA, dK)),
         *(swizzled(t, C.value) for t in written), x.A_log, x.dt_bias, tiles.b, *sums, chunks, n.scale, n.lower_bound,

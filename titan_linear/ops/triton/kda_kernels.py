@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from titan_linear.ops.triton.chunks import chunk_and_head, chunk_at, chunks_in, entry_at, is_wanted
+from titan_linear.ops.triton.chunks import chunk_and_head, chunks_in, entry_at, is_wanted
 from titan_linear.ops.triton.solve import lower_triangle, split
 from titan_linear.ops.triton.tiles import (
     LOG2E,
@@ -55,9 +55,9 @@ from titan_linear.ops.triton.tiles import (
     load_wide,
     log2_gate,
     masked,
+    place_in_row,
     read_state,
     sigmoid,
-    slice_and_head,
     softplus,
     wide,
     write_state,
@@ -197,14 +197,12 @@ def prepare_kernel(
 ):  # fmt: skip
     """One (chunk, head): all channels with MATRICES (Aqk, and Kk for solve_kernel), else one block of channels."""
     CT: constexpr = tiles.qg.dtype.element_ty
-    i_h, i_t = tl.program_id(1), tl.program_id(2)
-    start, n = chunk_at(chunks, i_t)
-    tile = i_t.to(tl.int64) * HV + i_h
+    begin, i_h, tile, start, n = chunk_and_head(chunks, HV, 1 if MATRICES else K // BK)
     if not SAFE and fast is not None and tl.load(fast + tile) == 0:
         return
     row = arange(64)
     too_fast = 0
-    if MATRICES or tl.program_id(0) == 0:
+    if MATRICES or begin == 0:
         tl.store(tiles.b + tile * 64 + row, load_beta(beta, row, start, n, i_h, BETA_RANGE))
     b_A = zeros(64, 64)  # without SAFE, sums over channels of q_i k_j 2^(Γ_i−Γ_j)
     b_K = zeros(64, 64)  # the same for k_i k_j
@@ -212,7 +210,7 @@ def prepare_kernel(
     halves_K = zeros(64, 128)
     diagonal = zeros(64)
     for i in tl.range(0, K // BK if MATRICES else 1):
-        i_k = tl.program_id(0) + i
+        i_k = begin + i
         rate, bias = gate_rate(A_log, i_h), gate_bias(dt_bias, i_h, K, i_k, BK)
         b_g, b_q, b_k = load_chunk(g, q, k, start, n, i_h, i_k, HV // H, K, BK)
         b_g = log2_gates(b_g, rate, bias, lower_bound, n, GATE)
@@ -334,7 +332,7 @@ def scan_kernel(
     M=None,  # [F, HV, K, K] fp32
 ):  # fmt: skip
     """One (entry, head, slice of V or, for M, of K): o, and the last states. M: from the identity with v = 0."""
-    i_v, i_nh, i_n, i_h = slice_and_head(HV)
+    i_v, i_nh, i_n, i_h = place_in_row(V // BV if M is None else (V + K) // BV, HV)
     is_m = i_v >= V // BV
     if not is_wanted(listed, i_n, tl.where(is_m, 2, 1)):
         return
@@ -418,13 +416,14 @@ def backward_scans_kernel(
 ):  # fmt: skip
     """One (entry, head, slice of V), in reverse for dh and y and the gradient of the state that enters; or, in programs
     of their own, forward again for h and r. Neither needs the other."""
-    i_v, _, i_n, i_h = slice_and_head(HV)
+    i_p, half = tl.program_id(0), tl.num_programs(0) // 2
+    i_v, _, i_n, i_h = place_in_row(V // BV, HV, i_p if h is None else i_p % half)
     if not is_wanted(listed, i_n, 1):
         return
     start, length, first = entry_at(chunks, listed, i_n)
     o_v, o_k = indices(BV, K)
     o_s = i_h * K * V + o_k * V + (i_v * BV + o_v)
-    if h is not None and tl.program_id(2) == 0:
+    if h is not None and i_p < half:
         S = read_state(initial, i_n, HV * K * V, o_s)
         scan(
             S,
@@ -484,7 +483,7 @@ def matrix_kernel(
     chunks, scale, HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, BETA_RANGE: constexpr,
 ):  # fmt: skip
     """One (chunk, head): dv, dβ, and the gradients of Aqk and Kk, 0 above their diagonals."""
-    i_h, tile, token, n = chunk_and_head(chunks, HV, 0)
+    _, i_h, tile, token, n = chunk_and_head(chunks, HV, 1)
     row = arange(64)
     o_i, o_j = indices(64, 64)
     o_r, _ = indices(BV, 64)
@@ -589,8 +588,7 @@ def gradient_kernel(
 ):  # fmt: skip
     """One (chunk, head, block of K): dq, dk and dg, each written once in its own dtype."""
     CT: constexpr = dA.dtype.element_ty
-    i_k = tl.program_id(0)
-    i_h, tile, start, n = chunk_and_head(chunks, HV, 1)
+    i_k, i_h, tile, start, n = chunk_and_head(chunks, HV, K // BK)
     o_k = i_k * BK + arange(BK)
     if fast is not None:
         fast += tile * (K // BF) + i_k * BK // BF

@@ -78,25 +78,24 @@ class RWKV7Stages(Stages):
         if rwkv7_hopper.fits(x):
             return rwkv7_hopper.launch_prepare(given, tiles)
         constants = _of_chunks("rwkv7 prepare", tiles, numbers)
-        grid = tiles.U.shape[1], tiles.U.shape[0]
-        kernels.prepare_kernel[grid](*map(rows, x), tiles, given.chunks, numbers.scale, **constants)
+        NT, H, *_ = tiles.U.shape
+        kernels.prepare_kernel[NT * H,](
+            *map(rows, x), tiles, given.chunks, numbers.scale, **constants
+        )
 
     def launch_scan(self, given: Given, **outputs: Tensor | None) -> None:
         _, tiles, chunks, _, initial, _, listed, *_ = given
         chosen = _loop(tiles, "rwkv7 scan" if "o" in outputs else "rwkv7 loop")
         columns = chosen["V"] + (chosen["K"] if "M" in outputs else 0)
-        grid = columns // chosen["BV"], listed_entries(listed, chunks) * chosen["H"]
-        kernels.scan_kernel[grid](tiles, initial, listed, chunks, **outputs, **chosen)
+        programs = listed_entries(listed, chunks) * chosen["H"] * (columns // chosen["BV"])
+        kernels.scan_kernel[programs,](tiles, initial, listed, chunks, **outputs, **chosen)
 
     def launch_reverse(self, given: Given, d_initial: Pair, **outputs: Tensor) -> None:
         _, tiles, chunks, _, initial, d_final, listed, do, _ = given
         chosen = _loop(tiles)
-        grid = (
-            chosen["V"] // chosen["BV"],
-            listed_entries(listed, chunks) * chosen["H"],
-            2 if outputs else 1,
-        )
-        kernels.states_kernel[grid](
+        slices = chosen["V"] // chosen["BV"]
+        programs = listed_entries(listed, chunks) * chosen["H"] * slices
+        kernels.states_kernel[2 * programs if outputs else programs,](
             rows(do), tiles, initial, d_final, d_initial, listed, chunks, **outputs, **chosen
         )
 
@@ -114,7 +113,7 @@ class RWKV7Stages(Stages):
             return grads
         exponents = do.new_empty(NT, H, CHUNK + 1, K, dtype=torch.float32)
         constants = _of_chunks("rwkv7 gradient", tiles, numbers)
-        kernels.gradient_kernel[H, NT](
+        kernels.gradient_kernel[NT * H,](
             *map(rows, (do, *x)),
             tiles.inverse,
             h,

@@ -133,11 +133,11 @@ def prepare_kernel(
 ):  # fmt: skip
     """One (chunk, head), as `prepare_kernel` of rwkv7_kernels. Its tiles are made transposed, so that w and u, in
     registers, are on the left of the products that read them."""
-    i_h, i_t = gl.program_id(0), gl.program_id(1)
+    i_t, i_h = gl.program_id(0) // H, gl.program_id(0) % H
     start, n = chunk_at(chunks, i_t)
     if n <= 0:
         return
-    tile = (i_t * H + i_h) * C
+    tile = gl.program_id(0) * C
     w_s, q_s, k_s, a_s, b_s, v_s, ones_s = (
         room(w_desc.dtype),
         room(),
@@ -222,7 +222,7 @@ def prepare_kernel(
 def launch_prepare(given: Given, tiles: Any) -> None:
     (NT, H, K, _), O = tiles.U.shape, tiles.O
     made = (swizzled(t, K, K) for t in (tiles.P, tiles.U, tiles.Q, tiles.inverse))
-    prepare_kernel[H, NT](
+    prepare_kernel[NT * H,](
         *(swizzled(t, K) for t in given.x), *made, None if O is None else swizzled(O, K, K), tiles.decay, given.chunks,
         given.numbers.scale, H, RATE=given.numbers.rate or None, num_warps=4, maxnreg=168,
     )  # fmt: skip
@@ -234,11 +234,11 @@ def gradient_kernel(
     dq_desc, dk_desc, dv_desc, da_desc, db_desc, dw_desc, chunks, scale, H, RATE: constexpr,
 ):  # fmt: skip
     """One (chunk, head), as `gradient_kernel` of rwkv7_kernels."""
-    i_h, i_t = gl.program_id(0), gl.program_id(1)
+    tile = gl.program_id(0)
+    i_t, i_h = tile // H, tile % H
     start, n = chunk_at(chunks, i_t)
     if n <= 0:
         return
-    tile = i_t * H + i_h
     enters = tile + gl.load(chunks[1] + 2 * i_t) * H
     w_s, q_s, k_s, a_s, b_s, v_s, do_s = (
         room(w_desc.dtype),
@@ -359,7 +359,7 @@ def launch_gradient(given: Given, h: Tensor, dh: Tensor, grads: list[Tensor]) ->
     x, tiles, chunks, numbers, *_, do, _ = given
     NT, H, K, _ = tiles.U.shape
     chunked = (swizzled(t, K, K) for t in (tiles.inverse, h, dh))
-    gradient_kernel[H, NT](
+    gradient_kernel[NT * H,](
         *(swizzled(t, K) for t in (*x, do)), *chunked, *(swizzled(t, K) for t in grads), chunks, numbers.scale, H,
         RATE=numbers.rate or None, num_warps=4,
     )  # fmt: skip

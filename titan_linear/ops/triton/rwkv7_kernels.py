@@ -42,9 +42,9 @@ from titan_linear.ops.triton.tiles import (
     load_tokens,
     load_wide,
     masked,
+    place_in_row,
     read_state,
     sigmoid,
-    slice_and_head,
     store_tokens,
     wide,
     write_state,
@@ -134,7 +134,7 @@ def prepare_kernel(
     CT: constexpr = tiles.U.dtype.element_ty
     VW: constexpr = V if CT == tl.float32 else 64  # noqa: SIM300
     _, o_v = indices(64, VW)
-    i_h, tile, start, n = chunk_and_head(chunks, H, 0)
+    _, i_h, tile, start, n = chunk_and_head(chunks, H, 1)
     keys = start, n, i_h * K
     b_w = load_gates(w, *keys, K, RATE)
     b_a = load_tokens(a, *keys, K)
@@ -224,7 +224,7 @@ def scan_kernel(
     M=None,  # [F, H, K, K] fp32
 ):  # fmt: skip
     """One (entry, head, slice of V or, for M, of K): o, and the last states. M: from the identity with U = 0."""
-    i_v, i_nh, i_n, i_h = slice_and_head(H)
+    i_v, i_nh, i_n, i_h = place_in_row(V // BV if M is None else (V + K) // BV, H)
     is_m = i_v >= V // BV
     if not is_wanted(listed, i_n, tl.where(is_m, 2, 1)):
         return
@@ -255,13 +255,14 @@ def states_kernel(
 ):  # fmt: skip
     """One (entry, head, slice of V), in reverse for dh and the gradient of the state that enters; or, in programs of
     their own, forward for h."""
-    i_v, _, i_n, i_h = slice_and_head(H)
+    i_p, half = tl.program_id(0), tl.num_programs(0) // 2
+    i_v, _, i_n, i_h = place_in_row(V // BV, H, i_p if h is None else i_p % half)
     if not is_wanted(listed, i_n, 1):
         return
     start, length, first = entry_at(chunks, listed, i_n)
     o_k, o_v = indices(K, BV)
     o_s = i_h * K * V + o_k * V + (i_v * BV + o_v)
-    if h is not None and tl.program_id(2) == 0:
+    if h is not None and i_p < half:
         S = read_state(initial, i_n, H * K * V, o_s)
         h += i_n * (H * K * V)
         S = _scan(S, tiles, None, h, start, length, first, i_h, i_v * BV, True, H, K, V, BV, STAGES)
@@ -296,7 +297,7 @@ def gradient_kernel(
     parts enter dw one by one: a product stays where it is, while additions would be moved to the end of the kernel by
     the compiler, which holds all that they need until then."""
     CT: constexpr = h.dtype.element_ty
-    i_h, tile, start, n = chunk_and_head(chunks, H, 0)
+    _, i_h, tile, start, n = chunk_and_head(chunks, H, 1)
     keys = start, n, i_h * K
     b_w = load_gates(w, *keys, K, RATE)
     b_q = load_tokens(q, *keys, K)
@@ -318,7 +319,7 @@ def gradient_kernel(
     b_k = decayed(b_k, tl.exp2(-x), CT)
     b_b = decayed(b_b, tl.exp2(-x), CT)
     b_T = tl.load(at(inverse, tile, 64, 64))
-    enters = tile + tl.load(chunks[1] + 2 * tl.program_id(1)) * H
+    enters = tile + tl.load(chunks[1] + 2 * (tl.program_id(0) // H)) * H
     b_h = tl.load(at(h, enters, K, V))
     leaves = tl.load(at(h, enters + H, K, V))
     b_dh = tl.load(at(dh, tile, K, V))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, le
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from titan_linear.ops.layout.boundaries import CHUNK
 
 BT = constexpr(CHUNK)
 LOG2E = constexpr(1.4426950408889634)
+GRID_LIMITS = 2**31 - 1, 65_535, 65_535  # programs in each dimension of CUDA's grids
 
 
 # --- Launches --------------------------------------------------------------------------------------------------------
@@ -49,6 +50,8 @@ class Kernel:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        # What grows with tokens, documents or heads belongs in the first dimension.
+        assert all(map(le, grid, GRID_LIMITS)), f"{self.__name__}: the grid {grid} is too large"
         x, *_ = args
         while isinstance(x, tuple):
             x = x[0]
@@ -176,17 +179,12 @@ def indices(R, C):
 
 
 @triton.jit
-def slice_and_head(HV):
-    """Of a program: its slice of V, and its entry and head, together (64 bits) and apart."""
-    i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    return i_v, i_nh, i_nh // HV, i_nh % HV
-
-
-@triton.jit
-def place_in_row(slices, HV):
-    """As `slice_and_head`, for a grid with one dimension: a program's slice of V or M, its entry and head
-    together (64 bits), its entry, and its head (32 bits)."""
-    i_v, i_nh = tl.program_id(0) % slices, (tl.program_id(0) // slices).to(tl.int64)
+def place_in_row(slices, HV, i_p=None):
+    """The place of program i_p (None: this one): its slice of V or M, its entry and head together (64 bits), its
+    entry, and its head (32 bits)."""
+    if i_p is None:
+        i_p = tl.program_id(0)
+    i_v, i_nh = i_p % slices, (i_p // slices).to(tl.int64)
     return i_v, i_nh, i_nh // HV, (i_nh % HV).to(tl.int32)
 
 
