@@ -149,9 +149,18 @@ def compared_rate(file: Path, recorded: float, outputs: list[str]) -> Figure:
 
 
 def jobs(setting: Setting) -> list[Job]:
-    """All lines. Each comes after what it needs; what takes long comes early."""
-    made = (full_weights, from_the_export, scored, proofs)
-    return [job for make in made for job in make(setting)]
+    """All lines, each after what it needs. Those before others start first: what much depends on, and what is long."""
+    kda = f"{REFERENCE} {setting.text}"
+    killed, whole = run(setting, "kda", "KDA 340M, AdamW", kda, gib=40)
+    return [
+        killed,
+        *from_the_export(setting),
+        *doctors(setting),
+        *scored(setting),
+        whole,
+        *full_weights(setting),
+        *numbers(setting),
+    ]
 
 
 def run(setting: Setting, name: str, about: str, keys: str, **more: Any) -> list[Job]:
@@ -182,15 +191,12 @@ def full_weights(setting: Setting) -> list[Job]:
     cp = f"--parallelism.context_parallel_degree={ranks}"
     hybrid = f"{HYBRID} {setting.text} {cp}"
     small = f"{hybrid} {FOUR_LAYERS} {OFFLOAD}"
-    kda = f"{REFERENCE} {setting.text}"
     two = {"part": 2, "gpus": ranks}
     on = f"cp {ranks}"
     return [
-        *run(setting, "kda", "KDA 340M, AdamW", kda, gib=38),
-        *run(setting, "rwkv7", "RWKV-7 0.4B, AdamW", f"{RWKV7} {setting.text}", gib=40, part=2),
+        *run(setting, "rwkv7", "RWKV-7 0.4B, AdamW", f"{RWKV7} {setting.text}", gib=42, part=2),
         *run(setting, "hybrid", f"hybrid 340M, {on}, AdamW", hybrid, gib=22, **two),
         *run(setting, "hybrid-muon", f"hybrid 340M, {on}, Muon", f"{hybrid} {MUON}", gib=22, **two),
-        *run(setting, "kda-muon", "KDA 340M, Muon", f"{kda} {SHORT} {MUON}", gib=20, part=2),
         *run(setting, "offload", f"hybrid, {on}, AdamW, offloaded", small, **two),
         *run(setting, "offload-muon", f"hybrid, {on}, Muon, offloaded", f"{small} {MUON}", **two),
     ]
@@ -204,7 +210,7 @@ def from_the_export(setting: Setting) -> list[Job]:
     exact = f"{DOCUMENTS} {setting.tiny} --compile.enable=false"
     exact += " --training.mixed_precision_param=float32"
     folders = {"adapted": "lora-killed", "merged": "merged-model", "base": "exported"}
-    scores = [f"titan_linear.score @{of} -o @{to} {exact}" for to, of in folders.items()]
+    scores = [f"titan_linear score @{of} -o @{to} {exact}" for to, of in folders.items()]
     lora = f"{EXPORTED} {LORA} {DOCUMENTS}"
     dpo = f"{EXPORTED} {LORA} {PAIRS} {DPO}"
     exported = {"needs": ("export",)}
@@ -243,7 +249,7 @@ def from_the_export(setting: Setting) -> list[Job]:
         Job(
             "evaluate",
             "evaluate: recall (MQAR) of the export",
-            [f"titan_linear.evaluate @exported --tasks mqar --lengths 256 {DOCUMENTS}"],
+            [f"titan_linear evaluate @exported --tasks mqar --lengths 256 {DOCUMENTS}"],
             last_line,
             **exported,
         ),
@@ -257,7 +263,7 @@ def scored(setting: Setting) -> list[Job]:
     student = f"{HYBRID} {FOUR_LAYERS} {DOCUMENTS} --parallelism.context_parallel_degree=1"
     distillation = f"{student} {DISTILLATION}"
     policy = f"{EXPORTED} {TREES} {POLICY}"
-    score = "titan_linear.score @exported"
+    score = "titan_linear score @exported"
     needs = {"needs": ("export",)}
     return [
         Job("behaviour", "score of prefix trees", [f"{score} {trees}"], last_line, **needs),
@@ -267,33 +273,33 @@ def scored(setting: Setting) -> list[Job]:
     ]
 
 
-def proofs(setting: Setting) -> list[Job]:
-    """The doctor, the kernels' numbers, and the rates of steps, which are timed alone."""
+def doctors(setting: Setting) -> list[Job]:
+    """The doctor of shipped configurations: lines for runs of 8 and of 4 processes."""
+    made = []
+    for name, processes, part, keys in (
+        ("hybrid_1_3b_128k", 8, 2, ""),
+        ("lora_qwen3_6_27b_128k", 4, 1, DRAWN),
+    ):
+        file = f"--job.config_file=train_configs/{name}.toml"
+        command = f"titan_linear doctor {file} {keys} {setting.text} {setting.debug}"
+        short = f"doctor-{name.partition('_')[0]}"
+        sizes = {"part": part, "processes": processes, "gib": DOCTOR_SHARE * setting.gib}
+        made.append(Job(short, f"doctor of {name}.toml", [command], last_line, **sizes))
+    return made
+
+
+def numbers(setting: Setting) -> list[Job]:
+    """The kernels' numbers, and the rates of steps, which are timed alone."""
     shapes = "tests/ops/triton/test_shapes.py::test"
     tests = f"""{shapes}_on_the_chip {shapes}_machine_code_of_the_sweep
         tests/ops/test_neighbours.py tests/ops/test_trees.py::test_kernels"""
-    sweep = f"pytest -p no:cacheprovider {tests} -m 'not long' -k 'not torch'"
+    names = "not torch" if setting.gpus else "test_kernels"
+    sweep = f"pytest -p no:cacheprovider {tests} -m 'not long' -k '{names}'"
     return [
-        doctor(setting, "hybrid_1_3b_128k", 8),
-        doctor(setting, "lora_qwen3_6_27b_128k", 4, DRAWN),
         Job("sweep", "kernels against float64, NaN, a tree", [sweep], last_line, part=2, gib=24),
         rate(setting, "rate-kda", "kda/340M", "4096"),
         rate(setting, "rate-hybrid", "hybrid/1.3B", "one"),
     ]
-
-
-def doctor(setting: Setting, config: str, processes: int, keys: str = "") -> Job:
-    """The doctor of a shipped configuration, for a run of so many processes."""
-    file = f"--job.config_file=train_configs/{config}.toml"
-    return Job(
-        f"doctor-{config.partition('_')[0]}",
-        f"doctor of {config}.toml",
-        [f"titan_linear doctor {file} {keys} {setting.text} {setting.debug}"],
-        last_line,
-        part=2,
-        processes=processes,
-        gib=DOCTOR_SHARE * setting.gib,
-    )
 
 
 def rate(setting: Setting, name: str, model: str, documents: str) -> Job:

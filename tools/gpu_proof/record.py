@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import subprocess
-from datetime import date
+from datetime import datetime
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,7 +93,7 @@ def add(records: Records, gpus: Gpus, result: Result, at: str) -> None:
         "seconds": round(result.seconds),
         "tokens_per_second": round(result.figure.tokens_per_second),
         "commit": at,
-        "date": str(date.today()),
+        "date": f"{datetime.now():%Y-%m-%d %H:%M}",
     }
     lines = {**lines, result.job.name: line}
     records[gpus.key] = {"kind": gpus.kind, **versions(gpus), "lines": lines}
@@ -116,5 +116,7 @@ def page(records: Records) -> str:
         rates = [
             f"{lines[name]['tokens_per_second']:,}" if name in lines else "–" for name in RATES
         ]
-        rows.append([key, newest["commit"], newest["date"], ", ".join([state, *failed]), *rates])
+        rows.append(
+            [key, newest["commit"], newest["date"][:10], ", ".join([state, *failed]), *rates]
+        )
     return table(["GPUs", "commit", "date", "lines that hold", *RATES.values()], rows)
