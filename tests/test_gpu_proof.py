@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tests.commands import Launch
 from tests.refusals import is_refused
 from tools.gpu_proof import __main__ as command
 from tools.gpu_proof import record
-from tools.gpu_proof.jobs import MERGED, STEPS, Setting, compared_rate, equal_runs, jobs
+from tools.gpu_proof.jobs import MERGED, STEPS, Setting, compared_rate, equal_runs, jobs, last_line
 from tools.gpu_proof.schedule import ROOT, Failed, Figure, Job, Result, Runner, run_jobs
 
 H200 = record.Gpus("NVIDIA H200", ["0", "1"], 140.0, "570.1")
@@ -138,6 +139,26 @@ def test_a_record_keeps_the_newest_result_of_each_line(tmp_path):
 def test_the_page_shows_the_committed_record():
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert record.page(record.read(record.COMMITTED)) in page
+
+
+SLEEPING = 'timeit -n 1 -r 1 \'open("@begun", "w").close(); import time; time.sleep(600)\''
+
+
+@pytest.mark.parametrize(
+    "commands, kill_at, passed, figure",
+    [
+        ([SLEEPING, "timeit -n 1 -r 1 pass"], "@begun", True, "1 loop"),
+        (["timeit -n 1 -r 1 pass"], "@begun", False, "it ended with 0 before it could be killed"),
+        (["timeit -n 1 -r 1 1/0", "timeit"], "", False, "exit code 1"),
+    ],
+)
+def test_a_command_is_killed_at_a_file_and_must_end_with_0(
+    commands, kill_at, passed, figure, tmp_path
+):
+    given = replace(job("job"), commands=commands, kill_at=kill_at, check=last_line)
+    result = Runner(tmp_path, []).run(given, [])
+    assert result.passed == passed and result.figure.text.startswith(figure)
+    assert result.log.startswith("$ python -m timeit -n 1 -r 1")
 
 
 class Forked(Runner):

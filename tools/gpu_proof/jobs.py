@@ -25,7 +25,7 @@ DOCTOR_SHARE = 0.62  # of a GPU: the doctor fits what it proves to 0.6 of the me
 # Every run is exact and short, and reports each step.
 RUN = f"""titan_linear.launch --debug.deterministic=true --training.steps={STEPS}
     --lr_scheduler.warmup_steps=2 --checkpoint.keep_latest_k=1 --metrics.log_freq=1
-    --metrics.enable_tensorboard=false --validation.steps=2 --validation.holdout=0.1"""
+    --metrics.enable_tensorboard=false --validation.steps=2"""
 REFERENCE = "--job.config_file=train_configs/reference_340m.toml"
 RWKV7 = f"{REFERENCE} --model.name=rwkv7 --model.flavor=0.4B"
 HYBRID = """--job.config_file=train_configs/hybrid_340m_32k.toml
@@ -37,7 +37,7 @@ OFFLOAD = "--training.enable_cpu_offload=true"
 EXPORTED = """--model.flavor=hf --checkpoint.initial_load_in_hf=true
     --checkpoint.initial_load_path=@exported --compile.enable=true --training.global_batch_size=2"""
 LORA = "--adapter.enable=true --optimizer.lr=1e-3"
-RECORDS = f"{SHORT} --training.dataset=jsonl"
+RECORDS = f"{SHORT} --training.dataset=jsonl --validation.holdout=0.1"
 DOCUMENTS = f"{RECORDS} --training.dataset_path=@documents.jsonl"
 PAIRS = f"{RECORDS} --training.dataset_path=@pairs.jsonl --training.dataset_format=preference"
 TREES = f"""{RECORDS} --training.dataset_path=@trees.jsonl --training.dataset_format=tree
@@ -87,7 +87,8 @@ class Setting:
 
 def last_line(outputs: list[str]) -> Figure:
     """A command that ends with 0 states what it has done in its last line."""
-    return Figure(outputs[-1].strip().rpartition("\n")[2].strip()[:100])
+    line = outputs[-1].strip().rpartition("\n")[2]
+    return Figure(line.strip("| ").replace(" | ", ", "))
 
 
 def resumed(outputs: list[str]) -> Figure:

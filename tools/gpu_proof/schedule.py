@@ -150,6 +150,7 @@ class Runner:
             figure = job.check(outputs)
         except Failed as failed:
             figure, passed = Figure(str(failed)), False
+        figure = figure._replace(text=figure.text.replace(f"{self.folder}/", "@"))
         return Result(job, passed, figure, time.monotonic() - begun, log)
 
     def close(self) -> None:
@@ -180,6 +181,7 @@ class Runner:
             "NGPU": str(job.processes or len(gpus) or 2),
             "CUDA_VISIBLE_DEVICES": ",".join(self.visible[gpu] for gpu in sorted(gpus)),
             "PYTHONPATH": os.pathsep.join(paths),
+            "TMPDIR": str(self.folder),  # what is killed leaves files there
             "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
             "TORCHINDUCTOR_COMPILE_THREADS": "4",  # of each process: there are several
             "TRITON_CACHE_DIR": str(caches / "triton"),
