@@ -17,7 +17,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from tests import worlds  # noqa: F401 (what the server imports)
-from titan_linear import launch
+from titan_linear import launch  # noqa: F401 (likewise)
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORK = multiprocessing.get_context("fork")
@@ -44,18 +44,26 @@ class Forked:
 
 
 class Launch(Forked):
-    """`python -m titan_linear.launch *argv`, of which `output` gets stdout and stderr.
+    """`python -m module *argv`, by default the launcher, of which `output` gets stdout and stderr.
 
     fresh: start workers as always, as interpreters of their own; else they are forked, where there are no GPUs.
     """
 
     def __init__(
-        self, argv: list[str], output: Path, environment: dict[str, str], fresh: bool = False
+        self,
+        argv: list[str],
+        output: Path,
+        environment: dict[str, str],
+        fresh: bool = False,
+        module: str = "titan_linear.launch",
     ):
         super().__init__(
-            FORKSERVER.Process(target=_launch, args=(argv, output, environment, fresh))
+            FORKSERVER.Process(target=_launch, args=(module, argv, output, environment, fresh))
         )
         self.output = output
+
+    def wait(self) -> None:
+        self.process.join()
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         self.process.join(timeout)
@@ -63,7 +71,9 @@ class Launch(Forked):
         return self.output.read_text(), None
 
 
-def _launch(argv: list[str], output: Path, environment: dict[str, str], fresh: bool) -> None:
+def _launch(
+    module: str, argv: list[str], output: Path, environment: dict[str, str], fresh: bool
+) -> None:
     os.setsid()
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
@@ -72,7 +82,7 @@ def _launch(argv: list[str], output: Path, environment: dict[str, str], fresh: b
     os.environ.update(environment)
     if not fresh and not torch.cuda.device_count():
         SubprocessHandler._popen = lambda _, command, environment: Worker(command, environment)
-    sys.exit(launch.main(argv))
+    sys.exit(importlib.import_module(module).main(argv))
 
 
 class Worker(Forked):

@@ -425,6 +425,21 @@ PROGRAMS: dict[str, tuple[Callable, Callable]] = {
 }
 KERNELS = (delta_rules, rwkv7, decays, convolutions, activations, losses, copies)
 SHAPES = {str(shape): shape for make in (*KERNELS, attentions) for shape in make()}
+
+
+def short_list() -> set[str]:
+    """Names of one shape for each kernel and dtype: of these the first that is compiled in every run, or the middle."""
+    groups: dict[tuple, list[Shape]] = {}
+    for shape in SHAPES.values():
+        groups.setdefault((shape.op, shape.dtype, shape.options.get("kernel")), []).append(shape)
+    middles = [
+        [*filter(lambda s: s.compiled, group)] or group[len(group) // 2 :]
+        for group in groups.values()
+    ]
+    return {str(first) for first, *_ in middles}
+
+
+SHORT = short_list()
 OP_NAMES = FAMILIES | {
     "gla": "chunk_simple_gla",
     "conv1d": "causal_conv1d",

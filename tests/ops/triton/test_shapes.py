@@ -3,6 +3,7 @@ what the rules accept is on that list, and what they refuse is said.
 
     ./tests/run.sh tests/ops/triton/test_shapes.py -m cuda            # on all GPUs that there are
     ./tests/run.sh tests/ops/triton/test_shapes.py -m cuda -k rwkv7
+    ./tests/run.sh tests/ops/triton/test_shapes.py -m "cuda and not long"  # a shape for each kernel and dtype
 """
 
 import os
@@ -25,6 +26,7 @@ from tests.ops.triton.shapes import (
     FP32,
     HOPPER,
     SHAPES,
+    SHORT,
     UNIT,
     attention_facts,
     op_of,
@@ -240,7 +242,9 @@ def cost(name):
 
 @pytest.mark.cuda
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in SHORT else pytest.mark.long) for n in SHAPES]
+)
 def test_on_the_chip(name, swept, record_property):
     shape, errors = SHAPES[name], swept.errors[name].result()
     assert isinstance(errors, dict), errors

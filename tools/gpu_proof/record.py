@@ -1,0 +1,122 @@
+"""The record of a proof: for each number of GPUs of a kind, the newest result of each line."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from datetime import datetime
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titan_linear.commands import table
+from tools.gpu_proof.schedule import ROOT, Result
+
+COMMITTED = ROOT / "docs" / "results" / "gpu_proof.json"
+COMMIT = "TITAN_LINEAR_COMMIT"  # environment variable: the commit, where there is no git
+RATES = {"rate-kda": "KDA 340M packed, tokens/s", "rate-hybrid": "hybrid 1.3B 32k, tokens/s"}
+Records = dict[str, dict[str, Any]]
+
+
+class Gpus(NamedTuple):
+    """The GPUs that are visible, all of one kind. names: as CUDA_VISIBLE_DEVICES has them. gib: memory of each."""
+
+    kind: str
+    names: list[str]
+    gib: float
+    driver: str
+
+    @property
+    def key(self) -> str:
+        return f"{len(self.names)} × {self.kind}"
+
+
+REHEARSAL = Gpus("CPU", [], 0.0, "none")
+
+
+def find_gpus() -> Gpus:
+    """ValueError: there are none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    query = "nvidia-smi --query-gpu=index,name,memory.total,driver_version --format=csv,noheader,nounits"
+    found = _output([*query.split(), *(["-i", visible] if visible else [])])
+    rows = [line.split(", ") for line in found.splitlines() if line.count(", ") == 3]
+    if not rows or visible == "":
+        raise ValueError("nvidia-smi shows no GPU; --cpu-rehearsal tests this command without one")
+    indices, kinds, mib, drivers = zip(*rows)
+    names = visible.split(",") if visible else [*indices]
+    return Gpus(kinds[0], names, min(map(float, mib)) / 1024, drivers[0])
+
+
+def _output(command: list[str]) -> str:
+    """What a command prints; nothing if it fails or is not installed."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
+def commit() -> str:
+    """The commit of this code, with "+" if files differ from it."""
+    head = _output(["git", "rev-parse", "--short", "HEAD"])
+    changed = _output(["git", "status", "--porcelain", "--", ".", ":!docs/results"])
+    return f"{head}{'+' if changed else ''}" if head else os.environ.get(COMMIT, "unknown")
+
+
+def versions(gpus: Gpus) -> dict[str, str]:
+    packages = {d.name: d.version for d in distributions() if d.name in ("torch", "triton")}
+    return {"python": platform.python_version(), "driver": gpus.driver, **packages}
+
+
+# --- Reading, writing and showing ------------------------------------------------------------------------------------
+
+
+def read(file: Path) -> Records:
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def recorded_rate(records: Records, kind: str, name: str) -> float:
+    """Tokens/s of a line, the newest on GPUs of this kind, however many there were; 0: there is none."""
+    found = [(record["kind"], record["lines"].get(name, {})) for record in records.values()]
+    lines = [line for of, line in found if of == kind and line.get("tokens_per_second")]
+    newest = max(lines, key=lambda line: line["date"], default={})
+    return newest.get("tokens_per_second", 0)
+
+
+def add(records: Records, gpus: Gpus, result: Result, at: str) -> None:
+    """Put a line's result in the place of its last one. at: the commit."""
+    lines = records.get(gpus.key, {}).get("lines", {})
+    line = {
+        "passed": result.passed,
+        "figure": result.figure.text,
+        "seconds": round(result.seconds),
+        "tokens_per_second": round(result.figure.tokens_per_second),
+        "commit": at,
+        "date": f"{datetime.now():%Y-%m-%d %H:%M}",
+    }
+    lines = {**lines, result.job.name: line}
+    records[gpus.key] = {"kind": gpus.kind, **versions(gpus), "lines": lines}
+
+
+def write(records: Records, file: Path) -> None:
+    text = json.dumps(records, indent=1, ensure_ascii=False, sort_keys=True)
+    file.write_text(text + "\n", encoding="utf-8")
+
+
+def page(records: Records) -> str:
+    """The table of docs/results.md: of each GPU, the lines of the newest commit, and the rates."""
+    rows = []
+    for key, record in sorted(records.items()):
+        lines = record["lines"]
+        newest = max(lines.values(), key=lambda line: line["date"])
+        here = {name: line for name, line in lines.items() if line["commit"] == newest["commit"]}
+        failed = [name for name, line in here.items() if not line["passed"]]
+        state = f"{len(here) - len(failed)} of {len(here)}"
+        rates = [
+            f"{lines[name]['tokens_per_second']:,}" if name in lines else "–" for name in RATES
+        ]
+        rows.append(
+            [key, newest["commit"], newest["date"][:10], ", ".join([state, *failed]), *rates]
+        )
+    return table(["GPUs", "commit", "date", "lines that hold", *RATES.values()], rows)
