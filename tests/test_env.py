@@ -129,7 +129,7 @@ def test_flash_attention_4_is_tried_where_it_has_kernels(
     capability, code, tried, checkout, tmp_path, find
 ):
     executable(tmp_path / "bin" / "nvidia-smi", f"#!/bin/sh\necho '{capability}'\n")
-    fails = f'"-m pip"*gpu*) echo "$*" >>"$LOG"; exit {code} ;;\n  "-m pip"*)'
+    fails = f'"-m pip"*"[gpu]") echo "$*" >>"$LOG"; exit {code} ;;\n  "-m pip"*)'
     executable(tmp_path / "bin" / "python", FAKE.replace('"-m pip"*)', fails))
     done, commands = find()
     assert done.returncode == 0 and ("cannot be installed" in done.stderr) == bool(code)
