@@ -70,7 +70,7 @@ CHATS = [
             {"role": "user", "content": "né 漢字?"},
             {"role": "assistant", "content": "  🙂 two  words \n"},
             {"role": "user", "content": "again"},
-            {"role": "assistant", "content": ""},
+            {"role": "assistant", "content": "no"},
         ]
     },
     {
@@ -86,7 +86,7 @@ CHATS = [
 ]
 SAID = [
     f"{answer}<|im_end|>"
-    for answer in ("Me.", "  🙂 two  words \n", "", json.dumps([CALL]), "12.6", "<b> indeed </b>")
+    for answer in ("Me.", "  🙂 two  words \n", "no", json.dumps([CALL]), "12.6", "<b> indeed </b>")
 ]
 
 
@@ -353,7 +353,7 @@ def test_null_is_no_content(folder, template):
 
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED])
-@pytest.mark.parametrize("name", ["weight", "train", "trainable"])
+@pytest.mark.parametrize("name", ["weight", "train", "trainable", "loss", "loss_scale"])
 def test_answers_of_weight_zero(folder, template, name):
     """Their tokens stay, and are not trained on."""
     path, words = folder(template), ("Me.", "so", "13")
@@ -383,7 +383,7 @@ def test_answers_of_weight_zero(folder, template, name):
     ]
     assert said == ["Me.", "13"]  # the special token is not written
     for wrong in ("0", "1", "", -1, 2, [0], {}, float("nan")):
-        problem = f"message 4: {name!r} is {wrong!r}; give 0 (not trained on) to 1"
+        problem = f"message 4: {name!r} is {wrong!r}; give 0 (not trained on) to 1 for all of it"
         assert learnt(path, record(1, wrong, 1)) == problem
 
 
@@ -626,7 +626,7 @@ USER, ASSISTANT = {"role": "user", "content": "x"}, {"role": "assistant", "conte
             "changes what it has between {% gen",
         ),
         (
-            "{% set c %}{% generation %} y {% endgeneration %}{% endset %}{{ c | trim }}",
+            "{{ messages | length }}{% set c %}{% generation %} y {% endgeneration %}{% endset %}{{ c | trim }}",
             [USER],
             "changes what it has",
         ),

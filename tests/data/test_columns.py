@@ -142,7 +142,7 @@ PAIR = {"prompt": "a", "chosen": "bc", "rejected": "d"}
     ("record", "problem"),
     [
         ({"prompt": "a", "chosen": "b"}, r"no field 'rejected'"),
-        (PAIR | {"rejected": None}, r"'completion' is NoneType, not text"),
+        (PAIR | {"rejected": None}, r"'chosen' and 'rejected' are no two texts, nor messages"),
         (PAIR | {"rejected": ""}, r"no answer to learn"),
         (
             PAIR | {"chosen": [{"role": "user"}]},
