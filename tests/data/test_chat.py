@@ -329,6 +329,64 @@ def test_arguments_that_are_json_text(folder, writes, said, arguments):
         assert found == [arguments + "<|im_end|>"]
 
 
+KNOWN_ROLES = "{%- if message.role in ('system', 'user', 'assistant') %}"
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED])
+def test_messages_that_a_template_does_not_write(folder, template):
+    """By their role, or by their place."""
+    loop = "{%- for message in messages %}"
+    knows = template.replace(loop, loop + KNOWN_ROLES).replace(
+        "{%- endfor", "{%- endif %}{%- endfor"
+    )
+    system = {"role": "system", "content": "brief"}
+    path = folder(knows)
+    assert learnt(path, {"messages": [system, USER, ASSISTANT]}) == ["y<|im_end|>"]
+    problem = (
+        "the chat template does not write all messages of the role {!r}: message {}; take one that"
+    )
+    for role, content in (("asistant", "Two."), ("developer", "x"), ("tool", "y"), ("tool", ["y"])):
+        other = {"role": role, "content": content}
+        found = learnt(path, {"messages": [USER, ASSISTANT, other, USER, ASSISTANT]})
+        assert found.startswith(problem.format(role, 3))
+    first = folder(
+        template.replace(loop, loop + "{%- if loop.first or message.role != 'system' %}").replace(
+            "{%- endfor", "{%- endif %}{%- endfor"
+        )
+    )
+    assert learnt(first, {"messages": [system, USER, ASSISTANT]}) == ["y<|im_end|>"]
+    found = learnt(
+        first, {"messages": [system, USER, {"role": "system", "content": "long"}, ASSISTANT]}
+    )
+    assert found.startswith(problem.format("system", 3))
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED])
+def test_empty_answers(folder, template):
+    """They would teach the model to stop at once; as what came before, with weight 0, they may stay."""
+    path = folder(template)
+    for empty in (
+        {"content": ""},
+        {"content": " \n"},
+        {"content": "", "tool_calls": []},
+        {"content": "", "reasoning_content": "Hm."},
+        {"content": "<think>\nHm.\n</think>\n\n"},
+    ):
+        answer = {"role": "assistant", **empty}
+        found = learnt(path, {"messages": [USER, answer, USER, ASSISTANT]})
+        assert found == "message 2: its answer is empty; write its text, or give it weight 0"
+        found = learnt(path, {"messages": [USER, answer | {"weight": 0}, USER, ASSISTANT]})
+        assert found == ["y<|im_end|>"]
+
+
+def test_weights_of_parts_of_an_answer(folder):
+    spans = [{"begin_offset": 0, "end_offset": 1, "train": False}]
+    found = learnt(folder(), {"messages": [USER, ASSISTANT | {"train_detail": spans}]})
+    assert found.startswith("message 2: 'train_detail' is [{") and found.endswith(
+        "to 1 for all of it"
+    )
+
+
 @pytest.mark.parametrize("template", [MARKED, UNMARKED])
 def test_null_is_no_content(folder, template):
     path = folder(template)

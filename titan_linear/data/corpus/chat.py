@@ -461,9 +461,10 @@ def _messages(record: Record) -> list[Record]:
         messages = record.get("conversations")
     if not _are_objects(messages):
         messages = [{}]
-    system = {"role": "system", "content": record.get("system")}
-    messages = [system] * bool(system["content"] and system not in messages) + messages
     messages = [_as_templates_know_it(message) for message in messages]
+    system = {"role": "system", "content": record.get("system")}
+    if system["content"] and not any(system.items() <= message.items() for message in messages):
+        messages = [system, *messages]
     for i, message in enumerate(messages, 1):
         if not isinstance(message.get("role"), str) or not _are_objects(
             message.get("tool_calls", [])
