@@ -2,20 +2,21 @@
 
     messages     `messages`, a list of {"role", "content"}, or ShareGPT's `conversations`, and `tools` if there are any,
                  as the chat template of the tokenizer's folder writes them; trained on are the answers: the messages of
-                 the role "assistant", each token with the message's `weight`, `train` or `trainable`, 0 to 1
+                 the role "assistant", each token with the message's `weight`, `train`, `trainable`, `loss` or
+                 `loss_scale`, 0 to 1
     completion   `prompt` and `completion`, two texts, each tokenised by itself, without a space that the tokenizer puts
                  before texts, and the end token; what follows the prompt is trained on
     tokens       `tokens`, a list of ids, all of which are trained on
-    preference   `chosen` and `rejected`, two documents: texts that follow `prompt`, or lists of messages, of which only
-                 the answers count that the other one lacks
+    preference   `chosen` and `rejected`, two documents: texts or messages after a question, of which only the answers
+                 count that the other one lacks
 
 A chat template is somebody else's jinja2 program. It runs in jinja2's sandbox, in a process of its own, which ends if
 one text takes SECONDS, and sees the record and the names of special tokens, and nothing else: no clock either
 (`strftime_now` is not defined), so that the same record always gives the same tokens. These are the tokens that
 transformers' `apply_chat_template` gives: of several templates, "tool_use" writes records with tools and "default" the
 others, `chat_template_kwargs` are variables of the template, and a message's reasoning has the names that templates
-read. Arguments of calls that are JSON text are read where the template would quote that. A record with a tool or a call
-that it does not write is a bad document.
+read. Arguments of calls that are JSON text are read where the template would quote that. A record with a tool, a call
+or a message that it does not write is a bad document.
 
 An answer is what the template has between {% generation %} and {% endgeneration %}. If it has none of these, the
 conversation is rendered twice for each answer: up to it, as a prompt, and including it. If the second text begins with

@@ -198,7 +198,7 @@ def _info(
 def _source(dataset: str, files: int, journal: Journal) -> Json:
     """The value of "source" in corpus.json."""
     source = {"dataset": dataset, "files": files, "skipped_empty": journal.skipped_empty}
-    source |= {"unread": journal.unread} if journal.unread else {}
+    source["unread"] = journal.unread
     return source | (
         {"skipped_bad": journal.skipped_bad, "bad": journal.bad} if journal.bad else {}
     )
