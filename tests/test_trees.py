@@ -568,7 +568,7 @@ def test_trees_that_count_nothing_need_no_columns(tmp_path):
         ),
         (
             {"training.seq_len": 60},
-            "training.seq_len = 60: the path to leaf 0 of tree 2 has 64 tokens",
+            "together.jsonl, line 3: 64 tokens that must lie in one stream, and training.seq_len = 60",
         ),
     ],
 )

@@ -70,7 +70,7 @@ CHATS = [
             {"role": "user", "content": "né 漢字?"},
             {"role": "assistant", "content": "  🙂 two  words \n"},
             {"role": "user", "content": "again"},
-            {"role": "assistant", "content": ""},
+            {"role": "assistant", "content": "no"},
         ]
     },
     {
@@ -86,7 +86,7 @@ CHATS = [
 ]
 SAID = [
     f"{answer}<|im_end|>"
-    for answer in ("Me.", "  🙂 two  words \n", "", json.dumps([CALL]), "12.6", "<b> indeed </b>")
+    for answer in ("Me.", "  🙂 two  words \n", "no", json.dumps([CALL]), "12.6", "<b> indeed </b>")
 ]
 
 
@@ -329,6 +329,64 @@ def test_arguments_that_are_json_text(folder, writes, said, arguments):
         assert found == [arguments + "<|im_end|>"]
 
 
+KNOWN_ROLES = "{%- if message.role in ('system', 'user', 'assistant') %}"
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED])
+def test_messages_that_a_template_does_not_write(folder, template):
+    """By their role, or by their place."""
+    loop = "{%- for message in messages %}"
+    knows = template.replace(loop, loop + KNOWN_ROLES).replace(
+        "{%- endfor", "{%- endif %}{%- endfor"
+    )
+    system = {"role": "system", "content": "brief"}
+    path = folder(knows)
+    assert learnt(path, {"messages": [system, USER, ASSISTANT]}) == ["y<|im_end|>"]
+    problem = (
+        "the chat template does not write all messages of the role {!r}: message {}; take one that"
+    )
+    for role, content in (("asistant", "Two."), ("developer", "x"), ("tool", "y"), ("tool", ["y"])):
+        other = {"role": role, "content": content}
+        found = learnt(path, {"messages": [USER, ASSISTANT, other, USER, ASSISTANT]})
+        assert found.startswith(problem.format(role, 3))
+    first = folder(
+        template.replace(loop, loop + "{%- if loop.first or message.role != 'system' %}").replace(
+            "{%- endfor", "{%- endif %}{%- endfor"
+        )
+    )
+    assert learnt(first, {"messages": [system, USER, ASSISTANT]}) == ["y<|im_end|>"]
+    found = learnt(
+        first, {"messages": [system, USER, {"role": "system", "content": "long"}, ASSISTANT]}
+    )
+    assert found.startswith(problem.format("system", 3))
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED])
+def test_empty_answers(folder, template):
+    """They would teach the model to stop at once; as what came before, with weight 0, they may stay."""
+    path = folder(template)
+    for empty in (
+        {"content": ""},
+        {"content": " \n"},
+        {"content": "", "tool_calls": []},
+        {"content": "", "reasoning_content": "Hm."},
+        {"content": "<think>\nHm.\n</think>\n\n"},
+    ):
+        answer = {"role": "assistant", **empty}
+        found = learnt(path, {"messages": [USER, answer, USER, ASSISTANT]})
+        assert found == "message 2: its answer is empty; write its text, or give it weight 0"
+        found = learnt(path, {"messages": [USER, answer | {"weight": 0}, USER, ASSISTANT]})
+        assert found == ["y<|im_end|>"]
+
+
+def test_weights_of_parts_of_an_answer(folder):
+    spans = [{"begin_offset": 0, "end_offset": 1, "train": False}]
+    found = learnt(folder(), {"messages": [USER, ASSISTANT | {"train_detail": spans}]})
+    assert found.startswith("message 2: 'train_detail' is [{") and found.endswith(
+        "to 1 for all of it"
+    )
+
+
 @pytest.mark.parametrize("template", [MARKED, UNMARKED])
 def test_null_is_no_content(folder, template):
     path = folder(template)
@@ -353,7 +411,7 @@ def test_null_is_no_content(folder, template):
 
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED])
-@pytest.mark.parametrize("name", ["weight", "train", "trainable"])
+@pytest.mark.parametrize("name", ["weight", "train", "trainable", "loss", "loss_scale"])
 def test_answers_of_weight_zero(folder, template, name):
     """Their tokens stay, and are not trained on."""
     path, words = folder(template), ("Me.", "so", "13")
@@ -383,7 +441,7 @@ def test_answers_of_weight_zero(folder, template, name):
     ]
     assert said == ["Me.", "13"]  # the special token is not written
     for wrong in ("0", "1", "", -1, 2, [0], {}, float("nan")):
-        problem = f"message 4: {name!r} is {wrong!r}; give 0 (not trained on) to 1"
+        problem = f"message 4: {name!r} is {wrong!r}; give 0 (not trained on) to 1 for all of it"
         assert learnt(path, record(1, wrong, 1)) == problem
 
 
@@ -626,7 +684,7 @@ USER, ASSISTANT = {"role": "user", "content": "x"}, {"role": "assistant", "conte
             "changes what it has between {% gen",
         ),
         (
-            "{% set c %}{% generation %} y {% endgeneration %}{% endset %}{{ c | trim }}",
+            "{{ messages | length }}{% set c %}{% generation %} y {% endgeneration %}{% endset %}{{ c | trim }}",
             [USER],
             "changes what it has",
         ),

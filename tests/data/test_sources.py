@@ -661,3 +661,47 @@ def test_write_bad_tokens(tmp_path, bad, message):
     with refused(message):
         write_corpus(tmp_path / "tokens", [np.array(ids) for ids in bad], ByteTokenizer())
     assert [path.name for path in tmp_path.iterdir()] == ["tokens.lock"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
+def test_fields_like_columns_that_nothing_reads(tmp_path, kind):
+    """Every start names each once, with the first record that has it."""
+    records = [
+        {"tokens": [1, 2], "id": 7, "weights": 1.0},
+        {"tokens": [3, 4], "id": 8, "weights": 1.0, "wieght": 0.5, "advantages": [1.0, 2.0]},
+    ]
+    if kind == "jsonl":
+        file = write_lines(tmp_path / "a.jsonl", records)
+    else:
+        rows = [dict.fromkeys(records[1]) | record for record in records]
+        file = write_table(tmp_path / f"a.{kind}", pa.Table.from_pylist(rows))
+    read = {"weights": "<f4"}
+    given = Texts(kind, str(file), ByteTokenizer(), dataset_format="tokens", columns=read)
+    for _ in range(2):
+        lines = open_corpus(given, cache_dir=tmp_path / "cache").summary.splitlines()
+        (line,) = [line for line in lines if "not read" in line]
+        first = "line 2" if kind == "jsonl" else "row 1"
+        assert (
+            "warning: fields that are not read: " in line
+            and "training.dataset_columns reads" in line
+        )
+        assert line.count(first) == 2 and "'wieght': " in line and "'advantages': " in line
+        assert "'weights'" not in line and "'id'" not in line
+
+
+@pytest.mark.parametrize(
+    "name", ["weights", "loss_mask", "labels", "rewards", "weigth", "old_logprobs", "is_trainable"]
+)
+def test_names_like_columns(tmp_path, name):
+    file = write_lines(tmp_path / "a.jsonl", [{"text": "x", "constraint": 1, name: 0}])
+    corpus = open_corpus(Texts("jsonl", str(file), ByteTokenizer()), cache_dir=tmp_path / "cache")
+    assert list(corpus.info["source"]["unread"]) == [name]
+
+
+def test_fields_of_messages_like_weights(tmp_path):
+    """Those that are read are not named."""
+    nodes = [{"text": "a", "wieght": 0}, {"text": "b", "loss": False}]
+    file = write_lines(tmp_path / "a.jsonl", [{"text": "x", "children": nodes}])
+    given = Texts("jsonl", str(file), ByteTokenizer(), dataset_format="tree")
+    corpus = open_corpus(given, cache_dir=tmp_path / "cache")
+    assert list(corpus.info["source"]["unread"]) == ["wieght"]

@@ -159,8 +159,8 @@ class Training(Section):
     mixture_from_step: Annotated[CountOrAll, Rule.MAY_CHANGE] = -1
     """Step at which training.mixture changes: the step that the run resumes from; -1: it does not change."""
     on_bad_document: Annotated[Literal["stop", "skip"], Rule.MAY_CHANGE] = "stop"
-    """What a record that is no document (not JSON, no such field, a conversation without an answer) does: stop the
-    start, or be skipped and counted."""
+    """What a record that is no document (not JSON, no such field, a conversation without an answer, a pair of equal
+    answers, one that must be whole and is longer than seq_len) does: stop the start, or be skipped and counted."""
     verify: Annotated[Literal["always", "changed"], Rule.MAY_CHANGE] = "changed"
     """Check every byte of the corpus against its checksums at every start (always), or only when a file's size, time or
     inode has changed since it was found whole (changed)."""

@@ -67,17 +67,20 @@ def open_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus]:
 
 
 def texts_of(source: Training | Source, config: Config, tokenizer: Tokenizer) -> Texts:
+    t = config.training
+    whole = build_loss(config).group or source.dataset_format == "tree" or t.share_prefixes
     return Texts(
         source.dataset,
         source.dataset_path or None,
         tokenizer,
         text_field=source.dataset_text_field,
         dataset_format=source.dataset_format,
-        on_bad_document=config.training.on_bad_document,
+        on_bad_document=t.on_bad_document,
         path_key=key_of(source, "dataset_path"),
         columns={name: COLUMNS[name] for name in source.dataset_columns},
-        share_prefixes=config.training.share_prefixes,
-        group_field=config.training.group_field,
+        share_prefixes=t.share_prefixes,
+        group_field=t.group_field,
+        seq_len=t.seq_len if whole else 0,
     )
 
 

@@ -154,6 +154,7 @@ def _check_data(
     if isinstance(streams, MixedStreams):
         print(streams.summary(config.training.steps * config.training.global_batch_size))
     for source in streams.sources.values():
+        source.runs(0)  # a corpus of tokens may have what is longer than a stream
         if isinstance(source, TreeStreams) and source.summary:
             print(source.summary)
     if line := exchanged_of_trees(config, model, streams):

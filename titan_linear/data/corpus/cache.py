@@ -58,6 +58,7 @@ from titan_linear.data.corpus.writing import (
     temporary_folder,
     write_into,
 )
+from titan_linear.ops.layout.nodes import Nodes
 from titan_linear.storage.files import (
     Unreadable,
     default_cache_dir,
@@ -84,6 +85,7 @@ class Texts:
     columns: fields of records that are numbers of their tokens, and their dtypes (columns.py).
     share_prefixes: documents that share beginnings become trees: those that follow each other with one value of
     group_field; without one, those that share their beginnings with the one before.
+    seq_len: what must lie in one stream, a pair, a document or a path of a tree, is bad if it is longer; 0: any length.
     """
 
     dataset: str
@@ -97,6 +99,7 @@ class Texts:
     columns: Mapping[str, str] = field(default_factory=dict)
     share_prefixes: bool = False
     group_field: str = ""
+    seq_len: int = 0
 
     @cached_property
     def files(self) -> list[Path]:
@@ -169,6 +172,7 @@ class Texts:
             self.tokenizer.fingerprint,
             *sorted(self.columns),
             *sharing,
+            *[f"seq_len {self.seq_len}"] * bool(self.seq_len),
         ]
 
     @property
@@ -359,7 +363,7 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
     ):
         held: list[Held] = []
         for document, tokens in encoded:
-            parts = _parts(document, tokens, texts, journal, eos)
+            parts = _fitting(_parts(document, tokens, texts, journal, eos), texts)
             file_ended = ends and ends[0] <= journal.read
             if held and (
                 file_ended or not (isinstance(parts, str) or _joins(held, document, parts, texts))
@@ -373,6 +377,8 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
                 journal.files_read += 1
             journal.read += 1
             journal.size += document.size
+            for name in document.unread:
+                journal.unread.setdefault(name, document.origin)
             if parts == "":
                 journal.skipped_empty += 1
             elif isinstance(parts, str):  # what is wrong with it
@@ -418,6 +424,20 @@ def _parts(
     if texts.columns:
         return with_columns(parts, document.columns, texts.columns, texts.tokenizer, journal.widths)
     return parts
+
+
+def _fitting(parts: Sequence[DocumentTokens] | str, texts: Texts) -> Sequence[DocumentTokens] | str:
+    """What is given, or what is wrong with it if it must lie in one stream and is longer."""
+    if isinstance(parts, str) or not texts.seq_len:
+        return parts
+    tokens = sum(len(document.tokens) for document in parts)
+    if texts.dataset_format == "tree":
+        tokens = Nodes.behind(parts[0].columns[BACK]).positions.max() + 1  # of the longest path
+    elif texts.share_prefixes and len(parts) > 1:
+        tokens -= shared(*(document.tokens for document in parts))
+    if tokens <= texts.seq_len:
+        return parts
+    return f"{tokens:,} tokens that must lie in one stream, and training.seq_len = {texts.seq_len}; raise it"
 
 
 def _joins(

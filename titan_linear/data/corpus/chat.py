@@ -2,20 +2,21 @@
 
     messages     `messages`, a list of {"role", "content"}, or ShareGPT's `conversations`, and `tools` if there are any,
                  as the chat template of the tokenizer's folder writes them; trained on are the answers: the messages of
-                 the role "assistant", each token with the message's `weight`, `train` or `trainable`, 0 to 1
+                 the role "assistant", each token with the message's `weight`, `train`, `trainable`, `loss` or
+                 `loss_scale`, 0 to 1
     completion   `prompt` and `completion`, two texts, each tokenised by itself, without a space that the tokenizer puts
                  before texts, and the end token; what follows the prompt is trained on
     tokens       `tokens`, a list of ids, all of which are trained on
-    preference   `chosen` and `rejected`, two documents: texts that follow `prompt`, or lists of messages, of which only
-                 the answers count that the other one lacks
+    preference   `chosen` and `rejected`, two documents: texts or messages after a question, of which only the answers
+                 count that the other one lacks
 
 A chat template is somebody else's jinja2 program. It runs in jinja2's sandbox, in a process of its own, which ends if
 one text takes SECONDS, and sees the record and the names of special tokens, and nothing else: no clock either
 (`strftime_now` is not defined), so that the same record always gives the same tokens. These are the tokens that
 transformers' `apply_chat_template` gives: of several templates, "tool_use" writes records with tools and "default" the
 others, `chat_template_kwargs` are variables of the template, and a message's reasoning has the names that templates
-read. Arguments of calls that are JSON text are read where the template would quote that. A record with a tool or a call
-that it does not write is a bad document.
+read. Arguments of calls that are JSON text are read where the template would quote that. A record with a tool, a call
+or a message that it does not write is a bad document.
 
 An answer is what the template has between {% generation %} and {% endgeneration %}. If it has none of these, the
 conversation is rendered twice for each answer: up to it, as a prompt, and including it. If the second text begins with
@@ -28,13 +29,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from itertools import compress
+from itertools import accumulate, compress
+from os.path import commonprefix
 from typing import Any, NamedTuple, Protocol
 
 import jinja2
@@ -61,9 +62,14 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 # roles, by what its messages are from
 _SHARE_GPT = {name: name for name in ("system", "user", ANSWERER, "tool")}
 _SHARE_GPT |= {"human": "user", "gpt": ANSWERER, "observation": "tool"}
-_WEIGHTS = ("weight", "train", "trainable")
+# what an answer's tokens count; axolotl's train_detail, a list, is refused as no number
+ANSWER_WEIGHTS = ("weight", "train", "trainable", "loss", "loss_scale", "train_detail")
+# usual names of what stands before the answers of a preference
+QUESTIONS = ("prompt", "question", "instruction", "input", "query", "context", "history")
+QUESTIONS += ("messages", "conversations", "conversation", "trajectory")
 # JSON text of an object, as a string of JSON
 _QUOTED = re.compile(r'"(\s|\\[nrt])*\{(\s|\\[nrt])*(\\"|\})')
+_ONE_QUESTION = "give all that stands before the answers once, as 'prompt'"
 _REMEDY = "put {% generation %} and {% endgeneration %} around answers in the chat template (docs/data.md)"
 
 
@@ -81,7 +87,7 @@ class RecordEncoder(Protocol):
 class Completions:
     """`prompt` and `completion`, two texts."""
 
-    fingerprint = "completion-2"
+    fingerprint = "completion-3"
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -94,7 +100,7 @@ class Completions:
         for name, text in (("prompt", prompt), ("completion", completion)):
             if not isinstance(text, str):
                 return f"{name!r} is {type(text).__name__}, not text"
-        if not completion:
+        if not completion.strip():
             return "no answer to learn: 'completion' is empty"
         eos = [] if self._tokenizer.eos_id is None else [self._tokenizer.eos_id]
         before = self._tokenizer.encode(prompt)
@@ -130,37 +136,73 @@ class Ids:
 
 
 class Preferences:
-    """`chosen` and `rejected`: texts that follow a `prompt`, or messages (those of a `prompt`, and more)."""
+    """`chosen` and `rejected`, texts or messages, and the question before them by one of its QUESTIONS names.
+
+    A question that the messages hold already, as a copy beside them, is not written again.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
         self._texts = Completions(tokenizer)
-        has_template = (
-            isinstance(tokenizer, HuggingFaceTokenizer) and "default" in tokenizer.chat_templates
-        )
-        self._chats = Conversations(tokenizer) if has_template else None
-        self.fingerprint = f"preference-1 {self._chats.fingerprint if self._chats else ''}"
+        self._chats = Conversations(tokenizer) if _has_template(tokenizer) else None
+        self.fingerprint = f"preference-2 {self._chats.fingerprint if self._chats else ''}"
 
     def encode_batch(self, records: Sequence[Record]) -> list[list[Any] | str]:
         return [self._encode(record) for record in records]
 
     def _encode(self, record: Record) -> list[Any] | str:
-        prompt, texts = record.get("prompt"), [record["chosen"], record["rejected"]]
-        if isinstance(texts[0], str):
-            pair = self._texts.encode_batch(
-                [{"prompt": prompt or "", "completion": text} for text in texts]
-            )
-        elif self._chats is None or not all(map(_are_objects, texts)):
+        answers = [record["chosen"], record["rejected"]]
+        asked = {name: record[name] for name in QUESTIONS if record.get(name)}
+        if all(isinstance(text, str) for text in (*answers, *asked.values())):
+            asked["system"] = record.get("system") or ""
+            pair = self._texts.encode_batch(_completions(answers, {*asked.values()} - {""}))
+        elif self._chats is None:
             return "'chosen' and 'rejected' are no two texts, nor messages for a tokenizer with a chat template"
         else:
-            chats = [[*(prompt if _are_objects(prompt) else []), *messages] for messages in texts]
-            for i, (message, other) in enumerate(zip(*chats)):
-                if message != other:
-                    break
-                chats[0][i] = chats[1][i] = {**message, "weight": 0}
-            pair = self._chats.encode_batch(
-                [{**record, "messages": messages} for messages in chats]
-            )
-        return next((problem for problem in pair if isinstance(problem, str)), pair)
+            chats = _conversations(answers, asked)
+            pair = self._chats.encode_batch([{**record, "messages": chat} for chat in chats])
+        problems = [document for document in pair if isinstance(document, str)]
+        if not problems and np.array_equal(pair[0].tokens, pair[1].tokens):
+            return "'chosen' and 'rejected' are equal, and nothing is learnt of them; correct one"
+        return problems[0] if problems else pair
+
+
+def _completions(answers: list[str], asked: set[str]) -> list[Record]:
+    """Two texts as completions. Without a question they are dialogues, which both begin with it, up to some line."""
+    if len(asked) > 1:
+        raise _Problem(f"there are several questions; {_ONE_QUESTION}")
+    prompt = "".join(asked)
+    if not asked:
+        shared = commonprefix(answers)  # noqa: RUF071 (of texts, not of paths)
+        prompt = "".join(shared.rpartition("\n")[:2])
+        answers = [answer.removeprefix(prompt) for answer in answers]
+    return [{"prompt": prompt, "completion": answer} for answer in answers]
+
+
+def _conversations(answers: list[Any], asked: Record) -> list[list[Record]]:
+    """Two answers after what is asked, unless they hold that already. What both begin with counts nothing."""
+    chats = [_as_messages(answer, ANSWERER) for answer in answers]
+    for name, value in asked.items():
+        question = _as_messages(value, "user")
+        if value in answers or all(message in chat for chat in chats for message in question):
+            continue
+        if any(chat[0].get("role") != ANSWERER for chat in chats):
+            raise _Problem(f"no answer follows the question {name!r}; {_ONE_QUESTION}")
+        chats = [question + chat for chat in chats]
+    for i, (message, other) in enumerate(zip(*chats)):
+        if message != other:
+            break
+        chats[0][i] = chats[1][i] = {**message, "weight": 0}
+    return chats
+
+
+def _as_messages(value: Any, role: str) -> list[Record]:
+    """A list of messages, or a message; of a text one of this role."""
+    if isinstance(value, str):
+        value = {"role": role, "content": value}
+    messages = value if isinstance(value, list) else [value]
+    if not messages or not _are_objects(messages):
+        raise _Problem(f"{value!r} is no text and no messages; give one of these")
+    return [_as_templates_know_it(message) for message in messages]
 
 
 class Conversations:
@@ -172,9 +214,7 @@ class Conversations:
     fingerprint: str
 
     def __init__(self, tokenizer: Tokenizer, asked: str = "training.dataset_format = 'messages'"):
-        if not (
-            isinstance(tokenizer, HuggingFaceTokenizer) and "default" in tokenizer.chat_templates
-        ):
+        if not _has_template(tokenizer):
             raise ValueError(
                 f"{asked} takes a chat template, and the tokenizer has none; set model.tokenizer_path to a folder with "
                 "one (chat_template in tokenizer_config.json, or a chat_template.jinja beside tokenizer.json: "
@@ -193,14 +233,11 @@ class Conversations:
         content = json.dumps([sources, self._names, tokenizer.special_tokens]).encode(
             "utf-8", "surrogatepass"
         )
-        self.fingerprint = "messages-4-" + hashlib.sha256(content).hexdigest()[:32]
+        self.fingerprint = "messages-5-" + hashlib.sha256(content).hexdigest()[:32]
 
     def prompt(self, messages: list[Record]) -> list[int]:
         """The tokens after which an answer follows. ValueError: the template refuses the messages."""
-        try:
-            text = self._writer({})(_messages({"messages": messages}), add_generation_prompt=True)
-        except _Problem as problem:
-            raise ValueError(str(problem)) from problem
+        text = self._writer({})(_messages({"messages": messages}), add_generation_prompt=True)
         return self._tokenizer.encode(text).tolist()
 
     def encode_batch(self, records: Sequence[Record]) -> list[DocumentTokens | str]:
@@ -274,6 +311,10 @@ class Conversations:
         return whole, answers
 
 
+def _has_template(tokenizer: Tokenizer) -> bool:
+    return isinstance(tokenizer, HuggingFaceTokenizer) and "default" in tokenizer.chat_templates
+
+
 class _Writer(NamedTuple):
     """A chat template, and the variables that a record gives it beside its messages."""
 
@@ -322,7 +363,7 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_all_written(write: _Writer, messages: list[Record], whole: str) -> None:
-    """Raises _Problem if the text would be the same without a tool or a call, or has marks."""
+    """Raises _Problem if the text would be the same without a tool, a call or a message, or has marks."""
 
     def same(messages: list[Record], **variables: Any) -> bool:
         with suppress(_Problem):
@@ -334,11 +375,16 @@ def _check_all_written(write: _Writer, messages: list[Record], whole: str) -> No
             "a message holds the noncharacter U+FDD0, which marks answers here; remove it"
         )
     tools = write.variables["tools"]
+    roles = [message["role"] for message in messages]
     unwritten = ["'tools'"] if tools and same(messages, tools=tools[:-1]) else []
     for i, message in enumerate(messages):
         fewer = {**message, "tool_calls": message.get("tool_calls", [])[:-1]}
         if message.get("tool_calls") and same([*messages[:i], fewer, *messages[i + 1 :]]):
             unwritten.append(f"'tool_calls' of message {i + 1}")
+        # The first of each role shows whether it is written.
+        found = str(message.get("content")).strip() in whole and roles.index(roles[i]) < i
+        if message.get("content") and not found and same([*messages[:i], *messages[i + 1 :]]):
+            unwritten.append(f"messages of the role {roles[i]!r}: message {i + 1}")
     if unwritten:
         raise _Problem(
             f"the chat template does not write all {unwritten[0]}; take one that does (docs/data.md has one)"
@@ -393,7 +439,7 @@ class _Template:
             ) from error
 
 
-class _Problem(Exception):
+class _Problem(ValueError):
     """What is wrong with a document."""
 
 
@@ -412,15 +458,14 @@ def _are_objects(value: object) -> bool:
 def _messages(record: Record) -> list[Record]:
     """A record's messages, as templates know them."""
     messages = record.get("messages")
-    if (
-        messages is None
-        and _are_objects(messages := record.get("conversations"))
-        and record.get("system")
-    ):
-        messages = [{"role": "system", "content": record["system"]}, *messages]
-    messages = (
-        [_as_templates_know_it(message) for message in messages] if _are_objects(messages) else [{}]
-    )
+    if messages is None:
+        messages = record.get("conversations")
+    if not _are_objects(messages):
+        messages = [{}]
+    messages = [_as_templates_know_it(message) for message in messages]
+    system = {"role": "system", "content": record.get("system")}
+    if system["content"] and not any(system.items() <= message.items() for message in messages):
+        messages = [system, *messages]
     for i, message in enumerate(messages, 1):
         if not isinstance(message.get("role"), str) or not _are_objects(
             message.get("tool_calls", [])
@@ -451,15 +496,20 @@ def _as_templates_know_it(message: Record) -> Record:
 
 def _weight(i: int, message: Record) -> float | None:
     """What an answer's tokens count; None: it is none."""
-    for name in _WEIGHTS:
-        weight = message.get(name, 1)
-        if not (isinstance(weight, int | float) and 0 <= weight <= 1):
-            raise _Problem(f"message {i}: {name!r} is {weight!r}; give 0 (not trained on) to 1")
-    return (
-        float(math.prod(message.get(name, 1) for name in _WEIGHTS))
-        if message["role"] == ANSWERER
-        else None
-    )
+    weight = 1.0
+    for name in ANSWER_WEIGHTS:
+        factor = message.get(name, 1)
+        if not (isinstance(factor, int | float) and 0 <= factor <= 1):
+            raise _Problem(
+                f"message {i}: {name!r} is {factor!r}; give 0 (not trained on) to 1 for all of it"
+            )
+        weight *= factor
+    if message["role"] != ANSWERER:
+        return None
+    said = str(message.get("content", "")).rpartition("</think>")[2].strip()
+    if weight and not (said or message.get("tool_calls")):
+        raise _Problem(f"message {i}: its answer is empty; write its text, or give it weight 0")
+    return weight
 
 
 def _with_answer(tokens: ndarray, weights: ndarray, lacking: str) -> DocumentTokens | str:
@@ -471,19 +521,9 @@ def _with_answer(tokens: ndarray, weights: ndarray, lacking: str) -> DocumentTok
 
 def _cut_marks(text: str) -> tuple[str, Ranges]:
     """A text without its marks, and the ranges that were between them."""
-    parts = re.split(f"({_BEGIN}|{_END})", text)
-    plain = []
-    length = 0
-    answers = []
-    for part in parts:
-        if part == _BEGIN:
-            answers.append((length, length))
-        elif part == _END:
-            answers[-1] = answers[-1][0], length
-        else:
-            plain.append(part)
-            length += len(part)
-    return "".join(plain), answers
+    parts = re.split(f"{_BEGIN}|{_END}", text)  # outside and inside in turn
+    ends = [*accumulate(map(len, parts))]
+    return "".join(parts), [*zip(ends[::2], ends[1::2])]
 
 
 # --- jinja2 ----------------------------------------------------------------------------------------------------------

@@ -138,6 +138,11 @@ class Corpus:
             lines.append(
                 f"warning: {bad:,} bad documents skipped: " + "; ".join([*source["bad"], "…"][:bad])
             )
+        if unread := source.get("unread"):
+            lines.append(
+                f"warning: fields that are not read: {unread}; training.dataset_columns reads those that a loss has, "
+                "and a message counts by its weight, train, trainable, loss or loss_scale (docs/losses.md)"
+            )
         if self.info["tokenizer"]["eos"] is None:
             lines.append(
                 "warning: the tokenizer has no end token, so nothing in the tokens separates documents: the model will "

@@ -28,7 +28,7 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
 
+from titan_linear.data.corpus.chat import ANSWER_WEIGHTS, QUESTIONS
 from titan_linear.storage.files import Json, read_json, shown
 
 TEXT_SOURCES = ("stdlib", "text", "jsonl", "parquet", "arrow")
@@ -46,7 +47,10 @@ RECORD_FIELDS = {
     "messages": (("messages",), ("conversations", "system", "tools", "chat_template_kwargs")),
     "completion": (("prompt", "completion"), ()),
     "tokens": (("tokens",), ()),
-    "preference": (("chosen", "rejected"), ("prompt", "tools", "chat_template_kwargs")),
+    "preference": (
+        ("chosen", "rejected"),
+        (*QUESTIONS, "system", "tools", "chat_template_kwargs"),
+    ),
     "tree": (("children",), ("text", "tokens", "weights")),
 }
 _OTHER_NAMES = {"messages": "conversations"}  # ShareGPT's
@@ -58,6 +62,11 @@ SUFFIXES = {
     "arrow": (".arrow",),
 }
 ROWS = 256  # read at a time
+
+# How fields are named that hold columns or weights, also misspelt.
+_LIKE_A_COLUMN = re.compile(
+    "(^|_)(w[eight]{4}|advan|adv$|reward|mask|label|loss|logp|reference|behavi|teacher|train)"
+)
 
 # How files of text begin that are compressed, and how to open them; and those that are something else, and the remedy.
 _COMPRESSED = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ\0": lzma.open}
@@ -89,6 +98,7 @@ class Document:
     size: float  # bytes of the source that were read for it
     problem: str = ""  # what is wrong with it; then it has no content
     columns: Json = field(default_factory=dict)  # numbers of its tokens (columns.py)
+    unread: Sequence[str] = ()  # fields that are named like columns or weights, and not read
 
 
 @dataclass(frozen=True)
@@ -101,7 +111,10 @@ class _Fields:
     remedy: str = ""
     columns: tuple[str, ...] = ()
 
-    def document(self, record: Json, origin: str, size: float) -> Document:
+    def document(
+        self, record: Json, origin: str, size: float, names: Collection[str] = ()
+    ) -> Document:
+        """names: of all fields, where the record has only those that are read."""
         if missing := self.missing(record):
             return Document("", origin, size, missing)
         content = {name: record.get(name) for name in self.needed + self.optional}
@@ -116,9 +129,13 @@ class _Fields:
             to_json(content, bytes_mode="base64", fallback=str)
         except ValueError as error:  # half a character, or it is nested more than 250 deep
             return Document("", origin, size, f"not JSON in UTF-8: {error}; repair it")
-        return Document(
-            content, origin, size, columns={name: record[name] for name in self.columns}
-        )
+        columns = {name: record[name] for name in self.columns}
+        lists = [value for value in record.values() if isinstance(value, list)]
+        of_messages = {key for each in lists for x in each if isinstance(x, dict) for key in x}
+        others = {*names, *record, *(of_messages - {*ANSWER_WEIGHTS})}
+        others -= {*self.needed, *self.optional, *columns}
+        unread = sorted(filter(_LIKE_A_COLUMN.search, others))
+        return Document(content, origin, size, columns=columns, unread=unread)
 
     def missing(self, names: Collection[str], what: str = "field") -> str:
         """What to say if a needed field is missing; else ""."""
@@ -443,11 +460,10 @@ def _read_parquet(file: Path, fields: _Fields) -> Iterator[Document]:
 
     try:
         with pq.ParquetFile(file) as table:
-            columns = _columns(file, table.schema_arrow.names, fields)
+            names = table.schema_arrow.names
+            batches = table.iter_batches(batch_size=ROWS, columns=_columns(file, names, fields))
             size = file.stat().st_size / max(table.metadata.num_rows, 1)
-            yield from _rows(
-                file, table.iter_batches(batch_size=ROWS, columns=columns), size, fields
-            )
+            yield from _rows(file, names, batches, size, fields)
     except pa.ArrowException as error:
         raise ValueError(
             f"{file}: not a whole parquet file: {error}; leave it out, or write it again"
@@ -464,10 +480,10 @@ def _read_arrow(file: Path, fields: _Fields) -> Iterator[Document]:
             source.seek(0)
             # mapped: a column's bytes are read when they are used
             table = open_table(source).read_all()
-            chosen = table.select(_columns(file, table.column_names, fields))
-            yield from _rows(
-                file, _sound(chosen), file.stat().st_size / max(table.num_rows, 1), fields
-            )
+            names = table.column_names
+            batches = _sound(table.select(_columns(file, names, fields)))
+            size = file.stat().st_size / max(table.num_rows, 1)
+            yield from _rows(file, names, batches, size, fields)
     except pa.ArrowException as error:
         raise ValueError(
             f"{file}: not a whole arrow file: {error}; leave it out, or write it again"
@@ -518,12 +534,16 @@ def _columns(file: Path, names: list[str], fields: _Fields) -> list[str]:
     return wanted
 
 
-def _rows(file: Path, batches: Iterable[Any], size: float, fields: _Fields) -> Iterator[Document]:
+def _rows(
+    file: Path, names: list[str], batches: Iterable[Any], size: float, fields: _Fields
+) -> Iterator[Document]:
     records = (record for batch in batches for record in _records(batch, fields))
     for number, record in enumerate(records, 1):
         origin = f"{shown(file)}, row {number}"
-        bad = isinstance(record, str)
-        yield Document("", origin, size, record) if bad else fields.document(record, origin, size)
+        if isinstance(record, str):
+            yield Document("", origin, size, record)
+        else:
+            yield fields.document(record, origin, size, names)
 
 
 def _records(batch: Any, fields: _Fields) -> Iterator[Json | str]:

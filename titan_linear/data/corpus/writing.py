@@ -90,6 +90,8 @@ class Journal:
     skipped_empty: int = 0
     skipped_bad: int = 0
     bad: list[str] = field(default_factory=list)  # the first few
+    # fields like columns that are not read, and where the first is
+    unread: dict[str, str] = field(default_factory=dict)
     num_documents: int = 0  # written
     num_tokens: int = 0
     num_answer_tokens: int = 0  # with a weight above 0
@@ -196,6 +198,7 @@ def _info(
 def _source(dataset: str, files: int, journal: Journal) -> Json:
     """The value of "source" in corpus.json."""
     source = {"dataset": dataset, "files": files, "skipped_empty": journal.skipped_empty}
+    source["unread"] = journal.unread
     return source | (
         {"skipped_bad": journal.skipped_bad, "bad": journal.bad} if journal.bad else {}
     )

@@ -53,14 +53,10 @@ class WholeStreams(PackedStreams):
         lengths = document_lengths(self.corpus, order).reshape(-1, group).sum(1)
         if lengths.max() > self.seq_len:
             document = order[int(lengths.argmax()) * group]
-            what = (
-                f"documents {document} and {document + 1} have"
-                if group == 2
-                else f"document {document} has"
-            )
             raise ValueError(
-                f"training.seq_len = {self.seq_len}: {what} {lengths.max():,} tokens, which the loss takes whole; "
-                "raise it, or leave such documents out"
+                f"training.seq_len = {self.seq_len}: document {document} of {self.corpus.folder} has "
+                f"{lengths.max():,} tokens{' with its other one' * (group > 1)}, which the loss takes "
+                "whole; raise it, or leave such documents out"
             )
         return order, [edge * group for edge in self._filled(lengths)]
 
