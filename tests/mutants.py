@@ -234,6 +234,18 @@ MUTANTS = [
         "test_optim.py",
     ),
     Mutant("grad_norm + 1e-6)).clamp(max=1.0)", "grad_norm + 1e-6))", "test_optim.py"),
+    # large tensors: clipped twice, and not at all; then a step that is skipped
+    Mutant("clip.float().to(p[0]", "clip.square().float().to(p[0]", "test_adamw.py: large"),
+    Mutant("clip.float().to(p[0]", "torch.ones_like(clip).float().to(p[0]", "test_adamw.py: large"),
+    Mutant("skipped.to(p[0].device)", "0 * skipped.to(p[0].device)", "test_adamw.py: large"),
+    Mutant("found_inf=skipped", "found_inf=0 * skipped", "test_adamw.py: large"),
+    # copies of weights
+    Mutant(
+        "copies.current(x) if copies else None",
+        "copies.copy_of.get(x) if copies else None",
+        "test_large_tensors.py: stale",
+    ),
+    Mutant("step), max_norm, self.copies)", "step), max_norm)", "test_large_tensors.py: process"),
     Mutant("copy == 0 and (name in splits", "(name in splits", "test_train.py: 4 and sharded"),
     Mutant(
         "self.loss.isfinite() & self.grad_norm.isfinite()", "self.loss.isfinite()", "test_optim.py"
