@@ -284,6 +284,30 @@ def test_kernels_of_attention_on_gpus(attention_on_gpu, kernel, dtype, name):
     assert o <= 4 * unit and max(gradients) <= 8 * unit
 
 
+@pytest.mark.parametrize("D, Dv", [(128, 128), (192, 128), (64, 40)])
+def test_flash_attention_4_is_used_if_its_numbers_are_right(attention_on_gpu, monkeypatch, D, Dv):
+    """On a small case of packed documents, with grouped heads where a width is shared."""
+    flash4.problem.cache_clear()
+    assert flash4.problem(torch.bfloat16, D, Dv, "cpu") is None
+    right, by_numbers = (
+        FlashAttention4._flash_attn_bwd,
+        "gives wrong numbers on a small case: {'dk'",
+    )
+
+    def wrong(*given, **boundaries):
+        dq, dk, dv = right(*given, **boundaries)
+        return dq, 1.5 * dk, dv
+
+    def unknown(*_, **__):
+        raise RuntimeError("no such architecture")
+
+    for function, said in ((wrong, by_numbers), (unknown, "RuntimeError: no such architecture")):
+        monkeypatch.setattr(FlashAttention4, "_flash_attn_bwd", staticmethod(function))
+        flash4.problem.cache_clear()
+        assert said in flash4.problem(torch.bfloat16, D, Dv, "cpu")
+    flash4.problem.cache_clear()
+
+
 @pytest.mark.parametrize("kernel", ["tiled", "flash"])
 def test_blocks_of_prefix_trees_merge_by_the_kernel(request, monkeypatch, attention_on_gpu, kernel):
     """Spans of which two also see keys of the first: in half precision by the kernel, within roundings of what a CPU

@@ -100,17 +100,17 @@ def installed() -> str | None:
 
 
 @cache
-def problem(dtype: torch.dtype, D: int, Dv: int) -> str | None:
+def problem(dtype: torch.dtype, D: int, Dv: int, device: str = "cuda") -> str | None:
     """Why FlashAttention-4 is not used for these head dims on the current GPU, or None if its numbers are right."""
     try:
-        errors = _errors(dtype, *widths(D, Dv))
+        errors = _errors(device, dtype, *widths(D, Dv))
     except Exception as error:  # whatever a compiler, a driver or another version raises
         return f"{PACKAGE} fails on a small case: {type(error).__name__}: {str(error)[:200]}"
     wrong = {name: f"{e:.1g}" for name, e in errors.items() if not e <= CHECKED}
     return f"{PACKAGE} gives wrong numbers on a small case: {wrong}" if wrong else None
 
 
-def _errors(dtype: torch.dtype, D: int, Dv: int) -> dict[str, float]:
+def _errors(device: str, dtype: torch.dtype, D: int, Dv: int) -> dict[str, float]:
     """Relative RMS errors on two spans, the first with more keys than queries; heads are grouped where D = Dv."""
     generator = torch.Generator().manual_seed(0)
     rows = [0, 40, 100]
@@ -122,8 +122,8 @@ def _errors(dtype: torch.dtype, D: int, Dv: int) -> dict[str, float]:
         (keys[-1], heads[1], Dv),
         (rows[-1], heads[0], Dv),
     )
-    q, k, v, do = (torch.randn(1, *s, generator=generator).to("cuda", dtype) for s in shapes)
-    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (rows, keys))
+    q, k, v, do = (torch.randn(1, *s, generator=generator).to(device, dtype) for s in shapes)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (rows, keys))
     varlen, scale = (cu_q, cu_k, 60, 72), D**-0.5
     o, lse = forward(q, k, v, scale, True, varlen)
     ours = {
