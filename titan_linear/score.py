@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_linear.commands import command_parser
-from titan_linear.config import Config, changed, check_config, load_config
+from titan_linear.config import Config, changed, check_config, hf_weights, load_config
 from titan_linear.data import PackedStreams, Streams, Targets, Tokenizer, split_corpus, streams_of
 from titan_linear.data.corpus.corpus import PLACE
 from titan_linear.data.corpus.scores import Scores, begin, differences, keep, put, read_scores
@@ -38,12 +38,16 @@ from titan_linear.distributed.process import refusing, run_command, under_launch
 from titan_linear.launch import Node, run_workers, this_node
 from titan_linear.losses.distillation import MOST_IDS
 from titan_linear.losses.loss import logprobs
-from titan_linear.models.config import ModelConfig
+from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.build import model_config, open_tokenizer
-from titan_linear.run.data import open_corpora
+from titan_linear.run.data import base_of, first_weights_of, open_corpora
 from titan_linear.run.preflight import check_model
 from titan_linear.run.reading import Reader, config_for, open_reader
+from titan_linear.storage.hf_io import CONFIG
+from titan_linear.storage.rundir import config_of
+from titan_linear.storage.step_folders import weights_path
+from titan_linear.storage.tensors import holds_adapters
 
 SAVED = 30.0  # seconds of scoring that a kill costs
 
@@ -60,6 +64,13 @@ def main(argv: list[str]) -> int:
     if not (args.path and args.output):
         raise ValueError(
             "give PATH, what scores, and -o, a folder for the scores; or --compare and two folders"
+        )
+    # The key's name alone, or with "=" and its value.
+    names_texts = any(key.startswith(("--training.dataset", "--job.config_file")) for key in keys)
+    if (Path(args.path) / CONFIG).is_file() and not names_texts:
+        raise ValueError(
+            f"PATH = {args.path!r} is not a run, which would say what its texts are; give --training.dataset and "
+            "--training.dataset_path"
         )
     config, node, tokenizer, _ = checked(args.path, keys)
     begin(Path(args.output), *scores_of(args, config, tokenizer))
@@ -85,6 +96,7 @@ def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) ->
         )
     streams = streams_to_score(config, tokenizer)
     corpus = streams.corpus
+    print(corpus.summary)
     columns = {args.column: ("<f4", 0)}
     if args.top_k:
         columns |= {"teacher_ids": ("<i4", args.top_k), "teacher_logprobs": ("<f4", args.top_k)}
@@ -92,7 +104,8 @@ def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) ->
         corpus=corpus.fingerprint,
         tokenizer=corpus.info["tokenizer"]["fingerprint"],
         by={
-            "weights": config.checkpoint.initial_load_path,
+            "weights": weights_of(config),
+            "model": fingerprint(model_config(config, tokenizer)),
             "temperature": str(args.temperature),
             "streams": f"{type(streams).__name__} {config.training.seq_len}",
         },
@@ -101,6 +114,14 @@ def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) ->
         streams=len(streams),
     )
     return scores, corpus.num_tokens
+
+
+def weights_of(config: Config) -> str:
+    """A fingerprint of the weights that score: where they are adapters, of their base too."""
+    weights, path = first_weights_of(config), config.checkpoint.initial_load_path
+    if weights and not hf_weights(config) and holds_adapters(saved := weights_path(Path(path))):
+        return f"{weights} on {base_of(config_of(saved))}"
+    return weights
 
 
 def streams_to_score(config: Config, tokenizer: Tokenizer) -> PackedStreams:

@@ -40,7 +40,7 @@ from titan_linear.data import (
     split_corpus,
     streams_of,
 )
-from titan_linear.data.corpus.scores import with_scores
+from titan_linear.data.corpus.scores import content_of_scores, with_scores
 from titan_linear.data.corpus.trees import BACK
 from titan_linear.distributed.groups import of_all_ranks
 from titan_linear.losses import Loss, build_loss
@@ -63,7 +63,11 @@ def open_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus]:
         )
     corpora = [open_corpus(texts, with_paths=with_paths) for texts, with_paths in wanted]
     temperature = getattr(getattr(config, config.loss.name), "temperature", 1.0)
-    return with_scores(corpora, filter(None, config.loss.scores.split(",")), temperature)
+    return with_scores(corpora, score_folders(config), temperature)
+
+
+def score_folders(config: Config) -> list[str]:
+    return [folder for folder in config.loss.scores.split(",") if folder]
 
 
 def texts_of(source: Training | Source, config: Config, tokenizer: Tokenizer) -> Texts:
@@ -286,15 +290,19 @@ def content_of(
         mixture=streams.phases if isinstance(streams, MixedStreams) else [],
         validation=held_out.corpus.fingerprint if own else "",
         base=base,
+        scores=content_of_scores(score_folders(config)),
     )
 
 
 def base_of(config: Config) -> str:
-    """A fingerprint of the weights that adapters leave frozen: of a folder or a checkpoint, all of which is read; "" if
-    there are none, or they are drawn."""
+    """A fingerprint of the weights that adapters leave frozen; "" if there are none, or they are drawn."""
+    return first_weights_of(config) if config.adapter.enable else ""
+
+
+def first_weights_of(config: Config) -> str:
+    """A fingerprint of the weights that the run begins from: of a folder, all of which is read, or of a checkpoint; ""
+    if they are drawn."""
     c = config.checkpoint
-    if not config.adapter.enable:
-        return ""
     if hf_weights(config):
         return open_folder(Path(hf_weights(config))).fingerprint
     if c.enable and c.initial_load_path:
@@ -315,6 +323,7 @@ def check_content(config: Config, known: Content, given: Content) -> None:
     for key, what, before, now in (
         ("training.dataset_path", "corpus", known.corpora.get(""), given.corpora.get("")),
         ("validation.dataset_path", "validation corpus", known.validation, given.validation),
+        ("loss.scores", "set of scores", known.scores, given.scores),
         ("model.tokenizer_path", "tokenizer", known.tokenizer, given.tokenizer),
         (
             "checkpoint.initial_load_path or model.hf_assets_path",

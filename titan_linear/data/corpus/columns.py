@@ -9,16 +9,37 @@ conversation itself says of its answers.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy import ndarray
+from pydantic import AfterValidator, NonNegativeInt
 
+from titan_linear.config import COLUMNS
 from titan_linear.data.corpus.tokenizer import Tokenizer
 
 WEIGHTS = "weights"
+BACK = "back"  # of prefix trees (trees.py)
+DTYPES = {**COLUMNS, BACK: "<i4"}
 LOGPROBS = "reference", "behaviour", "teacher_logprobs"
 ROUNDED = 0.5  # above 0, a log-probability may be so far where it was computed in 16 bits
+# above 0, the largest of a document may be so far where none is below 0: float32 rounds by less
+EXACT = 1e-4
+MOST_SUM = 1.01  # of a teacher's probabilities: bfloat16 rounds log-probabilities by 0.2%
+
+
+def check_kinds(kinds: dict[str, tuple[str, int]]) -> dict[str, tuple[str, int]]:
+    """Raise ValueError if a name or a dtype is not a column's. Of other dtypes numpy would read addresses of objects."""
+    for name, (dtype, _) in kinds.items():
+        if DTYPES.get(name) != dtype:
+            raise ValueError(
+                f"no column is called {name!r} and has dtype {dtype!r}; columns are {DTYPES}"
+            )
+    return kinds
+
+
+# name → dtype, numbers for each token or 0
+Kinds = Annotated[dict[str, tuple[str, NonNegativeInt]], AfterValidator(check_kinds)]
 
 
 class DocumentTokens(NamedTuple):
@@ -29,6 +50,27 @@ class DocumentTokens(NamedTuple):
     def weights(self) -> ndarray:
         """[n] float32: 0 for tokens that are not trained on."""
         return self.columns.get(WEIGHTS, np.ones(len(self.tokens), dtype=np.float32))
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the log-probabilities of its tokens that count, together; else "". Others may be zeros."""
+        counted = np.flatnonzero(self.weights[1:] > 0) + 1
+        columns = {name: column[counted] for name, column in self.columns.items() if len(counted)}
+        for name in filter(columns.__contains__, LOGPROBS):
+            if columns[name].min() >= 0 and columns[name].max() > EXACT:
+                return f"{name!r} is nowhere below 0, as probabilities are; give their logarithms"
+        if "teacher_ids" in columns:
+            ids = np.sort(columns["teacher_ids"].reshape(len(counted), -1))
+            if (ids[:, 1:] == ids[:, :-1]).any():
+                return "'teacher_ids' lists an id twice for a token; give each once"
+        if "teacher_logprobs" in columns:
+            sums = np.exp(columns["teacher_logprobs"]).reshape(len(counted), -1).sum(1)
+            if sums.max() > MOST_SUM:
+                return (
+                    f"'teacher_logprobs' has probabilities that sum to {sums.max():.4g} for a token; "
+                    "give log-probabilities of one distribution"
+                )
+        return ""
 
 
 def with_columns(

@@ -28,17 +28,19 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
+from pydantic import BaseModel
 
-from titan_linear.data.corpus.columns import WEIGHTS
+from titan_linear.data.corpus.columns import WEIGHTS, Kinds
 from titan_linear.data.corpus.sources import FIELD_SOURCES, TEXT_SOURCES
 from titan_linear.storage.files import (
     Json,
@@ -61,6 +63,13 @@ TOKENS, OFFSETS, HASHES = FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
 FILE_ENDS, PATHS = "files.bin", "files.json"  # of the text files
 INFO = "corpus.json"
 PLACE = "place"  # the column of places in the corpus
+
+
+class Typed(BaseModel):
+    """What of corpus.json decides how bytes are read."""
+
+    files: dict[str, Json]
+    columns: Kinds = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +122,7 @@ class Corpus:
             return positions.copy()
         if name == WEIGHTS and name not in self.columns:
             return np.ones(len(positions), dtype=np.float32)
-        return np.take(self.columns[name], positions, 0, mode="clip")
+        return np.take(self.columns[name], np.minimum(positions, self.num_tokens - 1), 0)
 
     @property
     def summary(self) -> str:
@@ -162,9 +171,9 @@ def load_corpus(folder: Path) -> Corpus:
     dtypes = {TOKENS: info["dtype"], OFFSETS: "<i8", HASHES: "<u8", FILE_ENDS: "<i8"}
     files: dict[str, ndarray] = {}
     for name in names_in(info):
-        _check_size(folder / name, info["files"][name]["size"])
+        check_size(folder / name, info["files"][name]["size"])
         if name in dtypes:
-            files[name] = np.asarray(np.memmap(folder / name, dtypes[name], mode="r"))
+            files[name] = _open_array(folder / name, dtypes[name])
     corpus = Corpus(
         folder=folder,
         tokens=files[TOKENS],
@@ -176,6 +185,8 @@ def load_corpus(folder: Path) -> Corpus:
             name: open_column(folder, name, *kind) for name, kind in info.get("columns", {}).items()
         },
     )
+    for name in corpus.columns:
+        check_rows(corpus, name, folder)
     if len(corpus.offsets) != corpus.num_documents + 1 or not _spans(
         corpus.offsets, corpus.num_tokens
     ):
@@ -191,8 +202,26 @@ def load_corpus(folder: Path) -> Corpus:
 
 def open_column(folder: Path, name: str, dtype: str, width: int, mode: Any = "r") -> ndarray:
     """[num_tokens], or with a width [num_tokens, width]; mapped."""
-    numbers = np.asarray(np.memmap(folder / column_file(name), dtype, mode=mode))
+    return _open_array(folder / column_file(name), dtype, width, mode)
+
+
+def _open_array(path: Path, dtype: str, width: int = 0, mode: Any = "r") -> ndarray:
+    size = path.stat().st_size
+    if not size or size % row_size(dtype, width):
+        raise unfitting(path)
+    numbers = np.asarray(np.memmap(path, dtype, mode=mode))
     return numbers.reshape(-1, width) if width else numbers
+
+
+def row_size(dtype: str, width: int) -> int:
+    """Bytes of a token's numbers."""
+    return np.dtype(dtype).itemsize * max(width, 1)
+
+
+def check_rows(corpus: Corpus, name: str, folder: Path) -> None:
+    """Raise ValueError if a column, which is in this folder, does not have a row for each token."""
+    if len(corpus.columns[name]) != corpus.num_tokens:
+        raise unfitting(folder / column_file(name))
 
 
 def format_of(columns: Iterable[str]) -> str:
@@ -203,7 +232,7 @@ def column_file(name: str) -> str:
     return f"column-{name}.bin"
 
 
-def _check_size(path: Path, size: int) -> None:
+def check_size(path: Path, size: int) -> None:
     if not path.is_file():
         raise ValueError(f"{path} is missing; {how_to_mend(path.parent)}")
     if path.stat().st_size != size:
@@ -255,39 +284,48 @@ def _falls(numbers: ndarray) -> bool:
 
 def verify_corpus(corpus: Corpus) -> None:
     """Checks every byte of a corpus against its checksums. ValueError naming the file and the place."""
-    remedy = how_to_mend(corpus.folder)
-    for name in names_in(corpus.info):
-        expected = corpus.info["files"][name]["crc32"]
-        found = _checksums(corpus.folder / name)
-        for block, (want, got) in enumerate(zip(expected, found, strict=True)):
+    verify_files(
+        corpus.folder, {name: corpus.info["files"][name] for name in names_in(corpus.info)}
+    )
+
+
+def verify_files(folder: Path, files: Json) -> None:
+    """Checks every byte of these files, as `described`, likewise."""
+    for name, expected in files.items():
+        found = _checksums(folder / name)
+        for block, (want, got) in enumerate(zip(expected["crc32"], found, strict=True)):
             if want != got:
                 raise ValueError(
-                    f"{corpus.folder / name} was altered: bytes {block * CRC_BLOCK:,} to "
-                    f"{(block + 1) * CRC_BLOCK:,} do not have their checksum; {remedy}"
+                    f"{folder / name} was altered: bytes {block * CRC_BLOCK:,} to "
+                    f"{(block + 1) * CRC_BLOCK:,} do not have their checksum; {how_to_mend(folder)}"
                 )
 
 
 def verify_changed(corpus: Corpus) -> None:
-    """`verify_corpus`, unless every file still has the size, time and inode that it had when this last found it whole.
+    """`verify_corpus`, unless no file has changed since this last found the corpus whole."""
+    names = (INFO, *names_in(corpus.info))
+    verify_once(corpus.folder, names, partial(verify_corpus, corpus))
+
+
+def verify_once(folder: Path, names: Iterable[str], verify: Callable[[], None]) -> None:
+    """`verify`, unless every file still has the size, time and inode that it had when this last found them whole.
 
     If these cannot be noted among the caches, it says so, and the next start reads everything again.
     """
-    note = (
-        default_cache_dir()
-        / f"whole-{hashlib.sha256(os.fsencode(corpus.folder)).hexdigest()[:24]}.json"
-    )
-    stats = ((name, (corpus.folder / name).stat()) for name in (INFO, *names_in(corpus.info)))
+    path = os.fsencode(os.path.abspath(folder))
+    note = default_cache_dir() / f"whole-{hashlib.sha256(path).hexdigest()[:24]}.json"
+    stats = ((name, (folder / name).stat()) for name in names)
     files = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in stats}
     with suppress(Unreadable):
         if read_json(note, dict[str, list[int]], "") == files:
             return
-    verify_corpus(corpus)
+    verify()
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
         write_whole(note, as_json(files))
     except OSError as error:
         print(
-            f"warning: {note} cannot be written ({error}), so the next start reads all of {corpus.folder} again; set "
+            f"warning: {note} cannot be written ({error}), so the next start reads all of {folder} again; set "
             "XDG_CACHE_HOME to a folder that can",
         )
 
@@ -349,6 +387,7 @@ def _read_info(folder: Path) -> Json:
             )
     if info.get("checksum") != info_checksum(info):
         raise ValueError(f"{path} was altered: it does not have its checksum; {remedy}")
+    read_json(path, Typed, remedy)
     return info
 
 
