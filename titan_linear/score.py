@@ -41,13 +41,9 @@ from titan_linear.losses.loss import logprobs
 from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.build import model_config, open_tokenizer
-from titan_linear.run.data import base_of, first_weights_of, open_corpora
+from titan_linear.run.data import first_weights_of, open_corpora
 from titan_linear.run.preflight import check_model
 from titan_linear.run.reading import Reader, config_for, open_reader
-from titan_linear.storage.hf_io import CONFIG
-from titan_linear.storage.rundir import config_of
-from titan_linear.storage.step_folders import weights_path
-from titan_linear.storage.tensors import holds_adapters
 
 SAVED = 30.0  # seconds of scoring that a kill costs
 
@@ -65,14 +61,12 @@ def main(argv: list[str]) -> int:
         raise ValueError(
             "give PATH, what scores, and -o, a folder for the scores; or --compare and two folders"
         )
-    # The key's name alone, or with "=" and its value.
-    names_texts = any(key.startswith(("--training.dataset", "--job.config_file")) for key in keys)
-    if (Path(args.path) / CONFIG).is_file() and not names_texts:
+    config, node, tokenizer, _ = checked(args.path, keys)
+    if config.training.dataset == "stdlib" not in str(keys) and hf_weights(config):
         raise ValueError(
-            f"PATH = {args.path!r} is not a run, which would say what its texts are; give --training.dataset and "
+            f"{args.path} is not a run, whose texts would be scored; give --training.dataset and "
             "--training.dataset_path"
         )
-    config, node, tokenizer, _ = checked(args.path, keys)
     begin(Path(args.output), *scores_of(args, config, tokenizer))
     return run_workers(config, node, "titan_linear.score", ["--output", args.output])
 
@@ -104,7 +98,7 @@ def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) ->
         corpus=corpus.fingerprint,
         tokenizer=corpus.info["tokenizer"]["fingerprint"],
         by={
-            "weights": weights_of(config),
+            "weights": first_weights_of(config),
             "model": fingerprint(model_config(config, tokenizer)),
             "temperature": str(args.temperature),
             "streams": f"{type(streams).__name__} {config.training.seq_len}",
@@ -114,14 +108,6 @@ def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) ->
         streams=len(streams),
     )
     return scores, corpus.num_tokens
-
-
-def weights_of(config: Config) -> str:
-    """A fingerprint of the weights that score: where they are adapters, of their base too."""
-    weights, path = first_weights_of(config), config.checkpoint.initial_load_path
-    if weights and not hf_weights(config) and holds_adapters(saved := weights_path(Path(path))):
-        return f"{weights} on {base_of(config_of(saved))}"
-    return weights
 
 
 def streams_to_score(config: Config, tokenizer: Tokenizer) -> PackedStreams:

@@ -4,8 +4,8 @@
 its tokens' (GSPO, Zheng et al. 2025), with their mean advantage. `kl` adds as much of the divergence from a reference,
 estimated as exp(d) − d − 1 of d = log p_reference − log p (GRPO, Shao et al. 2024).
 
-A ratio is clipped in the logarithm, so that one beyond the dtype has its bound's loss and no gradient. A ratio that counts,
-where A is negative, or exp(d), may itself be beyond it: the loss is then infinite, and training.on_nonfinite decides.
+A ratio is clipped in the logarithm, so that one beyond the dtype has its bound's loss and no gradient. A ratio that
+counts, where A is negative, or exp(d), may be beyond it: the loss is then infinite, and training.on_nonfinite decides.
 """
 
 from __future__ import annotations

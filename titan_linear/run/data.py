@@ -48,7 +48,9 @@ from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.run.build import under_key
 from titan_linear.storage.hf_io import open_folder
 from titan_linear.storage.manifest import read_manifest
+from titan_linear.storage.rundir import config_of
 from titan_linear.storage.step_folders import Content, Progress, weights_path
+from titan_linear.storage.tensors import holds_adapters
 
 
 def open_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus]:
@@ -63,11 +65,7 @@ def open_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus]:
         )
     corpora = [open_corpus(texts, with_paths=with_paths) for texts, with_paths in wanted]
     temperature = getattr(getattr(config, config.loss.name), "temperature", 1.0)
-    return with_scores(corpora, score_folders(config), temperature)
-
-
-def score_folders(config: Config) -> list[str]:
-    return [folder for folder in config.loss.scores.split(",") if folder]
+    return with_scores(corpora, filter(None, config.loss.scores.split(",")), temperature)
 
 
 def texts_of(source: Training | Source, config: Config, tokenizer: Tokenizer) -> Texts:
@@ -290,7 +288,7 @@ def content_of(
         mixture=streams.phases if isinstance(streams, MixedStreams) else [],
         validation=held_out.corpus.fingerprint if own else "",
         base=base,
-        scores=content_of_scores(score_folders(config)),
+        scores=content_of_scores(config.loss.scores),
     )
 
 
@@ -306,7 +304,9 @@ def first_weights_of(config: Config) -> str:
     if hf_weights(config):
         return open_folder(Path(hf_weights(config))).fingerprint
     if c.enable and c.initial_load_path:
-        return f"{read_manifest(weights_path(Path(c.initial_load_path))).checksum:08x}"
+        saved = weights_path(Path(c.initial_load_path))
+        base = base_of(config_of(saved)) if holds_adapters(saved) else ""
+        return f"{read_manifest(saved).checksum:08x}{base}"
     return ""
 
 

@@ -435,7 +435,7 @@ def _joins(
 
 def _trees(held: Sequence[Held], texts: Texts, journal: Journal) -> Sequence[DocumentTokens]:
     pair = texts.group == 2
-    kept, problems = agreeing(held)
+    kept, problems = agreeing(held, pair)
     for problem in problems:
         _meet_bad_document(problem, texts, journal)
     return [] if pair and problems else trees_of(kept, pair)

@@ -9,11 +9,10 @@ conversation itself says of its answers.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy import ndarray
-from pydantic import AfterValidator, NonNegativeInt
 
 from titan_linear.config import COLUMNS
 from titan_linear.data.corpus.tokenizer import Tokenizer
@@ -28,18 +27,19 @@ EXACT = 1e-4
 MOST_SUM = 1.01  # of a teacher's probabilities: bfloat16 rounds log-probabilities by 0.2%
 
 
-def check_kinds(kinds: dict[str, tuple[str, int]]) -> dict[str, tuple[str, int]]:
-    """Raise ValueError if a name or a dtype is not a column's. Of other dtypes numpy would read addresses of objects."""
-    for name, (dtype, _) in kinds.items():
-        if DTYPES.get(name) != dtype:
+Kinds = Mapping[str, tuple[str, int]]  # of columns: dtype, numbers for each token or 0
+
+
+def check_kinds(kinds: Kinds, where: Any) -> None:
+    """Raise ValueError if columns have other names, dtypes or widths than columns can have.
+
+    Of other dtypes numpy would take what is in a file for addresses of Python's objects.
+    """
+    for name, (dtype, width) in kinds.items():
+        if DTYPES.get(name) != dtype or width < 0:
             raise ValueError(
-                f"no column is called {name!r} and has dtype {dtype!r}; columns are {DTYPES}"
+                f"{where}: column {name!r}, {dtype!r}, {width} for each token, must be one of {DTYPES}"
             )
-    return kinds
-
-
-# name → dtype, numbers for each token or 0
-Kinds = Annotated[dict[str, tuple[str, NonNegativeInt]], AfterValidator(check_kinds)]
 
 
 class DocumentTokens(NamedTuple):
@@ -53,23 +53,16 @@ class DocumentTokens(NamedTuple):
 
     @property
     def problem(self) -> str:
-        """What is wrong with the log-probabilities of its tokens that count, together; else "". Others may be zeros."""
+        """What is wrong with the numbers of its tokens that count; else "". Others may be zeros."""
         counted = np.flatnonzero(self.weights[1:] > 0) + 1
-        columns = {name: column[counted] for name, column in self.columns.items() if len(counted)}
-        for name in filter(columns.__contains__, LOGPROBS):
-            if columns[name].min() >= 0 and columns[name].max() > EXACT:
+        for name, column in self.columns.items() if len(counted) else ():
+            numbers = column[counted].reshape(len(counted), -1)
+            if name in LOGPROBS and numbers.min() >= 0 and numbers.max() > EXACT:
                 return f"{name!r} is nowhere below 0, as probabilities are; give their logarithms"
-        if "teacher_ids" in columns:
-            ids = np.sort(columns["teacher_ids"].reshape(len(counted), -1))
-            if (ids[:, 1:] == ids[:, :-1]).any():
-                return "'teacher_ids' lists an id twice for a token; give each once"
-        if "teacher_logprobs" in columns:
-            sums = np.exp(columns["teacher_logprobs"]).reshape(len(counted), -1).sum(1)
-            if sums.max() > MOST_SUM:
-                return (
-                    f"'teacher_logprobs' has probabilities that sum to {sums.max():.4g} for a token; "
-                    "give log-probabilities of one distribution"
-                )
+            if name == "teacher_ids" and not np.diff(np.sort(numbers)).all():
+                return f"{name!r} lists an id twice for a token; give each once"
+            if name == "teacher_logprobs" and (most := np.exp(numbers).sum(1).max()) > MOST_SUM:
+                return f"{name!r} has probabilities that sum to {most:.4g}; give at most 1"
         return ""
 
 
@@ -94,19 +87,15 @@ def with_columns(
                 f"{name!r} is no list of {len(documents)}, one for each of its documents; give that"
             )
         for document, value, into in zip(documents, of_each, columns):
-            column = column_of(name, value, len(document.tokens), widths)
-            if (
-                problem := column
-                if isinstance(column, str)
-                else problem_of(name, column, tokenizer.vocab_size)
-            ):
-                return f"{name!r} {problem}"
+            column = column_of(name, value, len(document.tokens), widths, tokenizer.vocab_size)
+            if isinstance(column, str):
+                return f"{name!r} {column}"
             into[name] = column.astype(dtype) * document.columns.get(name, 1)
     return [DocumentTokens(ids, {**own, **more}) for (ids, own), more in zip(documents, columns)]
 
 
 def column_of(
-    name: str, value: Any, tokens: int, widths: MutableMapping[str, int]
+    name: str, value: Any, tokens: int, widths: MutableMapping[str, int], vocab_size: int
 ) -> ndarray | str:
     """The numbers beside a document's tokens, [tokens] or [tokens, width], or what is wrong with them."""
     try:
@@ -119,7 +108,7 @@ def column_of(
         return "is one number, the document's sum perhaps; give each token's log-probability"
     if len(column) != tokens or column.ndim > 2:
         return f"has {len(column):,} rows, and the document {tokens:,} tokens with its end; give one each"
-    return other_width(name, column, widths) or column
+    return other_width(name, column, widths) or problem_of(name, column, vocab_size) or column
 
 
 def other_width(name: str, column: ndarray, widths: MutableMapping[str, int]) -> str:

@@ -28,19 +28,17 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
-from pydantic import BaseModel
 
-from titan_linear.data.corpus.columns import WEIGHTS, Kinds
+from titan_linear.data.corpus.columns import WEIGHTS, check_kinds
 from titan_linear.data.corpus.sources import FIELD_SOURCES, TEXT_SOURCES
 from titan_linear.storage.files import (
     Json,
@@ -65,13 +63,6 @@ INFO = "corpus.json"
 PLACE = "place"  # the column of places in the corpus
 
 
-class Typed(BaseModel):
-    """What of corpus.json decides how bytes are read."""
-
-    files: dict[str, Json]
-    columns: Kinds = {}
-
-
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """An open corpus. Its arrays are memory-mapped."""
@@ -86,6 +77,14 @@ class Corpus:
     paths: tuple[str, ...] | None = None  # of these files, where they were asked for
     # [num_tokens] or [num_tokens, n] each
     columns: Mapping[str, ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, column in self.columns.items():
+            if len(column) != self.num_tokens:
+                raise ValueError(
+                    f"the column {name!r} has {len(column):,} rows for the {self.num_tokens:,} tokens of "
+                    f"{self.folder}; restore it from a copy, or write it again"
+                )
 
     @property
     def num_documents(self) -> int:
@@ -170,10 +169,10 @@ def load_corpus(folder: Path) -> Corpus:
     info = _read_info(folder)
     dtypes = {TOKENS: info["dtype"], OFFSETS: "<i8", HASHES: "<u8", FILE_ENDS: "<i8"}
     files: dict[str, ndarray] = {}
-    for name in names_in(info):
-        check_size(folder / name, info["files"][name]["size"])
+    for name, file in files_in(info).items():
+        _check_size(folder / name, file["size"])
         if name in dtypes:
-            files[name] = _open_array(folder / name, dtypes[name])
+            files[name] = np.asarray(np.memmap(folder / name, dtypes[name], mode="r"))
     corpus = Corpus(
         folder=folder,
         tokens=files[TOKENS],
@@ -185,8 +184,6 @@ def load_corpus(folder: Path) -> Corpus:
             name: open_column(folder, name, *kind) for name, kind in info.get("columns", {}).items()
         },
     )
-    for name in corpus.columns:
-        check_rows(corpus, name, folder)
     if len(corpus.offsets) != corpus.num_documents + 1 or not _spans(
         corpus.offsets, corpus.num_tokens
     ):
@@ -202,26 +199,8 @@ def load_corpus(folder: Path) -> Corpus:
 
 def open_column(folder: Path, name: str, dtype: str, width: int, mode: Any = "r") -> ndarray:
     """[num_tokens], or with a width [num_tokens, width]; mapped."""
-    return _open_array(folder / column_file(name), dtype, width, mode)
-
-
-def _open_array(path: Path, dtype: str, width: int = 0, mode: Any = "r") -> ndarray:
-    size = path.stat().st_size
-    if not size or size % row_size(dtype, width):
-        raise unfitting(path)
-    numbers = np.asarray(np.memmap(path, dtype, mode=mode))
+    numbers = np.asarray(np.memmap(folder / column_file(name), dtype, mode=mode))
     return numbers.reshape(-1, width) if width else numbers
-
-
-def row_size(dtype: str, width: int) -> int:
-    """Bytes of a token's numbers."""
-    return np.dtype(dtype).itemsize * max(width, 1)
-
-
-def check_rows(corpus: Corpus, name: str, folder: Path) -> None:
-    """Raise ValueError if a column, which is in this folder, does not have a row for each token."""
-    if len(corpus.columns[name]) != corpus.num_tokens:
-        raise unfitting(folder / column_file(name))
 
 
 def format_of(columns: Iterable[str]) -> str:
@@ -232,7 +211,7 @@ def column_file(name: str) -> str:
     return f"column-{name}.bin"
 
 
-def check_size(path: Path, size: int) -> None:
+def _check_size(path: Path, size: int) -> None:
     if not path.is_file():
         raise ValueError(f"{path} is missing; {how_to_mend(path.parent)}")
     if path.stat().st_size != size:
@@ -284,13 +263,11 @@ def _falls(numbers: ndarray) -> bool:
 
 def verify_corpus(corpus: Corpus) -> None:
     """Checks every byte of a corpus against its checksums. ValueError naming the file and the place."""
-    verify_files(
-        corpus.folder, {name: corpus.info["files"][name] for name in names_in(corpus.info)}
-    )
+    verify_files(corpus.folder, files_in(corpus.info))
 
 
-def verify_files(folder: Path, files: Json) -> None:
-    """Checks every byte of these files, as `described`, likewise."""
+def verify_files(folder: Path, files: Mapping[str, Json]) -> None:
+    """`verify_corpus`, of any files as `described`."""
     for name, expected in files.items():
         found = _checksums(folder / name)
         for block, (want, got) in enumerate(zip(expected["crc32"], found, strict=True)):
@@ -303,26 +280,27 @@ def verify_files(folder: Path, files: Json) -> None:
 
 def verify_changed(corpus: Corpus) -> None:
     """`verify_corpus`, unless no file has changed since this last found the corpus whole."""
-    names = (INFO, *names_in(corpus.info))
-    verify_once(corpus.folder, names, partial(verify_corpus, corpus))
+    verify_once(corpus.folder, INFO, files_in(corpus.info))
 
 
-def verify_once(folder: Path, names: Iterable[str], verify: Callable[[], None]) -> None:
-    """`verify`, unless every file still has the size, time and inode that it had when this last found them whole.
+def verify_once(folder: Path, info: str, files: Mapping[str, Json]) -> None:
+    """`verify_files`, unless every file still has the size, time and inode that it had when this last found them whole.
 
     If these cannot be noted among the caches, it says so, and the next start reads everything again.
     """
+    for name, file in files.items():
+        _check_size(folder / name, file["size"])
     path = os.fsencode(os.path.abspath(folder))
     note = default_cache_dir() / f"whole-{hashlib.sha256(path).hexdigest()[:24]}.json"
-    stats = ((name, (folder / name).stat()) for name in names)
-    files = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in stats}
+    stats = ((name, (folder / name).stat()) for name in (info, *files))
+    found = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in stats}
     with suppress(Unreadable):
-        if read_json(note, dict[str, list[int]], "") == files:
+        if read_json(note, dict[str, list[int]], "") == found:
             return
-    verify()
+    verify_files(folder, files)
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(note, as_json(files))
+        write_whole(note, as_json(found))
     except OSError as error:
         print(
             f"warning: {note} cannot be written ({error}), so the next start reads all of {folder} again; set "
@@ -330,10 +308,11 @@ def verify_once(folder: Path, names: Iterable[str], verify: Callable[[], None]) 
         )
 
 
-def names_in(info: Json) -> list[str]:
+def files_in(info: Json) -> dict[str, Json]:
     """The files of a corpus besides corpus.json."""
     columns = map(column_file, info.get("columns", {}))
-    return [*FILES, *columns, *(name for name in (FILE_ENDS, PATHS) if name in info["files"])]
+    more = (name for name in (FILE_ENDS, PATHS) if name in info["files"])
+    return {name: info["files"][name] for name in (*FILES, *columns, *more)}
 
 
 def described(path: Path) -> Json:
@@ -387,7 +366,7 @@ def _read_info(folder: Path) -> Json:
             )
     if info.get("checksum") != info_checksum(info):
         raise ValueError(f"{path} was altered: it does not have its checksum; {remedy}")
-    read_json(path, Typed, remedy)
+    check_kinds(info.get("columns", {}), path)
     return info
 
 

@@ -13,23 +13,18 @@ import hashlib
 import os
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 from pydantic import BaseModel
 
-from titan_linear.data.corpus.columns import Kinds
+from titan_linear.data.corpus.columns import Kinds, check_kinds
 from titan_linear.data.corpus.corpus import (
     Corpus,
     as_json,
-    check_rows,
-    check_size,
     column_file,
     described,
     open_column,
-    row_size,
-    verify_files,
     verify_once,
 )
 from titan_linear.storage.files import Json, read_json, sync, write_whole
@@ -50,28 +45,26 @@ class Scores(BaseModel):
 
 
 def read_scores(folder: Path) -> Scores:
-    return read_json(folder / SCORES, Scores, "give a folder that titan-linear score wrote")
+    scores = read_json(folder / SCORES, Scores, "give a folder that titan-linear score wrote")
+    check_kinds(scores.columns, folder / SCORES)
+    return scores
 
 
 def open_scores(folder: Path) -> tuple[Scores, dict[str, np.ndarray]]:
     """With its columns. ValueError: it holds none, or not all yet, or was altered since."""
     scores = read_scores(folder)
-    if scores.next_stream < scores.streams:
+    if scores.next_stream < scores.streams or not scores.files:
         raise ValueError(
             f"{folder} is scored to stream {scores.next_stream} of {scores.streams}; run the same titan-linear score "
             "again, which goes on from there"
         )
-    if {*map(column_file, scores.columns)} != scores.files.keys():
-        raise ValueError(f"{folder / SCORES} has no checksums; score again, into another folder")
-    for name, file in scores.files.items():
-        check_size(folder / name, file["size"])
-    verify_once(folder, (SCORES, *scores.files), partial(verify_files, folder, scores.files))
+    verify_once(folder, SCORES, scores.files)
     return scores, {name: open_column(folder, name, *kind) for name, kind in scores.columns.items()}
 
 
-def content_of_scores(folders: Iterable[str]) -> str:
-    """Identifies what is in the columns of these folders; "none" without any."""
-    content = [str(read_scores(Path(folder)).files) for folder in folders]
+def content_of_scores(folders: str) -> str:
+    """A fingerprint of what is in the columns of loss.scores; "none" without any."""
+    content = [read_scores(Path(folder)).files for folder in folders.split(",") if folder]
     return hashlib.sha256(str(content).encode()).hexdigest()[:16] if content else "none"
 
 
@@ -94,36 +87,32 @@ def with_scores(
                 f"loss.scores: {folder} was scored with --temperature {scores.by['temperature']}, and the loss reads "
                 f"log-probabilities at {temperature:g}; score with that, or set distillation.temperature"
             )
-        for n, corpus in enumerate(corpora):
-            if corpus.identity == identity:
-                corpora[n] = replace(corpus, columns={**corpus.columns, **columns})
-                for name in columns:
-                    check_rows(corpora[n], name, folder)
+        corpora = [
+            replace(corpus, columns={**corpus.columns, **columns})
+            if corpus.identity == identity
+            else corpus
+            for corpus in corpora
+        ]
     return corpora
 
 
 def begin(folder: Path, scores: Scores, num_tokens: int) -> None:
     """New files, unless `folder` holds some of these scores. ValueError: it holds others. OSError: the disk is full."""
-    sizes = {column_file(n): num_tokens * row_size(*kind) for n, kind in scores.columns.items()}
     if (folder / SCORES).exists():
         if read_scores(folder).model_copy(update={"next_stream": 0, "files": {}}) != scores:
             raise ValueError(
                 f"{folder} holds scores of other weights, texts or columns; choose another folder"
             )
-        for name, size in sizes.items():
-            check_size(folder / name, size)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    for name, size in sizes.items():
-        with (folder / name).open("wb") as file:
+    for name, (dtype, width) in scores.columns.items():
+        size = num_tokens * np.dtype(dtype).itemsize * max(width, 1)
+        with (folder / column_file(name)).open("wb") as file:
             try:
-                # They are written through a mapping, where a full disk would be a signal.
+                # It is written through a mapping, where a full disk would be a signal.
                 os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
-                (folder / name).unlink()
-                raise OSError(
-                    error.errno, f"{error.strerror} ({size:,} bytes)", file.name
-                ) from None
+                raise OSError(*error.args, file.name) from None
     write_whole(folder / SCORES, as_json(scores.model_dump()))
 
 
@@ -139,8 +128,8 @@ def keep(folder: Path, scores: Scores, end: int) -> None:
     """The rows of the streams before `end` are there."""
     for name in scores.columns:
         sync(folder / column_file(name))
-    names = map(column_file, scores.columns) if end == scores.streams else ()
-    files = {name: described(folder / name) for name in names}
+    names = map(column_file, scores.columns)
+    files = {n: described(folder / n) for n in names if end == scores.streams}
     now = scores.model_copy(update={"next_stream": end, "files": files})
     write_whole(folder / SCORES, as_json(now.model_dump()))
     sync(folder)

@@ -14,7 +14,6 @@ which it continues; 0 for a tree's first. Streams have SHARE, too: how much the 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -129,44 +128,31 @@ def shared(a: np.ndarray, b: np.ndarray) -> int:
     return int(np.append(a[:most] != b[:most], True).argmax()) // LEAST * LEAST
 
 
-def agreeing(held: Sequence[Held]) -> tuple[list[Held], list[str]]:
-    """The documents in which shared tokens count the same, and what is wrong with each of the others. Where documents
-    disagree, those that most agree with stay, or the first ones."""
-    problems: dict[int, str] = {}  # by place in `held`
-    groups = [(list(range(len(held))), 0)]  # documents that share so many tokens, and agree on them
-    while groups:
-        group, begin = groups.pop()
-        following = defaultdict(list)
-        for n in group:
-            tokens = held[n].document.tokens
-            if len(tokens) > begin + LEAST:
-                following[tokens[begin : begin + LEAST].tobytes()].append(n)
-        for first, *others in following.values():
-            ends = (shared(held[first].document.tokens, held[n].document.tokens) for n in others)
-            end = min(ends, default=begin)
-            # the documents of each list agree with the list's first one
-            variants = [[first]]
-            for n in others:
-                same = (v for v in variants if not _difference(held[v[0]], held[n], begin, end))
-                if (variant := next(same, None)) is None:
-                    variants.append(variant := [])
-                variant.append(n)
-            most = max(variants, key=len)
-            for n in {*[first, *others]} - {*most}:
-                problems[n] = _difference(held[most[0]], held[n], begin, end)
-            if others:
-                groups.append((most, end))
-    kept = [document for n, document in enumerate(held) if n not in problems]
-    return kept, [problems[n] for n in sorted(problems)]
+def agreeing(held: Sequence[Held], pair: bool) -> tuple[list[Held], list[str]]:
+    """The documents in which shared tokens count the same, in their trees' order, and what is wrong with the others: of
+    two that differ, the one that differs from more documents."""
+    kept: list[Held] = []
+    problems: list[str] = []
+    order = held if pair else sorted(held, key=lambda h: h.document.tokens.astype(">u4").tobytes())
+    voters = order[:: len(held) // MOST + 1]
+    for now in order:
+        while kept and (problem := _difference(kept[-1], now)):
+            votes = [sum(not _difference(x, y) for y in voters) for x in (kept[-1], now)]
+            if votes[0] >= votes[1]:
+                problems.append(problem)
+                break
+            problems.append(_difference(now, kept.pop()))
+        else:
+            kept.append(now)
+    return kept, problems
 
 
 def trees_of(held: Sequence[Held], pair: bool) -> list[DocumentTokens]:
-    """Trees whose paths are these documents, which agree, depth first. Those that share nothing are of several trees,
-    but the two of a pair, whose order stays."""
+    """Trees whose paths are these documents, as `agreeing` has them, depth first. Those that share nothing are of
+    several trees, but the two of a pair, whose order stays."""
     trees: list[list[DocumentTokens]] = []
-    order = held if pair else sorted(held, key=lambda h: h.document.tokens.astype(">u4").tobytes())
     before, path = None, np.zeros(0, dtype=np.int64)
-    for now in order:
+    for now in held:
         ids, columns = now.document
         common = shared(before.document.tokens, ids) if before else 0
         if not trees or not (common or pair):
@@ -182,17 +168,18 @@ def trees_of(held: Sequence[Held], pair: bool) -> list[DocumentTokens]:
     return [_joined(nodes, nodes[0].columns) for nodes in trees]
 
 
-def _difference(a: Held, b: Held, begin: int, end: int) -> str:
-    """What to say of documents that share tokens up to `end`, if those from `begin` on do not count the same in both;
-    else ""."""
-    begin = max(begin, 1)  # nothing predicts the first token
-    counted = (a.document.weights[begin:end] > 0) | (b.document.weights[begin:end] > 0)
+def _difference(a: Held, b: Held) -> str:
+    """What to say of documents that share tokens, if these do not count the same in both; else ""."""
+    common = shared(a.document.tokens, b.document.tokens)
+    counted = ((a.document.weights > 0)[:common] | (b.document.weights > 0)[:common]) & (
+        np.arange(common) > 0
+    )
     for name, column in a.document.columns.items():
-        x, y = column[begin:end], b.document.columns[name][begin:end]
-        if (differ := (x != y).reshape(len(x), -1).any(1) & counted).any():
+        x, y = column[:common], b.document.columns[name][:common]
+        if (differ := (x != y).reshape(common, -1).any(1) & counted).any():
             at = int(differ.argmax())
             return (
-                f"{b.origin} shares its first {end} tokens with {a.origin}, and {name!r} of token {begin + at} is "
-                f"{y[at]} here and {x[at]} there; give shared tokens weights 0, or the same numbers"
+                f"{b.origin} shares its first {common} tokens with {a.origin}, and {name!r} of token {at} is {y[at]} "
+                f"here and {x[at]} there; give shared tokens weights 0, or the same numbers"
             )
     return ""

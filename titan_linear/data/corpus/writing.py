@@ -22,13 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy import ndarray
 
-from titan_linear.data.corpus.columns import (
-    WEIGHTS,
-    DocumentTokens,
-    check_kinds,
-    column_of,
-    problem_of,
-)
+from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens, check_kinds, column_of
 from titan_linear.data.corpus.corpus import (
     FILE_ENDS,
     FILES,
@@ -74,7 +68,7 @@ def write_corpus(
     outside the vocabulary, a column that is not among `columns`, or lacks one that is (unless no token counts).
     """
     folder = Path(folder)
-    check_kinds({name: (dtype, 0) for name, dtype in columns.items()})
+    check_kinds({name: (dtype, 0) for name, dtype in columns.items()}, "columns")
     with locked(folder):
         if folder.exists():
             raise ValueError(f"{folder} exists already; choose another folder")
@@ -300,30 +294,25 @@ def _checked(ids: ndarray, n: int, vocab_size: int) -> ndarray:
 
 def _columns(document: DocumentTokens, tokenizer: Tokenizer, journal: Journal) -> dict[str, bytes]:
     """What a document adds to each column's file. One whose tokens count nothing may lack columns."""
-    said = f"document {journal.num_documents}"
-    given, declared = document.columns.keys(), journal.columns.keys()
-    if undeclared := given - declared:
+    said, n = f"document {journal.num_documents}", len(document.tokens)
+    columns, widths, checked, added = {**document.columns}, journal.widths, {}, {}
+    if undeclared := columns.keys() - journal.columns:
         raise ValueError(
-            f"{said} has a column {min(undeclared)!r}, and columns = {journal.columns} does not name it; "
-            "add it there, or leave it out"
+            f"{said} has a column {min(undeclared)!r}; name it in columns, or leave it out"
         )
-    missing = declared - given
-    if missing and np.any(document.weights):
+    if (missing := journal.columns.keys() - columns) and np.any(document.weights):
         raise ValueError(f"{said} has no column {min(missing)!r}, which columns names; give it")
-    checked, added = {}, {}
-    for name, dtype in journal.columns.items():
-        # zeros for this document, or for those before the first one that has the column
-        lacking = journal.num_tokens * (name not in journal.widths)
-        lacking = len(document.tokens) if name in missing else lacking
-        if name in given:
-            column = column_of(name, document.columns[name], len(document.tokens), journal.widths)
-            problem = column if isinstance(column, str) else ""
-            if problem := problem or problem_of(name, column, tokenizer.vocab_size):
-                raise ValueError(f"{said}: its column {name!r} {problem}")
-            checked[name] = column.astype(dtype)
-        if name in journal.widths:
-            rows = np.zeros((lacking, max(journal.widths[name], 1)), dtype).tobytes()
-            added[name] = rows + checked[name].tobytes() if name in given else rows
+    for name in missing & widths.keys():
+        columns[name] = np.zeros((n, widths[name]) if widths[name] else n)
+    for name in columns:
+        dtype, is_new = journal.columns[name], name not in widths
+        column = column_of(name, columns[name], n, widths, tokenizer.vocab_size)
+        if isinstance(column, str):
+            raise ValueError(f"{said}: its column {name!r} {column}")
+        checked[name] = column.astype(dtype)
+        # earlier documents, none of whose tokens counted, lacked it
+        before = np.zeros((journal.num_tokens * is_new, max(widths[name], 1)), dtype)
+        added[name] = before.tobytes() + checked[name].tobytes()
     # a record was looked at where its line is known
     if not journal.key and (problem := DocumentTokens(document.tokens, checked).problem):
         raise ValueError(f"{said}: {problem}")
