@@ -36,7 +36,7 @@ from titan_linear.distributed.groups import host_group, on_rank_0
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
 from titan_linear.run.build import open_tokenizer
-from titan_linear.run.data import open_corpora, texts_of
+from titan_linear.run.data import check_content, content_of, open_corpora, texts_of
 from titan_linear.train import Trainer
 
 TOP = 4
@@ -254,6 +254,27 @@ def test_what_identifies_scores_is_their_content(tmp_path):
     assert content_of_scores(f"{first},{other}") != content_of_scores(str(first))
     assert content_of_scores(str(other)) != content_of_scores(str(first))
     assert content_of_scores("") == "none"
+
+
+def test_a_run_keeps_its_scores(tmp_path):
+    """A checkpoint knows them by their content; one of before does not know them."""
+    written(tmp_path / "a"), written(tmp_path / "b", 7), written(tmp_path / "moved")
+
+    def content(folder):
+        config = load_config(["--loss.scores", str(folder)])
+        streams = SimpleNamespace(fingerprints={"": "c"})
+        return config, content_of(
+            config, ByteTokenizer(), OWN["hybrid"]["debug"], streams, None, ""
+        )
+
+    _, known = content(tmp_path / "a")
+    config, moved = content(tmp_path / "moved")
+    check_content(config, known, moved)
+    for other in (tmp_path / "b", ""):
+        config, now = content(other)
+        with refused(r"loss\.scores gives another set of scores than the run in"):
+            check_content(config, known, now)
+    check_content(config, known.model_copy(update={"scores": ""}), now)
 
 
 def test_a_full_disk_is_an_error_before_anything_is_scored(tmp_path, monkeypatch):
