@@ -1,7 +1,7 @@
 """Score texts with trained weights: the log-probability of each token after those before it in its document.
 
 titan-linear score outputs/dpo/checkpoint/step-150 -o scores/ --training.dataset_path 'pairs.jsonl' …
-titan-linear score Qwen3.5-2B -o teacher/ --top-k 64 --training.dataset_path 'data/*.jsonl' --training.seq_len 32768
+titan-linear score Qwen3.5-2B -o teacher/ --top-k 64 --training.dataset jsonl --training.dataset_path 'data/*.jsonl' …
 titan-linear score --compare scores/ others/
 
 PATH is a run's folder or its checkpoint/, a step-N in it, or a Hugging Face folder. Keys, the run's own and those that
@@ -10,7 +10,9 @@ training.seq_len, parallelism.…. Documents are whole in a stream, if all of th
 
 The folder gets a column, `reference` unless --as names another that losses read, and with --top-k the likeliest ids and
 their log-probabilities, teacher_ids and teacher_logprobs. A run reads it with loss.scores = "scores/", on the same
-texts. If it is stopped, the same command goes on. --compare prints the largest differences of two such folders.
+texts. If it is stopped, the same command continues. It knows the weights by their content, for which a Hugging Face
+folder is read once more, and takes the room for all columns at the start. --compare prints the largest differences of
+two such folders.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def main(argv: list[str]) -> int:
             "give PATH, what scores, and -o, a folder for the scores; or --compare and two folders"
         )
     config, node, tokenizer, _ = checked(args.path, keys)
-    if config.training.dataset == "stdlib" not in str(keys) and hf_weights(config):
+    texts_named = config.training.dataset != "stdlib" or "stdlib" in str(keys)
+    if hf_weights(config) and not texts_named:
         raise ValueError(
             f"{args.path} is not a run, whose texts would be scored; give --training.dataset and "
             "--training.dataset_path"

@@ -79,10 +79,8 @@ def with_columns(
     """
     columns: list[dict[str, ndarray]] = [{} for _ in documents]
     for name, dtype in dtypes.items():
-        of_each = [values[name]] if len(documents) == 1 else values[name]
-        if len(documents) > 1 and not (
-            isinstance(of_each, list) and len(of_each) == len(documents)
-        ):
+        of_each = values[name] if len(documents) > 1 else [values[name]]
+        if not isinstance(of_each, list) or len(of_each) != len(documents):
             return (
                 f"{name!r} is no list of {len(documents)}, one for each of its documents; give that"
             )
