@@ -185,8 +185,8 @@ MUTANTS = [
         "test_losses.py: defined and GSPO",
     ),
     Mutant(
-        "self.columns[name], positions, 0",
-        "self.columns[name], positions - 1, 0",
+        "self.columns[name], np.minimum(positions,",
+        "self.columns[name], np.minimum(positions - 1,",
         "test_columns.py",
     ),
     Mutant(
@@ -205,10 +205,32 @@ MUTANTS = [
         "test_losses.py: defined and DPO",
     ),
     Mutant(
-        "-weights * torch.minimum(free, bounded)",
-        "-weights * bounded",
+        "bounded.exp() * advantages",
+        "log_ratio.exp() * advantages",
         "test_losses.py: defined and GRPO",
     ),
+    Mutant(
+        "(bounded != log_ratio) & (advantages != 0)",
+        "bounded == log_ratio",
+        "test_losses.py: defined and GSPO",
+    ),
+    Mutant("torch.heaviside(margin", "torch.heaviside(-margin", "test_losses.py: defined and DPO"),
+    Mutant(
+        "weights * rows.entropy, clipped, kl]",
+        "weights * rows.entropy, clipped, 2 * kl]",
+        "test_losses.py: defined and GRPO",
+    ),
+    Mutant(
+        "counted = ((a.document.weights > 0)[:common] | ",
+        "counted = (",
+        "tests/test_trees.py: alone",
+    ),
+    Mutant(
+        "keep(folder, scores, min(n * each, end))",
+        "keep(folder, scores, min((n + 1) * each, end))",
+        "test_score.py: noted",
+    ),
+    Mutant("if votes[0] >= votes[1]:", "if True:", "tests/test_trees.py: disagree"),
     Mutant("tau**2 *", "tau *", "test_losses.py: defined and distillation"),
     Mutant("(parts[:, 2] * shares).sum(0)", "parts[:, 2].mean(0)", "test_losses.py: gradients"),
     Mutant("return positions.copy()", "return positions - 1", "test_score.py: one and process"),

@@ -202,10 +202,57 @@ def definition(config, trainer, i):
         if config.loss.name == "dpo":
             del documents[len(documents) // 2 * 2 :]  # padding
     name = config.loss.name
-    loss = reference.loss(name, documents, getattr(config, name), streams.targets.normalise)
+    keys, normalise = getattr(config, name), streams.targets.normalise
+    loss = reference.loss(name, documents, keys, normalise)
+    reports = reported(name, documents, keys, normalise)
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
-    return loss.item(), torch.stack([x.norm() for x in gradients]).norm().item()
+    return loss.item(), torch.stack([x.norm() for x in gradients]).norm().item(), *reports
+
+
+def reported(name, documents, keys, normalise):
+    """The means that a loss reports, by the weights of its tokens, from whole logits and one ratio at a time."""
+    if name not in ("dpo", "policy"):
+        return ()
+    rows = []
+    rewards = [reward(document, keys) for document in documents] if name == "dpo" else []
+    for n, document in enumerate(documents):
+        if not document.columns["weights"].any():
+            continue
+        if name == "dpo":
+            margin = rewards[n // 2 * 2] - rewards[n // 2 * 2 + 1]
+            means = [(0.5 * (margin > 0) + 0.5 * (margin >= 0), margin)] * len(document.labels)
+        else:
+            means = policy_means(document, keys)
+        length = len(document.labels) if normalise == "document" else 1
+        weights = (document.columns["weights"] / length).tolist()
+        rows += [[w, *(w * x for x in of_token)] for w, of_token in zip(weights, means)]
+    total, *sums = np.array(rows).sum(0)
+    return [x / total for x in sums]
+
+
+def reward(document, keys):
+    known = 0 if keys.reference_free else document.columns["reference"]
+    sums = (document.logprobs - known).sum().item() * keys.beta
+    return sums / max(len(document.labels), 1) if keys.length_normalised else sums
+
+
+def policy_means(document, keys):
+    """Of each token: entropy, whether its ratio is clipped, and the divergence's estimate."""
+    p = document.logits.softmax(-1)
+    entropy = [-sum(x * math.log(x) for x in row) for row in p.tolist()]
+    logprobs = document.logprobs.tolist()
+    behaviour, advantages = (document.columns[n].tolist() for n in ("behaviour", "advantages"))
+    ratios = [math.exp(x - y) for x, y in zip(logprobs, behaviour)]
+    if keys.level == "sequence":
+        ratios = [math.prod(ratios) ** (1 / len(ratios))] * len(ratios)
+        advantages = [sum(advantages) / len(advantages)] * len(advantages)
+    clipped = [
+        (ratio > 1 + keys.clip_high and a > 0) or (ratio < 1 - keys.clip_low and a < 0)
+        for ratio, a in zip(ratios, advantages)
+    ]
+    apart = [x - y for x, y in zip(document.columns["reference"].tolist(), logprobs)]
+    return list(zip(entropy, clipped, [math.exp(d) - d - 1 for d in apart]))
 
 
 def first_losses(rank, world_size, argv):
@@ -215,7 +262,8 @@ def first_losses(rank, world_size, argv):
     for i in range(config.training.steps):
         want = definition(config, trainer, i)
         numbers = trainer.train_step()
-        pairs.append(((numbers["loss"], numbers["grad_norm"]), want))
+        reports = (numbers[name] for name in trainer.passes.loss.reports)
+        pairs.append(((numbers["loss"], numbers["grad_norm"], *reports), want))
     return pairs
 
 
@@ -404,6 +452,61 @@ def test_nats_of_tokens_have_no_temperature():
     )
     loss(ChunkedLogits(x, weight, 3, token_losses=nats), batch)
     torch.testing.assert_close(nats, F.cross_entropy(x @ weight.T, labels[0], reduction="none"))
+
+
+def policy_step(level, behaviour, advantages, dtype, reference_logp=None):
+    """The sums of a policy loss over a document of 8 tokens, and the gradients of its first."""
+    rng = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randn(n, 4, generator=rng, dtype=torch.float64).to(dtype).requires_grad_()
+        for n in (8, 12)
+    )
+    numbers = {"behaviour": behaviour, "advantages": advantages}
+    numbers["reference"] = behaviour if reference_logp is None else reference_logp
+    columns = {name: torch.tensor(column)[None] for name, column in numbers.items()}
+    columns |= {"weights": torch.ones(1, 8), "document": torch.zeros(1, 8, dtype=torch.int64)}
+    labels = torch.arange(8)[None]
+    batch = feed.MicroBatch(labels, labels, BatchPlan(labels[0]), (0,), columns, num_documents=1)
+    keys = {"loss.name": "policy", "policy.level": level}
+    keys |= {} if reference_logp is None else {"policy.kl": 0.5}
+    sums = build_loss(load_config(argv_of(keys)))(ChunkedLogits(x, weight, 3), batch)
+    return sums, *torch.autograd.grad(sums[0], [x, weight])
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("advantage", [2.0, 0.0])
+def test_a_clipped_ratio_may_be_beyond_float32(level, advantage):
+    """Its loss, gradient and reports are those of one that float32 holds, however far it is."""
+    rest = 0.0 if level == "sequence" else -1.5  # a document's is the mean over its tokens
+    advantages = [advantage] * 8 if level == "sequence" else [1.0, -1.0, advantage, *[0.5] * 5]
+    near, far, farthest = (
+        policy_step(level, [-1.5, -1.5, b, -1.5, *[-1.5 + rest] * 4], advantages, torch.float32)
+        for b in (-60.0, -1e4, -3e38)
+    )
+    exact = policy_step(
+        level, [-1.5, -1.5, -60.0, -1.5, *[-1.5 + rest] * 4], advantages, torch.float64
+    )
+    assert all(x.isfinite().all() for x in far) and near[0][2] >= (advantage > 0)
+    for x, y, z, e in zip(near, far, farthest, exact):
+        assert torch.equal(x, y) and torch.equal(x, z)
+        torch.testing.assert_close(x.double(), e, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_ratio_that_counts_and_is_beyond_float32_is_not_hidden(level):
+    sums, *_ = policy_step(level, [-1e4] * 8, [-1.0] * 8, torch.float32)
+    assert not sums[0].isfinite()
+
+
+def test_a_small_divergence_is_not_rounded_away():
+    """exp(d) − d − 1 of d = 1e-4 is 5e-9, below the rounding of 1 in float32."""
+    rng = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 4, generator=rng, dtype=torch.float64).float() for n in (8, 12))
+    logp = (x @ weight.T).log_softmax(-1).diagonal()
+    near = (logp + 1e-3).tolist()
+    sums, *_ = policy_step("token", near, [0.0] * 8, torch.float32, reference_logp=near)
+    d = torch.tensor(near).double() - (x.double() @ weight.double().T).log_softmax(-1).diagonal()
+    assert sums[3].item() == pytest.approx((d.exp() - d - 1).sum().item(), rel=1e-2)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

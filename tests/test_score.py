@@ -1,29 +1,42 @@
 """titan-linear score: the log-probabilities of whole logits, under splits, resumed; and the runs that read them."""
 
+import errno
 import math
+import os
 import random
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.keys import argv_of
 from tests.records import change_json, write_lines
-from tests.refusals import refused
+from tests.refusals import is_refused, refused
+from tests.test_doctor import sabotaged
 from tests.test_train import OWN_FLAVORS, SPLITS, train_on_rank
 from titan_linear import score
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, open_corpus
 from titan_linear.data.corpus import scores
-from titan_linear.data.corpus.corpus import column_file, open_column
-from titan_linear.data.corpus.scores import SCORES, differences
+from titan_linear.data.corpus.corpus import Corpus, column_file, open_column
+from titan_linear.data.corpus.scores import (
+    SCORES,
+    Scores,
+    content_of_scores,
+    differences,
+    open_scores,
+    read_scores,
+    with_scores,
+)
 from titan_linear.distributed.groups import host_group, on_rank_0
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
 from titan_linear.run.build import open_tokenizer
-from titan_linear.run.data import open_corpora, texts_of
+from titan_linear.run.data import check_content, content_of, open_corpora, texts_of
 from titan_linear.train import Trainer
 
 TOP = 4
@@ -64,6 +77,21 @@ def scored(rank, world_size, argv):
         host_group(),
     )
     score.score_corpus(folder, config)
+
+
+def killed(rank, world_size, argv):
+    """`scored`, in whose third micro-batch the process ends before its numbers are written."""
+    left = iter(range(2))
+
+    def put(was, *arguments):
+        if next(left, None) is None:
+            raise SystemExit
+        was(*arguments)
+
+    with sabotaged(score, "put", put), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(score, "SAVED", 0)
+        with suppress(SystemExit):
+            scored(rank, world_size, argv)
 
 
 def exact(rank, world_size, argv):
@@ -130,6 +158,188 @@ def test_it_goes_on_where_it_was_stopped_and_is_compared(keys, tmp_path, worlds)
         AssertionError, match="holds scores of other weights, texts or columns; choose another"
     ):
         run("half", "--temperature", "2")
+
+
+def test_what_is_noted_as_scored_is_written(keys, tmp_path, worlds):
+    whole, half = (["--output", str(tmp_path / name), *argv_of(keys)] for name in ("whole", "half"))
+    worlds(1).run(scored, whole)
+    worlds(1).run(killed, half)
+    assert read_scores(tmp_path / "half").next_stream == 2
+    worlds(1).run(scored, half)
+    assert differences(tmp_path / "whole", tmp_path / "half") == {"reference": (0.0, 0)}
+
+
+N = 1000
+
+
+def written(folder, n=N):
+    """Scores of n tokens, all of one stream."""
+    by = {"weights": "w", "temperature": "1.0"}
+    kinds = {"reference": ("<f4", 0), "teacher_ids": ("<i4", 3)}
+    made = Scores(corpus="a", tokenizer="b", by=by, columns=kinds, next_stream=0, streams=1)
+    scores.begin(folder, made, n)
+    scores.put(folder, made, [[np.arange(n), -np.ones(n), np.ones((n, 3))]])
+    scores.keep(folder, made, 1)
+    return folder
+
+
+def corpus_like(tokens):
+    """What scores are matched with."""
+    info = {"fingerprint": "a", "tokenizer": {"fingerprint": "b"}}
+    arrays = (np.zeros(tokens, "<u2"), np.array([0, tokens]), np.zeros(1, "<u8"))
+    return Corpus(Path(), *arrays, info)
+
+
+@pytest.mark.parametrize(
+    "damage, said",
+    [
+        (lambda data: data[:-4], "bytes instead of"),
+        (lambda data: data + bytes(4), "bytes instead of"),
+        (lambda data: b"\7" + data[1:], "was altered"),
+        (lambda data: None, "is missing"),
+    ],
+)
+@pytest.mark.parametrize("name", ["reference", "teacher_ids"])
+def test_damaged_scores_are_refused(name, damage, said, tmp_path):
+    """Also where they were found whole before."""
+    folder = written(tmp_path / "scores")
+    assert (
+        with_scores([corpus_like(N)], [folder], 1.0)[0].columns.keys()
+        == open_scores(folder)[1].keys()
+    )
+    file = folder / column_file(name)
+    data = damage(file.read_bytes())
+    file.unlink()
+    if data is not None:
+        file.write_bytes(data)
+    with refused(rf"column-{name}\.bin .*{said}"):
+        with_scores([corpus_like(N)], [folder], 1.0)
+
+
+def test_scores_have_a_row_for_each_token(tmp_path):
+    folder = written(tmp_path / "scores")
+    for tokens in (N - 1, N + 1):
+        with refused(rf"the column 'reference' has 1,000 rows for the {tokens:,} tokens"):
+            with_scores([corpus_like(tokens)], [folder], 1.0)
+    (corpus,) = with_scores([corpus_like(N)], [folder], 1.0)
+    # the label of the last token
+    assert corpus.column("reference", np.array([N])) == -1
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"reference": ["O", 0]},
+        {"reference": ["<i8", 0]},
+        {"reference": ["<f4", -1]},
+        {"../reference": ["<f4", 0]},
+        {"teacher_ids": ["<f4", 3]},
+        {"reference": "<f4"},
+    ],
+)
+def test_columns_that_there_are_not(kind, tmp_path):
+    folder = written(tmp_path / "scores")
+    change_json(folder / SCORES, {"columns": kind})
+    with refused(r"scores\.json"):
+        open_scores(folder)
+
+
+def test_what_identifies_scores_is_their_content(tmp_path):
+    first, same, other = (
+        written(tmp_path / "a"),
+        written(tmp_path / "b"),
+        written(tmp_path / "c", 7),
+    )
+    assert content_of_scores(str(first)) == content_of_scores(str(same))
+    assert content_of_scores(f"{first},{other}") != content_of_scores(str(first))
+    assert content_of_scores(str(other)) != content_of_scores(str(first))
+    assert content_of_scores("") == "none"
+
+
+def test_a_run_keeps_its_scores(tmp_path):
+    """A checkpoint knows them by their content; one of before does not know them."""
+    written(tmp_path / "a"), written(tmp_path / "b", 7), written(tmp_path / "moved")
+
+    def content(folder):
+        config = load_config(["--loss.scores", str(folder)])
+        streams = SimpleNamespace(fingerprints={"": "c"})
+        return config, content_of(
+            config, ByteTokenizer(), OWN["hybrid"]["debug"], streams, None, ""
+        )
+
+    _, known = content(tmp_path / "a")
+    config, moved = content(tmp_path / "moved")
+    check_content(config, known, moved)
+    for other in (tmp_path / "b", ""):
+        config, now = content(other)
+        with refused(r"loss\.scores gives another set of scores than the run in"):
+            check_content(config, known, now)
+    check_content(config, known.model_copy(update={"scores": ""}), now)
+
+
+def test_a_full_disk_is_an_error_before_anything_is_scored(tmp_path, monkeypatch):
+    file = written(tmp_path / "whole", 100_000) / column_file("reference")
+    assert file.stat().st_blocks * 512 >= file.stat().st_size  # it has its room
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*column-reference\.bin"):
+        written(tmp_path / "full")
+    assert not (tmp_path / "full" / SCORES).exists()
+
+
+def test_scoring_does_not_continue_with_other_weights(keys, tmp_path):
+    """Under the same path."""
+    OWN["hybrid"] |= OWN_FLAVORS
+    args, own = score.parse(["PATH", *argv_of(keys)])
+    own += argv_of(
+        {
+            "checkpoint.enable": "true",
+            "checkpoint.initial_load_in_hf": "true",
+            "checkpoint.initial_load_path": tmp_path,
+        }
+    )
+
+    def begin(*more):
+        scores.begin(
+            tmp_path / "scores", *score.scores_of(args, load_config([*own, *more]), ByteTokenizer())
+        )
+
+    def export(value):
+        save_file({"weight": torch.full((4,), value)}, tmp_path / "model.safetensors")
+
+    export(1.0)
+    begin()
+    export(2.0)
+    with refused("holds scores of other weights, texts or columns; choose another folder"):
+        begin()
+    export(1.0)
+    begin()
+    with refused("holds scores of other weights"):
+        begin("--model.num_layers", "1")
+
+
+def test_texts_must_be_named_for_a_folder_that_is_not_a_run(monkeypatch, capsys):
+    def checked(path, keys):
+        folder = {"checkpoint.enable": "true", "checkpoint.initial_load_in_hf": "true"}
+        first = argv_of(folder | {"checkpoint.initial_load_path": path})
+        return load_config([*first, *keys]), None, None, None
+
+    began = []
+    monkeypatch.setattr(score, "checked", checked)
+    monkeypatch.setattr(score, "scores_of", lambda *_: ())
+    monkeypatch.setattr(score, "begin", lambda *_: began.append(True))
+    monkeypatch.setattr(score, "run_workers", lambda *_: 0)
+    said = is_refused(score.main, ["Qwen", "-o", "s"], capsys)
+    assert (
+        "Qwen is not a run" in said
+        and "give --training.dataset and --training.dataset_path" in said
+    )
+    for keys in (["--training.dataset", "stdlib"], ["--training.dataset=jsonl"]):
+        assert score.main(["Qwen", "-o", "s", *keys]) == 0
+    assert len(began) == 2
 
 
 def test_the_base_as_reference_is_as_its_scores_are(keys, tmp_path, worlds):

@@ -361,8 +361,46 @@ def test_what_shared_tokens_count_differently(column, values, tmp_path):
             on_bad_document="skip",
             **options,
         ).num_documents
-        == 1
+        == 2
     )
+
+
+@pytest.mark.parametrize("counted", [(0, 1), (1, 0)])
+def test_a_token_that_counts_in_one_document_alone(counted, tmp_path):
+    records = [{"tokens": [1] * 79 + [n], "weights": [c] * 79 + [1]} for n, c in enumerate(counted)]
+    options = {"dataset_format": "tokens", "share_prefixes": True, "columns": {"weights": "<f4"}}
+    with refused(r"'weights' of token 1 is"):
+        corpus_of(tmp_path / "bad.jsonl", records, **options)
+
+
+@pytest.mark.parametrize("wrong", [[0], [50], [99], [0, 1, 70]])
+@pytest.mark.parametrize("group_field", ["", "group"])
+def test_records_that_disagree_with_most_are_skipped(wrong, group_field, tmp_path):
+    """And counted, each by itself."""
+    value = lambda n: 0.5 if n in wrong else 1.0  # noqa: E731
+    records = [
+        {"tokens": [1] * 79 + [n], "advantages": [value(n)] * 80, "group": 0} for n in range(100)
+    ]
+    options = {"dataset_format": "tokens", "share_prefixes": True, "group_field": group_field}
+    options |= {"columns": {"advantages": "<f4"}, "on_bad_document": "skip"}
+    corpus = corpus_of(tmp_path / "some.jsonl", records, **options)
+    leaves = [n for n in range(100) if n not in wrong]
+    assert sorted(corpus.tokens[corpus.tokens != 1]) == [n for n in leaves if n != 1]
+    assert (corpus.columns["advantages"] == 1).all()
+    assert corpus.info["source"]["skipped_bad"] == len(wrong)
+    assert all(
+        f"line {n + 1}" in bad for n, bad in zip(wrong, sorted(corpus.info["source"]["bad"]))
+    )
+
+
+def test_a_pair_that_disagrees_is_skipped_whole(tmp_path):
+    pair = {"chosen": "a" * 80 + "b", "rejected": "a" * 80 + "c", "prompt": ""}
+    records = [pair | {"reference": [[-x] * 82, [-1] * 82]} for x in (1, 2, 1)]
+    options = {"dataset_format": "preference", "share_prefixes": True, "on_bad_document": "skip"}
+    columns = {"columns": {"reference": "<f4"}}
+    corpus = corpus_of(tmp_path / "pairs.jsonl", records, **options, **columns)
+    assert corpus.num_documents == 2 and corpus.info["source"]["skipped_bad"] == 1
+    assert (corpus.columns["reference"] == -1).all()
 
 
 def corpus_of(path, records, cache=None, **options):

@@ -1,7 +1,7 @@
 """Score texts with trained weights: the log-probability of each token after those before it in its document.
 
 titan-linear score outputs/dpo/checkpoint/step-150 -o scores/ --training.dataset_path 'pairs.jsonl' …
-titan-linear score Qwen3.5-2B -o teacher/ --top-k 64 --training.dataset_path 'data/*.jsonl' --training.seq_len 32768
+titan-linear score Qwen3.5-2B -o teacher/ --top-k 64 --training.dataset jsonl --training.dataset_path 'data/*.jsonl' …
 titan-linear score --compare scores/ others/
 
 PATH is a run's folder or its checkpoint/, a step-N in it, or a Hugging Face folder. Keys, the run's own and those that
@@ -10,7 +10,9 @@ training.seq_len, parallelism.…. Documents are whole in a stream, if all of th
 
 The folder gets a column, `reference` unless --as names another that losses read, and with --top-k the likeliest ids and
 their log-probabilities, teacher_ids and teacher_logprobs. A run reads it with loss.scores = "scores/", on the same
-texts. If it is stopped, the same command goes on. --compare prints the largest differences of two such folders.
+texts. If it is stopped, the same command continues. It knows the weights by their content, for which a Hugging Face
+folder is read once more, and takes the room for all columns at the start. --compare prints the largest differences of
+two such folders.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_linear.commands import command_parser
-from titan_linear.config import Config, changed, check_config, load_config
+from titan_linear.config import Config, changed, check_config, hf_weights, load_config
 from titan_linear.data import PackedStreams, Streams, Targets, Tokenizer, split_corpus, streams_of
 from titan_linear.data.corpus.corpus import PLACE
 from titan_linear.data.corpus.scores import Scores, begin, differences, keep, put, read_scores
@@ -38,10 +40,10 @@ from titan_linear.distributed.process import refusing, run_command, under_launch
 from titan_linear.launch import Node, run_workers, this_node
 from titan_linear.losses.distillation import MOST_IDS
 from titan_linear.losses.loss import logprobs
-from titan_linear.models.config import ModelConfig
+from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.build import model_config, open_tokenizer
-from titan_linear.run.data import open_corpora
+from titan_linear.run.data import first_weights_of, open_corpora
 from titan_linear.run.preflight import check_model
 from titan_linear.run.reading import Reader, config_for, open_reader
 
@@ -62,6 +64,12 @@ def main(argv: list[str]) -> int:
             "give PATH, what scores, and -o, a folder for the scores; or --compare and two folders"
         )
     config, node, tokenizer, _ = checked(args.path, keys)
+    texts_named = config.training.dataset != "stdlib" or "stdlib" in str(keys)
+    if hf_weights(config) and not texts_named:
+        raise ValueError(
+            f"{args.path} is not a run, whose texts would be scored; give --training.dataset and "
+            "--training.dataset_path"
+        )
     begin(Path(args.output), *scores_of(args, config, tokenizer))
     return run_workers(config, node, "titan_linear.score", ["--output", args.output])
 
@@ -85,6 +93,7 @@ def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) ->
         )
     streams = streams_to_score(config, tokenizer)
     corpus = streams.corpus
+    print(corpus.summary)
     columns = {args.column: ("<f4", 0)}
     if args.top_k:
         columns |= {"teacher_ids": ("<i4", args.top_k), "teacher_logprobs": ("<f4", args.top_k)}
@@ -92,7 +101,8 @@ def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) ->
         corpus=corpus.fingerprint,
         tokenizer=corpus.info["tokenizer"]["fingerprint"],
         by={
-            "weights": config.checkpoint.initial_load_path,
+            "weights": first_weights_of(config),
+            "model": fingerprint(model_config(config, tokenizer)),
             "temperature": str(args.temperature),
             "streams": f"{type(streams).__name__} {config.training.seq_len}",
         },

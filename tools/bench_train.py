@@ -126,9 +126,10 @@ def write_random(corpus: Path, args: argparse.Namespace, streams: int, loss: str
             for name in read.columns
         }
         if "teacher_ids" in columns:
-            columns["teacher_ids"] = draw.integers(256, size=(n, TOP))
+            columns["teacher_ids"] = draw.random((n, 256)).argsort(1)[:, :TOP]
             columns["teacher_logprobs"] = np.full((n, TOP), math.log(0.9 / TOP))
-        columns["weights"] = draw.random(n, dtype=np.float32)
+        if loss == "weights":
+            columns["weights"] = draw.random(n, dtype=np.float32)
         return DocumentTokens(draw.integers(256, size=n), columns)
 
     write_corpus(

@@ -401,6 +401,32 @@ def test_tokens_of_another_type(make_corpus, dtype):
         load_corpus(file.parent)
 
 
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"weights": ["O", 0]},
+        {"weights": ["<f8", 0]},
+        {"weights": ["<f4", -1]},
+        {"weights": ["<f4", 2]},
+        {"weights": ["<f4", 1 << 40]},
+        {"reference": ["<f4", 0]},
+        {"../weights": ["<f4", 0]},
+    ],
+)
+def test_columns_of_another_type(columns, tmp_path):
+    """With their checksum; files have the sizes that corpus.json says."""
+    weighted = [(np.arange(8), {"weights": np.ones(8)})]
+    write_corpus(tmp_path / "c", weighted, ByteTokenizer(), columns={"weights": "<f4"})
+    file = tmp_path / "c" / "corpus.json"
+    info = read_json(file) | {"columns": columns}
+    info["files"] |= {"column-../weights.bin": info["files"]["column-weights.bin"]}
+    info["files"] |= {"column-reference.bin": {"size": 4, "crc32": [0]}}
+    (tmp_path / "c" / "column-reference.bin").write_bytes(bytes(4))
+    write_json(file, info | {"checksum": corpus_module.info_checksum(info)})
+    with refused("column|reshape"):
+        load_corpus(file.parent)
+
+
 def test_damaged_cache_is_not_rebuilt_silently(lines, tmp_path):
     folder = lines_of(lines, tmp_path / "cache").folder
     (folder / "tokens.bin").write_bytes(b"")
@@ -410,9 +436,11 @@ def test_damaged_cache_is_not_rebuilt_silently(lines, tmp_path):
 
 
 def test_a_corpus_that_did_not_change_is_read_once(make_corpus, tmp_path, monkeypatch, capsys):
-    read, whole = [], corpus_module.verify_corpus
+    read, whole = [], corpus_module.verify_files
     monkeypatch.setattr(
-        corpus_module, "verify_corpus", lambda corpus: (read.append(corpus.folder), whole(corpus))
+        corpus_module,
+        "verify_files",
+        lambda folder, files: (read.append(folder), whole(folder, files)),
     )
     one, other = (make_corpus([[n, n + 1, 256]]) for n in (1, 2))
     for corpus in (one, one, other, load_corpus(one.folder)):

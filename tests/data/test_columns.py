@@ -15,12 +15,14 @@ from titan_linear.data import (
     Targets,
     Texts,
     WholeStreams,
+    load_corpus,
     open_corpus,
     split_corpus,
+    write_corpus,
 )
 from titan_linear.run.data import build_streams
 
-COLUMNS = {"weights": "<f4", "reference": "<f4", "teacher_ids": "<i4"}
+COLUMNS = {"weights": "<f4", "reference": "<f4", "teacher_ids": "<i4", "teacher_logprobs": "<f4"}
 
 
 def opened(path, dataset="jsonl", form="tokens", columns=("weights", "reference", "teacher_ids")):
@@ -116,6 +118,72 @@ def test_what_does_not_fit_names_its_record(tmp_path, record, problem):
     file = write_lines(tmp_path / "records.jsonl", [whole, whole | record])
     with refused(rf"records\.jsonl, line 2: {problem}"):
         opened(file)
+
+
+TAUGHT = {"teacher_ids": [[0, 0], [7, 8], [8, 7], [0, 0]], "weights": [1, 1, 1, 0]}
+TAUGHT |= {"tokens": [1, 2, 3, 4], "teacher_logprobs": [[0, 0], [-0.1, -3], [-1, -1], [0, 0]]}
+
+
+@pytest.mark.parametrize(
+    "column, value, problem",
+    [
+        ("teacher_ids", [[0, 0], [7, 8], [7, 7], [0, 0]], "lists an id twice for a token"),
+        (
+            "teacher_logprobs",
+            [[0, 0], [-0.1, -3], [-0.5, -0.8], [0, 0]],
+            r"has probabilities that sum to 1\.056",
+        ),
+        (
+            "teacher_logprobs",
+            [[0, 0], [0.4, 0.3], [0.3, 0.1], [0, 0]],
+            "is nowhere below 0, as probabilities are; give their logarithms",
+        ),
+        ("reference", [-1, 0.0003, 0.2, -1], "'reference' is nowhere below 0"),
+    ],
+)
+def test_distributions_that_are_none(column, value, problem, tmp_path):
+    """Of tokens that count: the first one, which nothing predicts, and one of weight 0 may have anything."""
+    names = [*TAUGHT.keys() - {"tokens"}, *["reference"] * (column == "reference")]
+    good = TAUGHT | {"reference": [0, 0, -0.2, 0]}
+    file = write_lines(tmp_path / "good.jsonl", [good, good | {"reference": [0, 1e-5, 0, 0]}])
+    corpus = opened(file, columns=names)
+    assert corpus.columns["teacher_ids"][:4].tolist() == TAUGHT["teacher_ids"]
+    file = write_lines(tmp_path / "records.jsonl", [good, good | {column: value}])
+    with refused(rf"records\.jsonl, line 2: .*{problem}"):
+        opened(file, columns=names)
+
+
+@pytest.mark.parametrize(
+    "columns, problem",
+    [
+        ({"reference": -np.ones(3)}, "has a column 'reference'; name it in columns"),
+        ({"weights": [1, 0, 1], "teacher_ids": np.ones((3, 1))}, "has a column 'weights'"),
+        ({}, "has no column 'teacher_ids', which columns names"),
+        ({"teacher_ids": np.ones((4, 1))}, "'teacher_ids' has 4 rows, and the document 3 tokens"),
+        ({"teacher_ids": np.ones((3, 2))}, "'teacher_ids' has 2 numbers for a token, and 1 in doc"),
+        ({"teacher_ids": [[1], [2.5], [3]]}, "'teacher_ids' has ids outside the vocabulary"),
+        ({"teacher_ids": [[1], [2**32 + 1], [3]]}, "'teacher_ids' has ids outside the vocabulary"),
+        ({"teacher_ids": [["a"], ["b"], ["c"]]}, "'teacher_ids' is no number and no list"),
+    ],
+)
+def test_columns_of_own_tokens(columns, problem, tmp_path):
+    ids = np.arange(3)
+    documents = [(ids, {"teacher_ids": np.ones((3, 1), dtype=np.int64)}), (ids, columns)]
+    with refused(rf"document 1:? .*{problem}"):
+        write_corpus(tmp_path / "c", documents, ByteTokenizer(), columns={"teacher_ids": "<i4"})
+    with refused("columns: column 'weights', 'float32', 0 for each token, must be one of"):
+        write_corpus(tmp_path / "c", documents, ByteTokenizer(), columns={"weights": "float32"})
+
+
+def test_own_tokens_that_count_nothing_may_lack_columns(tmp_path):
+    none = (np.arange(2), {"weights": np.zeros(2)})
+    whole = (np.arange(2), {"weights": np.ones(2), "reference": -np.ones(2)})
+    kinds = {"weights": "<f4", "reference": "<f4"}
+    write_corpus(tmp_path / "c", [none, whole, none], ByteTokenizer(), columns=kinds)
+    assert load_corpus(tmp_path / "c").columns["reference"].tolist() == [0, 0, -1, -1, 0, 0]
+    wrong = (np.arange(2), {"weights": np.ones(2), "reference": np.full(2, 0.3)})
+    with refused("document 1: 'reference' is nowhere below 0"):
+        write_corpus(tmp_path / "d", [whole, wrong], ByteTokenizer(), columns=kinds)
 
 
 def test_a_column_that_records_lack(tmp_path):

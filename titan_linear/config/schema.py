@@ -217,7 +217,8 @@ class Loss(Section):
     whose means count alike. With weights, by the sum of these in place of the number of tokens or documents.
     auto: document for dpo and policy, token for the others."""
     scores: Annotated[str, Rule.PATH, Rule.OF_A_NODE] = ""
-    """Folders (separated by commas) of columns that titan-linear score wrote for the corpus."""
+    """Folders (separated by commas) of columns that titan-linear score wrote for the corpus. Their files are compared
+    with their checksums once, and again after a change; a run resumes with the same scores."""
     reference: Literal["column", "base"] = "column"
     """Where the log-probabilities of the reference come from, if the loss reads them: the corpus's column, or the
     model without its adapters (adapter.enable), in each step."""

@@ -3,10 +3,14 @@
 −min(ρ A, clip(ρ) A) with the ratio ρ = p / p_behaviour of a token (PPO, GRPO), or of a document: the geometric mean of
 its tokens' (GSPO, Zheng et al. 2025), with their mean advantage. `kl` adds as much of the divergence from a reference,
 estimated as exp(d) − d − 1 of d = log p_reference − log p (GRPO, Shao et al. 2024).
+
+A ratio is clipped in the logarithm, so that one beyond the dtype has its bound's loss and no gradient. A ratio that
+counts, where A is negative, or exp(d), may be beyond it: the loss is then infinite, and training.on_nonfinite decides.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -43,12 +47,12 @@ class Policy(Loss):
             if of_sequences:
                 loss, clipped = of_sequences(logp, tokens)
             else:
-                free, bounded = self._objectives(logp - behaviour, advantages)
-                loss, clipped = -weights * torch.minimum(free, bounded), weights * (bounded < free)
+                objective, is_clipped = self._objectives(logp - behaviour, advantages)
+                loss, clipped = -weights * objective, weights * is_clipped
             kl = torch.zeros_like(logp)
             if self.keys.kl:
                 distance = column(batch, "reference", logp)[tokens] - logp
-                kl = weights * (distance.exp() - distance - 1)
+                kl = weights * (distance.expm1() - distance)
             return torch.stack([loss + self.keys.kl * kl, weights * rows.entropy, clipped, kl], 1)
 
         return logits.sum(labels, terms, statistics=True, rows=known)
@@ -60,15 +64,13 @@ class Policy(Loss):
         distance = known.logprobs[:, 0] - batch.columns["behaviour"][0]
         weights, count, *sums = document_sums(batch, batch.columns["advantages"][0], distance)
         advantages, log_ratio = (x / count.clamp(min=1) for x in sums)
-        free, bounded = self._objectives(log_ratio, advantages)
-        slopes = -weights * (free <= bounded) * free / count.clamp(min=1)
-        return of_documents(
-            batch, torch.stack([-torch.minimum(free, bounded), bounded < free], 1), slopes
-        )
+        objective, clipped = self._objectives(log_ratio, advantages)
+        slopes = -weights * ~clipped * objective / count.clamp(min=1)
+        return of_documents(batch, torch.stack([-objective, clipped], 1), slopes)
 
     def _objectives(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """The free one and the bounded one, of which the lesser counts."""
-        ratio = log_ratio.exp()
-        return ratio * advantages, ratio.clamp(
-            1 - self.keys.clip_low, 1 + self.keys.clip_high
-        ) * advantages
+        """min(ρ A, clip(ρ) A), and whether it is the latter: ρ is bounded below where A is negative, else above."""
+        lowest, highest = math.log1p(-self.keys.clip_low), math.log1p(self.keys.clip_high)
+        negative = advantages < 0
+        bounded = torch.where(negative, log_ratio.clamp(min=lowest), log_ratio.clamp(max=highest))
+        return bounded.exp() * advantages, (bounded != log_ratio) & (advantages != 0)

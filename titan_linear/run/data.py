@@ -40,7 +40,7 @@ from titan_linear.data import (
     split_corpus,
     streams_of,
 )
-from titan_linear.data.corpus.scores import with_scores
+from titan_linear.data.corpus.scores import content_of_scores, with_scores
 from titan_linear.data.corpus.trees import BACK
 from titan_linear.distributed.groups import of_all_ranks
 from titan_linear.losses import Loss, build_loss
@@ -48,7 +48,9 @@ from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.run.build import under_key
 from titan_linear.storage.hf_io import open_folder
 from titan_linear.storage.manifest import read_manifest
+from titan_linear.storage.rundir import config_of
 from titan_linear.storage.step_folders import Content, Progress, weights_path
+from titan_linear.storage.tensors import holds_adapters
 
 
 def open_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus]:
@@ -289,19 +291,25 @@ def content_of(
         mixture=streams.phases if isinstance(streams, MixedStreams) else [],
         validation=held_out.corpus.fingerprint if own else "",
         base=base,
+        scores=content_of_scores(config.loss.scores),
     )
 
 
 def base_of(config: Config) -> str:
-    """A fingerprint of the weights that adapters leave frozen: of a folder or a checkpoint, all of which is read; "" if
-    there are none, or they are drawn."""
+    """A fingerprint of the weights that adapters leave frozen; "" if there are none, or they are drawn."""
+    return first_weights_of(config) if config.adapter.enable else ""
+
+
+def first_weights_of(config: Config) -> str:
+    """A fingerprint of the weights that the run begins from: of a folder, all of which is read, or of a checkpoint; ""
+    if they are drawn."""
     c = config.checkpoint
-    if not config.adapter.enable:
-        return ""
     if hf_weights(config):
         return open_folder(Path(hf_weights(config))).fingerprint
     if c.enable and c.initial_load_path:
-        return f"{read_manifest(weights_path(Path(c.initial_load_path))).checksum:08x}"
+        saved = weights_path(Path(c.initial_load_path))
+        base = base_of(config_of(saved)) if holds_adapters(saved) else ""
+        return f"{read_manifest(saved).checksum:08x}{base}"
     return ""
 
 
@@ -318,6 +326,7 @@ def check_content(config: Config, known: Content, given: Content) -> None:
     for key, what, before, now in (
         ("training.dataset_path", "corpus", known.corpora.get(""), given.corpora.get("")),
         ("validation.dataset_path", "validation corpus", known.validation, given.validation),
+        ("loss.scores", "set of scores", known.scores, given.scores),
         ("model.tokenizer_path", "tokenizer", known.tokenizer, given.tokenizer),
         (
             "checkpoint.initial_load_path or model.hf_assets_path",

@@ -31,6 +31,7 @@ class Content(BaseModel):
     mixture: list[tuple[int, dict[str, float]]]
     validation: str = ""  # a corpus of its own
     base: str = ""  # the weights that adapters leave frozen
+    scores: str = ""  # the columns of loss.scores
 
 
 class Progress(BaseModel):

@@ -48,7 +48,7 @@ from titan_linear.data.corpus.tokenise import (
     worker_count,
 )
 from titan_linear.data.corpus.tokenizer import Tokenizer
-from titan_linear.data.corpus.trees import BACK, MOST, Held, Trees, shared, trees_of
+from titan_linear.data.corpus.trees import BACK, MOST, Held, Trees, agreeing, shared, trees_of
 from titan_linear.data.corpus.writing import (
     BadDocument,
     Journal,
@@ -163,14 +163,14 @@ class Texts:
         field_or_format = self.text_field if self.dataset in FIELD_SOURCES else None
         if self.dataset_format != "text":
             field_or_format = self.encoder.fingerprint
-        sharing = [f"shared by {self.group_field}"] if self.share_prefixes else []
+        sharing = [f"shared by {self.group_field}, 2"] if self.share_prefixes else []
         kind = format_of(self.all_columns)
         return [
             kind,
             self.dataset,
             field_or_format,
             self.tokenizer.fingerprint,
-            *sorted(self.columns),
+            *(f"{name}, 2" for name in sorted(self.columns)),
             *sharing,
             *[f"seq_len {self.seq_len}"] * bool(self.seq_len),
         ]
@@ -420,10 +420,14 @@ def _parts(
             for n, x in parts[0].columns.items()
             if (problem := other_width(n, x, widths))
         ]
-        return wrong[0] if wrong else parts
-    if texts.columns:
-        return with_columns(parts, document.columns, texts.columns, texts.tokenizer, journal.widths)
-    return parts
+        if wrong:
+            return wrong[0]
+    elif texts.columns:
+        values, dtypes = document.columns, texts.columns
+        parts = with_columns(parts, values, dtypes, texts.tokenizer, journal.widths)
+    if isinstance(parts, str):
+        return parts
+    return next(filter(None, (part.problem for part in parts)), parts)
 
 
 def _fitting(parts: Sequence[DocumentTokens] | str, texts: Texts) -> Sequence[DocumentTokens] | str:
@@ -450,11 +454,11 @@ def _joins(
 
 
 def _trees(held: Sequence[Held], texts: Texts, journal: Journal) -> Sequence[DocumentTokens]:
-    trees = trees_of(held, pair=texts.group == 2)
-    if isinstance(trees, str):
-        _meet_bad_document(trees, texts, journal)
-        return []
-    return trees
+    pair = texts.group == 2
+    kept, problems = agreeing(held, pair)
+    for problem in problems:
+        _meet_bad_document(problem, texts, journal)
+    return [] if pair and problems else trees_of(kept, pair)
 
 
 def _ended(document: Document, tokens: np.ndarray, eos: list[int]) -> DocumentTokens | str:

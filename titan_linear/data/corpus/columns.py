@@ -14,11 +14,32 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
+from titan_linear.config import COLUMNS
 from titan_linear.data.corpus.tokenizer import Tokenizer
 
 WEIGHTS = "weights"
+BACK = "back"  # of prefix trees (trees.py)
+DTYPES = {**COLUMNS, BACK: "<i4"}
 LOGPROBS = "reference", "behaviour", "teacher_logprobs"
 ROUNDED = 0.5  # above 0, a log-probability may be so far where it was computed in 16 bits
+# above 0, the largest of a document may be so far where none is below 0: float32 rounds by less
+EXACT = 1e-4
+MOST_SUM = 1.01  # of a teacher's probabilities: bfloat16 rounds log-probabilities by 0.2%
+
+
+Kinds = Mapping[str, tuple[str, int]]  # of columns: dtype, numbers for each token or 0
+
+
+def check_kinds(kinds: Kinds, where: Any) -> None:
+    """Raise ValueError if columns have other names, dtypes or widths than columns can have.
+
+    Of other dtypes numpy would take what is in a file for addresses of Python's objects.
+    """
+    for name, (dtype, width) in kinds.items():
+        if DTYPES.get(name) != dtype or width < 0:
+            raise ValueError(
+                f"{where}: column {name!r}, {dtype!r}, {width} for each token, must be one of {DTYPES}"
+            )
 
 
 class DocumentTokens(NamedTuple):
@@ -29,6 +50,20 @@ class DocumentTokens(NamedTuple):
     def weights(self) -> ndarray:
         """[n] float32: 0 for tokens that are not trained on."""
         return self.columns.get(WEIGHTS, np.ones(len(self.tokens), dtype=np.float32))
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the numbers of its tokens that count; else "". Others may be zeros."""
+        counted = np.flatnonzero(self.weights[1:] > 0) + 1
+        for name, column in self.columns.items() if len(counted) else ():
+            numbers = column[counted].reshape(len(counted), -1)
+            if name in LOGPROBS and numbers.min() >= 0 and numbers.max() > EXACT:
+                return f"{name!r} is nowhere below 0, as probabilities are; give their logarithms"
+            if name == "teacher_ids" and not np.diff(np.sort(numbers)).all():
+                return f"{name!r} lists an id twice for a token; give each once"
+            if name == "teacher_logprobs" and (most := np.exp(numbers).sum(1).max()) > MOST_SUM:
+                return f"{name!r} has probabilities that sum to {most:.4g}; give at most 1"
+        return ""
 
 
 def with_columns(
@@ -44,27 +79,21 @@ def with_columns(
     """
     columns: list[dict[str, ndarray]] = [{} for _ in documents]
     for name, dtype in dtypes.items():
-        of_each = [values[name]] if len(documents) == 1 else values[name]
-        if len(documents) > 1 and not (
-            isinstance(of_each, list) and len(of_each) == len(documents)
-        ):
+        of_each = values[name] if len(documents) > 1 else [values[name]]
+        if not isinstance(of_each, list) or len(of_each) != len(documents):
             return (
                 f"{name!r} is no list of {len(documents)}, one for each of its documents; give that"
             )
         for document, value, into in zip(documents, of_each, columns):
-            column = column_of(name, value, len(document.tokens), widths)
-            if (
-                problem := column
-                if isinstance(column, str)
-                else problem_of(name, column, tokenizer.vocab_size)
-            ):
-                return f"{name!r} {problem}"
+            column = column_of(name, value, len(document.tokens), widths, tokenizer.vocab_size)
+            if isinstance(column, str):
+                return f"{name!r} {column}"
             into[name] = column.astype(dtype) * document.columns.get(name, 1)
     return [DocumentTokens(ids, {**own, **more}) for (ids, own), more in zip(documents, columns)]
 
 
 def column_of(
-    name: str, value: Any, tokens: int, widths: MutableMapping[str, int]
+    name: str, value: Any, tokens: int, widths: MutableMapping[str, int], vocab_size: int
 ) -> ndarray | str:
     """The numbers beside a document's tokens, [tokens] or [tokens, width], or what is wrong with them."""
     try:
@@ -77,7 +106,7 @@ def column_of(
         return "is one number, the document's sum perhaps; give each token's log-probability"
     if len(column) != tokens or column.ndim > 2:
         return f"has {len(column):,} rows, and the document {tokens:,} tokens with its end; give one each"
-    return other_width(name, column, widths) or column
+    return other_width(name, column, widths) or problem_of(name, column, vocab_size) or column
 
 
 def other_width(name: str, column: ndarray, widths: MutableMapping[str, int]) -> str:

@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from titan_linear.data.corpus.columns import WEIGHTS
+from titan_linear.data.corpus.columns import WEIGHTS, check_kinds
 from titan_linear.data.corpus.sources import FIELD_SOURCES, TEXT_SOURCES
 from titan_linear.storage.files import (
     Json,
@@ -78,6 +78,14 @@ class Corpus:
     # [num_tokens] or [num_tokens, n] each
     columns: Mapping[str, ndarray] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name, column in self.columns.items():
+            if len(column) != self.num_tokens:
+                raise ValueError(
+                    f"the column {name!r} has {len(column):,} rows for the {self.num_tokens:,} tokens of "
+                    f"{self.folder}; restore it from a copy, or write it again"
+                )
+
     @property
     def num_documents(self) -> int:
         return len(self.hashes)
@@ -113,7 +121,7 @@ class Corpus:
             return positions.copy()
         if name == WEIGHTS and name not in self.columns:
             return np.ones(len(positions), dtype=np.float32)
-        return np.take(self.columns[name], positions, 0, mode="clip")
+        return np.take(self.columns[name], np.minimum(positions, self.num_tokens - 1), 0)
 
     @property
     def summary(self) -> str:
@@ -166,8 +174,8 @@ def load_corpus(folder: Path) -> Corpus:
     info = _read_info(folder)
     dtypes = {TOKENS: info["dtype"], OFFSETS: "<i8", HASHES: "<u8", FILE_ENDS: "<i8"}
     files: dict[str, ndarray] = {}
-    for name in names_in(info):
-        _check_size(folder / name, info["files"][name]["size"])
+    for name, file in files_in(info).items():
+        _check_size(folder / name, file["size"])
         if name in dtypes:
             files[name] = np.asarray(np.memmap(folder / name, dtypes[name], mode="r"))
     corpus = Corpus(
@@ -260,47 +268,56 @@ def _falls(numbers: ndarray) -> bool:
 
 def verify_corpus(corpus: Corpus) -> None:
     """Checks every byte of a corpus against its checksums. ValueError naming the file and the place."""
-    remedy = how_to_mend(corpus.folder)
-    for name in names_in(corpus.info):
-        expected = corpus.info["files"][name]["crc32"]
-        found = _checksums(corpus.folder / name)
-        for block, (want, got) in enumerate(zip(expected, found, strict=True)):
+    verify_files(corpus.folder, files_in(corpus.info))
+
+
+def verify_files(folder: Path, files: Mapping[str, Json]) -> None:
+    """`verify_corpus`, of any files as `described`."""
+    for name, expected in files.items():
+        found = _checksums(folder / name)
+        for block, (want, got) in enumerate(zip(expected["crc32"], found, strict=True)):
             if want != got:
                 raise ValueError(
-                    f"{corpus.folder / name} was altered: bytes {block * CRC_BLOCK:,} to "
-                    f"{(block + 1) * CRC_BLOCK:,} do not have their checksum; {remedy}"
+                    f"{folder / name} was altered: bytes {block * CRC_BLOCK:,} to "
+                    f"{(block + 1) * CRC_BLOCK:,} do not have their checksum; {how_to_mend(folder)}"
                 )
 
 
 def verify_changed(corpus: Corpus) -> None:
-    """`verify_corpus`, unless every file still has the size, time and inode that it had when this last found it whole.
+    """`verify_corpus`, unless no file has changed since this last found the corpus whole."""
+    verify_once(corpus.folder, INFO, files_in(corpus.info))
+
+
+def verify_once(folder: Path, info: str, files: Mapping[str, Json]) -> None:
+    """`verify_files`, unless every file still has the size, time and inode that it had when this last found them whole.
 
     If these cannot be noted among the caches, it says so, and the next start reads everything again.
     """
-    note = (
-        default_cache_dir()
-        / f"whole-{hashlib.sha256(os.fsencode(corpus.folder)).hexdigest()[:24]}.json"
-    )
-    stats = ((name, (corpus.folder / name).stat()) for name in (INFO, *names_in(corpus.info)))
-    files = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in stats}
+    for name, file in files.items():
+        _check_size(folder / name, file["size"])
+    path = os.fsencode(os.path.abspath(folder))
+    note = default_cache_dir() / f"whole-{hashlib.sha256(path).hexdigest()[:24]}.json"
+    stats = ((name, (folder / name).stat()) for name in (info, *files))
+    found = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in stats}
     with suppress(Unreadable):
-        if read_json(note, dict[str, list[int]], "") == files:
+        if read_json(note, dict[str, list[int]], "") == found:
             return
-    verify_corpus(corpus)
+    verify_files(folder, files)
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(note, as_json(files))
+        write_whole(note, as_json(found))
     except OSError as error:
         print(
-            f"warning: {note} cannot be written ({error}), so the next start reads all of {corpus.folder} again; set "
+            f"warning: {note} cannot be written ({error}), so the next start reads all of {folder} again; set "
             "XDG_CACHE_HOME to a folder that can",
         )
 
 
-def names_in(info: Json) -> list[str]:
+def files_in(info: Json) -> dict[str, Json]:
     """The files of a corpus besides corpus.json."""
     columns = map(column_file, info.get("columns", {}))
-    return [*FILES, *columns, *(name for name in (FILE_ENDS, PATHS) if name in info["files"])]
+    more = (name for name in (FILE_ENDS, PATHS) if name in info["files"])
+    return {name: info["files"][name] for name in (*FILES, *columns, *more)}
 
 
 def described(path: Path) -> Json:
@@ -354,6 +371,7 @@ def _read_info(folder: Path) -> Json:
             )
     if info.get("checksum") != info_checksum(info):
         raise ValueError(f"{path} was altered: it does not have its checksum; {remedy}")
+    check_kinds(info.get("columns", {}), path)
     return info
 
 

@@ -1,11 +1,16 @@
 """Scores: columns of a corpus in a folder of their own, as `titan-linear score` writes them.
 
 column-*.bin   [num_tokens] or [num_tokens, n], as beside a corpus's tokens
-scores.json    the corpus and the tokenizer by their fingerprints, the columns, and how far the scoring has come
+scores.json    the corpus and the tokenizer by their fingerprints, the columns, and how far the scoring has come; at
+               the end each file's size and checksums, as in corpus.json
+
+Checksums are compared when scores are opened, at the disk's speed, unless no file has changed since they last were.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +18,16 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel
 
-from titan_linear.data.corpus.corpus import Corpus, as_json, column_file, open_column
-from titan_linear.storage.files import read_json, sync, write_whole
+from titan_linear.data.corpus.columns import Kinds, check_kinds
+from titan_linear.data.corpus.corpus import (
+    Corpus,
+    as_json,
+    column_file,
+    described,
+    open_column,
+    verify_once,
+)
+from titan_linear.storage.files import Json, read_json, sync, write_whole
 
 SCORES = "scores.json"
 Rows = list[np.ndarray]  # places in the corpus [n], then each column, [n] or [n, width]
@@ -25,24 +38,34 @@ class Scores(BaseModel):
     tokenizer: str
     # what else gives other numbers: the weights, the temperature, how streams are packed
     by: dict[str, str]
-    columns: dict[str, tuple[str, int]]  # dtype, numbers for each token or 0
+    columns: Kinds
     next_stream: int
     streams: int
+    files: dict[str, Json] = {}  # once all streams are scored
 
 
 def read_scores(folder: Path) -> Scores:
-    return read_json(folder / SCORES, Scores, "give a folder that titan-linear score wrote")
+    scores = read_json(folder / SCORES, Scores, "give a folder that titan-linear score wrote")
+    check_kinds(scores.columns, folder / SCORES)
+    return scores
 
 
 def open_scores(folder: Path) -> tuple[Scores, dict[str, np.ndarray]]:
-    """With its columns. ValueError: it holds none, or not all yet."""
+    """With its columns. ValueError: it holds none, or not all yet, or was altered since."""
     scores = read_scores(folder)
-    if scores.next_stream < scores.streams:
+    if scores.next_stream < scores.streams or not scores.files:
         raise ValueError(
             f"{folder} is scored to stream {scores.next_stream} of {scores.streams}; run the same titan-linear score "
             "again, which goes on from there"
         )
+    verify_once(folder, SCORES, scores.files)
     return scores, {name: open_column(folder, name, *kind) for name, kind in scores.columns.items()}
+
+
+def content_of_scores(folders: str) -> str:
+    """A fingerprint of what is in the columns of loss.scores; "none" without any."""
+    content = [read_scores(Path(folder)).files for folder in folders.split(",") if folder]
+    return hashlib.sha256(str(content).encode()).hexdigest()[:16] if content else "none"
 
 
 def with_scores(
@@ -74,17 +97,22 @@ def with_scores(
 
 
 def begin(folder: Path, scores: Scores, num_tokens: int) -> None:
-    """New files, unless `folder` holds some of these scores. ValueError: it holds others."""
+    """New files, unless `folder` holds some of these scores. ValueError: it holds others. OSError: the disk is full."""
     if (folder / SCORES).exists():
-        if read_scores(folder).model_copy(update={"next_stream": 0}) != scores:
+        if read_scores(folder).model_copy(update={"next_stream": 0, "files": {}}) != scores:
             raise ValueError(
                 f"{folder} holds scores of other weights, texts or columns; choose another folder"
             )
         return
     folder.mkdir(parents=True, exist_ok=True)
     for name, (dtype, width) in scores.columns.items():
+        size = num_tokens * np.dtype(dtype).itemsize * max(width, 1)
         with (folder / column_file(name)).open("wb") as file:
-            file.truncate(num_tokens * np.dtype(dtype).itemsize * max(width, 1))
+            try:
+                # It is written through a mapping, where a full disk would be a signal.
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                raise OSError(*error.args, file.name) from None
     write_whole(folder / SCORES, as_json(scores.model_dump()))
 
 
@@ -100,9 +128,10 @@ def keep(folder: Path, scores: Scores, end: int) -> None:
     """The rows of the streams before `end` are there."""
     for name in scores.columns:
         sync(folder / column_file(name))
-    write_whole(
-        folder / SCORES, as_json(scores.model_copy(update={"next_stream": end}).model_dump())
-    )
+    names = map(column_file, scores.columns)
+    files = {n: described(folder / n) for n in names if end == scores.streams}
+    now = scores.model_copy(update={"next_stream": end, "files": files})
+    write_whole(folder / SCORES, as_json(now.model_dump()))
     sync(folder)
 
 

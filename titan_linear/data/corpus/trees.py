@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_linear.data.corpus.chat import Ids, Record
-from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens, with_columns
+from titan_linear.data.corpus.columns import BACK, WEIGHTS, DocumentTokens, with_columns
 from titan_linear.data.corpus.tokenizer import Tokenizer
 
-BACK, SHARE = "back", "share"
+SHARE = "share"
 # tokens, a recurrence's chunk: documents share multiples of them, since shorter nodes cost as much
 LEAST = 64
 MOST = 64  # documents of a tree, unless a field says which belong together
@@ -128,17 +128,33 @@ def shared(a: np.ndarray, b: np.ndarray) -> int:
     return int(np.append(a[:most] != b[:most], True).argmax()) // LEAST * LEAST
 
 
-def trees_of(held: Sequence[Held], pair: bool) -> list[DocumentTokens] | str:
-    """Trees whose paths are these documents, depth first, or what is wrong with one. Those that share nothing are of
+def agreeing(held: Sequence[Held], pair: bool) -> tuple[list[Held], list[str]]:
+    """The documents in which shared tokens count the same, in their trees' order, and what is wrong with the others: of
+    two that differ, the one that differs from more documents."""
+    kept: list[Held] = []
+    problems: list[str] = []
+    order = held if pair else sorted(held, key=lambda h: h.document.tokens.astype(">u4").tobytes())
+    voters = order[:: len(held) // MOST + 1]
+    for now in order:
+        while kept and (problem := _difference(kept[-1], now)):
+            votes = [sum(not _difference(x, y) for y in voters) for x in (kept[-1], now)]
+            if votes[0] >= votes[1]:
+                problems.append(problem)
+                break
+            problems.append(_difference(now, kept.pop()))
+        else:
+            kept.append(now)
+    return kept, problems
+
+
+def trees_of(held: Sequence[Held], pair: bool) -> list[DocumentTokens]:
+    """Trees whose paths are these documents, as `agreeing` has them, depth first. Those that share nothing are of
     several trees, but the two of a pair, whose order stays."""
     trees: list[list[DocumentTokens]] = []
-    order = held if pair else sorted(held, key=lambda h: h.document.tokens.astype(">u4").tobytes())
     before, path = None, np.zeros(0, dtype=np.int64)
-    for now in order:
+    for now in held:
         ids, columns = now.document
         common = shared(before.document.tokens, ids) if before else 0
-        if common and (problem := _difference(before, now, common)):
-            return problem
         if not trees or not (common or pair):
             trees.append([])
             path, count = path[:0], 0
@@ -152,8 +168,9 @@ def trees_of(held: Sequence[Held], pair: bool) -> list[DocumentTokens] | str:
     return [_joined(nodes, nodes[0].columns) for nodes in trees]
 
 
-def _difference(a: Held, b: Held, common: int) -> str:
+def _difference(a: Held, b: Held) -> str:
     """What to say of documents that share tokens, if these do not count the same in both; else ""."""
+    common = shared(a.document.tokens, b.document.tokens)
     counted = ((a.document.weights > 0)[:common] | (b.document.weights > 0)[:common]) & (
         np.arange(common) > 0
     )

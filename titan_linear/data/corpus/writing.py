@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy import ndarray
 
-from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens, problem_of
+from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens, check_kinds, column_of
 from titan_linear.data.corpus.corpus import (
     FILE_ENDS,
     FILES,
@@ -65,9 +65,10 @@ def write_corpus(
     are trained on alike.
     pairs: each two documents are one, the chosen one first.
     ValueError: the folder exists, there is no document, a document is empty, of another shape or type, or has an id
-    outside the vocabulary.
+    outside the vocabulary, a column that is not among `columns`, or lacks one that is (unless no token counts).
     """
     folder = Path(folder)
+    check_kinds({name: (dtype, 0) for name, dtype in columns.items()}, "columns")
     with locked(folder):
         if folder.exists():
             raise ValueError(f"{folder} exists already; choose another folder")
@@ -259,13 +260,11 @@ def _write_document(
     """Adds a document to all files but corpus.json, and returns its hash."""
     ids, columns = document if isinstance(document, tuple) else DocumentTokens(document)
     ids = _checked(np.asarray(ids), journal.num_documents, tokenizer.vocab_size)
-    for name, dtype in journal.columns.items():
-        if name in columns or name in journal.widths:
-            files[column_file(name)].write(
-                _column(name, columns.get(name), dtype, len(ids), tokenizer, journal)
-            )
-    if WEIGHTS in journal.columns:
-        counted = np.flatnonzero(columns[WEIGHTS])
+    added = _columns(DocumentTokens(ids, columns), tokenizer, journal)
+    for name, rows in added.items():
+        files[column_file(name)].write(rows)
+    if WEIGHTS in added:
+        counted = np.flatnonzero(np.frombuffer(added[WEIGHTS], journal.columns[WEIGHTS]))
         journal.num_answer_tokens += len(counted)
         journal.num_ended += int(len(counted) > 0 and ids[counted[-1]] == tokenizer.eos_id)
     if FILE_ENDS in files:
@@ -296,28 +295,31 @@ def _checked(ids: ndarray, n: int, vocab_size: int) -> ndarray:
     return ids
 
 
-def _column(
-    name: str,
-    column: ndarray | None,
-    dtype: str,
-    tokens: int,
-    tokenizer: Tokenizer,
-    journal: Journal,
-) -> bytes:
-    """None: a prefix tree whose tokens count nothing lacks it, as those may that came before its first one."""
-    if column is None:
-        return np.zeros((tokens, max(journal.widths[name], 1)), dtype).tobytes()
-    column = np.asarray(column, dtype)
-    width = column.shape[1] if column.ndim == 2 else 0
-    before = 0 if name in journal.widths else journal.num_tokens
-    if len(column) != tokens or journal.widths.setdefault(name, width) != width:
-        shape = f"[{tokens}, {journal.widths[name]}]" if journal.widths[name] else f"[{tokens}]"
+def _columns(document: DocumentTokens, tokenizer: Tokenizer, journal: Journal) -> dict[str, bytes]:
+    """What a document adds to each column's file. One whose tokens count nothing may lack columns."""
+    said, n = f"document {journal.num_documents}", len(document.tokens)
+    columns, widths, checked, added = {**document.columns}, journal.widths, {}, {}
+    if undeclared := columns.keys() - journal.columns:
         raise ValueError(
-            f"document {journal.num_documents}: its column {name!r} is {list(column.shape)}; give {shape}"
+            f"{said} has a column {min(undeclared)!r}; name it in columns, or leave it out"
         )
-    if problem := problem_of(name, column, tokenizer.vocab_size):
-        raise ValueError(f"document {journal.num_documents}: its column {name!r} {problem}")
-    return np.zeros((before, max(width, 1)), dtype).tobytes() + column.tobytes()
+    if (missing := journal.columns.keys() - columns) and np.any(document.weights):
+        raise ValueError(f"{said} has no column {min(missing)!r}, which columns names; give it")
+    for name in missing & widths.keys():
+        columns[name] = np.zeros((n, widths[name]) if widths[name] else n)
+    for name in columns:
+        dtype, is_new = journal.columns[name], name not in widths
+        column = column_of(name, columns[name], n, widths, tokenizer.vocab_size)
+        if isinstance(column, str):
+            raise ValueError(f"{said}: its column {name!r} {column}")
+        checked[name] = column.astype(dtype)
+        # earlier documents, none of whose tokens counted, lacked it
+        before = np.zeros((journal.num_tokens * is_new, max(widths[name], 1)), dtype)
+        added[name] = before.tobytes() + checked[name].tobytes()
+    # a record was looked at where its line is known
+    if not journal.key and (problem := DocumentTokens(document.tokens, checked).problem):
+        raise ValueError(f"{said}: {problem}")
+    return added
 
 
 def _file_ends(journal: Journal) -> bytes:
