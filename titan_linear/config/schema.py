@@ -220,7 +220,7 @@ class Loss(Section):
     """Folders (separated by commas) of columns that titan-linear score wrote for the corpus."""
     reference: Literal["column", "base"] = "column"
     """Where the log-probabilities of the reference come from, if the loss reads them: the corpus's column, or the
-    model without its adapters (adapter.enable), in each step."""
+    model without its adapters (adapter.enable), in each step. base: the run must not begin from adapters."""
     mtp_weight: AtLeast0 = 0.1
     """Weight of the mean cross-entropy of further tokens (model.mtp_layers), which is in the gradient, not in the
     printed loss."""
