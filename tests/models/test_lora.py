@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -106,6 +106,18 @@ def test_adapters_of_zeros_and_none_change_no_bit(name):
     with without_adapters(model):
         assert torch.equal(loss_of(model), want)
     assert not torch.equal(loss_of(model), want)
+
+
+def test_the_range_of_what_is_drawn():
+    """A has peft's, which is kaiming_uniform with a = √5: ± 1 / √inputs, and B begins at 0."""
+    drawn = dict(build(adapted("gdn", "--adapter.rank", "32")).named_parameters())
+    for name, p in drawn.items():
+        if name.endswith("lora_A"):
+            bound = nn.init.calculate_gain("leaky_relu", 5**0.5) * (3 / p.shape[-1]) ** 0.5
+            assert bound == pytest.approx(p.shape[-1] ** -0.5, rel=1e-12)
+            assert p.abs().max() <= bound and p.max() > 0.99 * bound and p.min() < -0.99 * bound
+            assert p.detach().abs().mean().item() == pytest.approx(bound / 2, rel=0.05)
+        assert not name.endswith("lora_B") or not p.any()
 
 
 class Products(TorchDispatchMode):

@@ -8,7 +8,7 @@ to-hf     CHECKPOINT is a run's folder, its checkpoint/ (the newest step is take
           from a Hugging Face folder, the names, config.json and tokenizer are that folder's; --like names another copy
           of it. Of a run with adapters it is a PEFT folder.
 merge     SOURCE is a PEFT folder or, as above, a checkpoint with adapters; FOLDER gets the sum of each weight and its
-          adapter, rounded once, and all else of the base.
+          adapter, rounded once, and all else as to-hf writes it.
 from-hf   writes CHECKPOINTS/step-0, weights only, for checkpoint.initial_load_path; checkpoint.initial_load_in_hf
           starts a run from the Hugging Face folder itself.
 """

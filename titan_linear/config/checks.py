@@ -373,6 +373,12 @@ def _check_hugging_face(config: Config) -> None:
             f"model.hf_assets_path = {config.model.hf_assets_path!r} is the model of model.flavor = 'hf', and this run "
             f"has {config.model.flavor!r}; change one of them"
         )
+    if config.loss.reference == "base" and config.adapter.initial_load_path:
+        raise ValueError(
+            "loss.reference = 'base' is the model without adapters, and this run begins from those of "
+            f"adapter.initial_load_path = {config.adapter.initial_load_path!r}; begin from what titan-linear convert "
+            "merge writes of them, or have titan-linear score make the column (loss.reference = 'column')"
+        )
     if c.export_dtype != "float32" and not (c.last_save_in_hf or c.export_interval):
         raise ValueError(
             f"checkpoint.export_dtype = {c.export_dtype!r} has no effect without checkpoint.last_save_in_hf = true or "

@@ -221,7 +221,7 @@ class Loss(Section):
     with their checksums once, and again after a change; a run resumes with the same scores."""
     reference: Literal["column", "base"] = "column"
     """Where the log-probabilities of the reference come from, if the loss reads them: the corpus's column, or the
-    model without its adapters (adapter.enable), in each step."""
+    model without its adapters (adapter.enable), in each step. base: the run must not begin from adapters."""
     mtp_weight: AtLeast0 = 0.1
     """Weight of the mean cross-entropy of further tokens (model.mtp_layers), which is in the gradient, not in the
     printed loss."""

@@ -11,13 +11,15 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_linear.config import Adapter, Config, changed, hf_assets, hf_weights
-from titan_linear.data import Tokenizer
+from titan_linear.config import Adapter, Config, changed, hf_assets, hf_weights, toml_value
+from titan_linear.data import Tokenizer, build_tokenizer
+from titan_linear.data.corpus.tokenizer import FILES, GENERATION, TOKENIZER
 from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
 from titan_linear.models.adapters import config_to_hf, mtp_depth
 from titan_linear.models.config import ModelConfig
@@ -34,25 +36,35 @@ from titan_linear.run.build import (
     open_tokenizer,
     tokenizer_path,
     unallocated,
+    under_key,
 )
 from titan_linear.run.data import base_of
 from titan_linear.run.reading import config_for
+from titan_linear.storage.files import Json, json_bytes, parse_json, read_inside
 from titan_linear.storage.hf_io import (
     CONFIG,
-    INDEX,
+    POSITIONS,
     RowReader,
     check_folder,
     read_config,
     read_model,
 )
-from titan_linear.storage.hf_writing import check_tokenizer, gather, write_folder
+from titan_linear.storage.hf_writing import (
+    Files,
+    UnfitTokenizer,
+    beside,
+    check_tokenizer,
+    gather,
+    with_tokens,
+    write_folder,
+)
 from titan_linear.storage.peft import (
     PEFT_CONFIG,
     check_base,
+    keys_of,
     not_served,
     options_of,
     peft_config,
-    peft_tensors,
     read_peft,
     settings_of,
     write_peft,
@@ -97,66 +109,100 @@ def not_exported(steps: Sequence[int]) -> str:
     return f"not exported: {', '.join(f'step-{step}' for step in steps)}; titan-linear convert to-hf does it"
 
 
-def export_family(config: Config, model: ModelConfig, tokenizer: Tokenizer, like: str = "") -> str:
-    """The architecture under which a run's model and tokenizer are saved. ValueError: none can hold them."""
-    files = {} if model.adapter else tokenizer.hugging_face_files()  # which do not go with adapters
-    like = like or hf_weights(config)
-    family = family_of(model.base, config, like, files)
-    check_tokenizer(
-        family, read_config(Path(like)) if like else config_to_hf(family, model.base), files
-    )
-    return family
+class Destination(NamedTuple):
+    """What an export writes besides tensors."""
+
+    family: str
+    like: Path | None  # the folder whose names it keeps
+    files: Files  # of the tokenizer, and generation_config.json
+    tokens: Json  # special ones, in config.json
+
+
+def destination(
+    config: Config,
+    model: ModelConfig,
+    tokenizer: Tokenizer | None,
+    like: str = "",
+    files: Files | None = None,
+) -> Destination:
+    """The destination of a run's export; arguments as in `export`.
+
+    Raises:
+        ValueError: no architecture holds the model and its tokenizer; a file to copy is not a regular one.
+    """
+    files = tokenizer.hugging_face_files() if files is None else files
+    # Beside adapters, transformers takes any tokenizer.
+    checked = {} if model.adapter else files
+    family = family_of(model.base, config, like or hf_weights(config), checked)
+    given = like or (hf_assets(config) if model.adapter else hf_weights(config))
+    folder = Path(given) if given else None
+    settings = read_config(folder) if folder else config_to_hf(family, model.base)
+    check_tokenizer(family, settings, checked)
+    eos = {"eos_token_id": tokenizer.eos_id} if tokenizer and tokenizer.eos_id is not None else {}
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | eos
+    # The folder's own tokenizer has others of them.
+    if not tokenizer or (folder and tokenizer_path(config) == str(folder / TOKENIZER)):
+        tokens = eos
+    # Texts end at the end token by the settings beside the tokenizer, or else by the folder's.
+    changes = eos if GENERATION in files else tokens
+    copied = beside({} if model.adapter else settings, folder) | files
+    if GENERATION in copied:
+        known = under_key(GENERATION, parse_json, copied[GENERATION], Json)
+        copied[GENERATION] = json_bytes(with_tokens(known, changes))
+    return Destination(family, folder, copied, tokens)
 
 
 def export(
     path: Path,
     config: Config,
     model: ModelConfig,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     get: Callable[[str], Tensor],
     *,
     dtype: str,
     like: str = "",
     base: str = "",
+    files: Files | None = None,
 ) -> None:
     """Write the weights of a run as a Hugging Face folder, or its adapters as a PEFT folder. Every rank calls it; see
     `write_folder`.
 
     Args:
+        tokenizer: None leaves the special tokens of `like` as they are, and takes `files`.
         base: the fingerprint of the adapters' base.
         dtype: a key of EXPORT_DTYPES.
         like: a Hugging Face folder of the same model; by default the one that the run began from, if it did.
+        files: those of the tokenizer, by default as it writes them.
     """
-    if model.adapter:
-        family = export_family(config, model, tokenizer, like)
-        like = like or hf_assets(config)
-        names = peft_config(model, family, config.adapter, like)
-        kept = EXPORT_DTYPES[dtype]
-        tensors = {name: x.to(dtype=kept) for name, x in peft_tensors(model, family, get).items()}
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            write_peft(path, names, tensors, base)
-            known = like and (Path(like) / CONFIG).is_file()
-            if line := not_served(
-                names, read_config(Path(like))["architectures"][0] if known else ""
-            ):
-                print(line)
-        return
-    like = like or hf_weights(config)
-    tokens = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id, "pad_token_id": None}
-    # its own: it has others of them
-    if like and tokenizer_path(config) == str(Path(like) / "tokenizer.json"):
-        tokens = {name: token for name, token in tokens.items() if token is not None}
-    write_folder(
-        path,
-        model,
-        export_family(config, model, tokenizer, like),
-        get,
-        dtype=EXPORT_DTYPES[dtype],
-        like=Path(like) if like else None,
-        tokenizer=tokenizer.hugging_face_files(),
-        extra=tokens,
-        longest=config.training.seq_len,
-    )
+    to = destination(config, model, tokenizer, like, files)
+    kept = EXPORT_DTYPES[dtype]
+    if not model.adapter:
+        return write_folder(
+            path,
+            model,
+            to.family,
+            get,
+            dtype=kept,
+            like=to.like,
+            tokenizer=to.files,
+            extra=to.tokens,
+            longest=config.training.seq_len,
+        )
+    settings = peft_config(model, to.family, config.adapter, str(to.like or ""))
+    given = config.model.mixers.get("attention", {})
+    positions = {key: given.get(key.removeprefix("attention.")) for key in POSITIONS}
+    keys = [f"--model.{key}={toml_value(x)}" for key, x in positions.items() if x is not None]
+    kept_keys = [*keys, f"--training.seq_len={config.training.seq_len}"]
+    write_peft(path, settings, model, to.family, get, kept, to.files, base, kept_keys)
+    architecture = read_config(to.like)["architectures"][0] if to.like else ""
+    lines = [line] if (line := not_served(settings, architecture)) else []
+    if keys:
+        lines.append(
+            f"a PEFT folder has no place for {', '.join(keys)}; with the base's config.json it is another model: serve "
+            "what titan-linear convert merge writes"
+        )
+    if lines and (not dist.is_initialized() or dist.get_rank() == 0):
+        print("\n".join(lines))
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, like: str = "") -> None:
@@ -187,6 +233,16 @@ def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, like: str = ""
     )
 
 
+class Adapted(NamedTuple):
+    """What is merged."""
+
+    run: Config
+    model: ModelConfig
+    trained: Callable[[str], Tensor]
+    tokenizer: Tokenizer | None
+    files: Files | None = None  # of the tokenizer, if not as it writes them
+
+
 def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
     """Write the sum of a base and its adapters, rounded once, as a whole Hugging Face folder, one tensor at a time.
 
@@ -195,59 +251,71 @@ def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
         base: the base's Hugging Face folder; by default the one that `source` names.
         dtype: a key of EXPORT_DTYPES.
     """
-    if (source / PEFT_CONFIG).is_file():
-        named = Path(base or settings_of(source).get("base_model_name_or_path") or "")
-        if not (named / CONFIG).is_file():
-            raise ValueError(
-                f"'{named}', the base of '{source}', is no Hugging Face folder; give it by --base"
-            )
-        depth = mtp_depth(read_config(named))
-        family, theirs = read_model(named, depth)
-        options = options_of(source, theirs, family)
-        layers = re.findall(r"layers\.(\d+)", " ".join(options["targets"] + options["train_extra"]))
-        further = max(map(int, layers), default=0) >= theirs.num_layers
-        run = config_for(named, ["--model.mtp_layers", str(depth * further)])
-        run = run.model_copy(update={"adapter": Adapter(**options)})
-        model = model_without_tokenizer(run)
-        trained = read_peft(source, model, family, run.adapter, base_of(run)).__getitem__
-    else:
-        checkpoint = weights_path(source, key="SOURCE")
-        verify(checkpoint)
-        run = config_of(checkpoint)
-        if base:
-            key = (
-                "checkpoint.initial_load_path"
-                if run.checkpoint.initial_load_path
-                else "model.hf_assets_path"
-            )
-            run = changed(run, {key: base})
-        model = model_config(run, open_tokenizer(run))
-        check_base(read_progress(checkpoint).content.base, base_of(run), checkpoint)
-        trained = stored_weights(checkpoint)
+    of_peft = (source / PEFT_CONFIG).is_file()
+    run, model, trained, tokenizer, files = (_of_peft if of_peft else _of_run)(source, base)
     if not model.adapter:
         raise ValueError(
             f"'{source}' has no adapters; titan-linear convert to-hf exports a whole model"
         )
-    with ExitStack() as files:
-        get = merged(model, base_weights(run, model, files), trained)
-        if not hf_weights(run):
-            dtype = "float32" if dtype == "source" else dtype
-            return export(folder, run, model.base, open_tokenizer(run), get, dtype=dtype)
-        like = Path(hf_weights(run))
-        family, _ = read_model(like)
-        beside = (
-            file for kind in ("*.json", "*.txt", "*.model", "*.jinja") for file in like.glob(kind)
+    if dtype == "source" and not hf_weights(run):
+        dtype = "float32"
+    try:
+        destination(run, model.base, tokenizer, files=files)
+    except UnfitTokenizer as error:  # with which adapters could be trained
+        print(f"warning: {error}; the folder gets no tokenizer")
+        tokenizer, files = None, {}
+    with ExitStack() as opened:
+        get = merged(model, base_weights(run, model, opened), trained)
+        export(folder, run, model.base, tokenizer, get, dtype=dtype, files=files)
+
+
+def _of_peft(source: Path, base: str) -> Adapted:
+    """The adapters of a PEFT folder. Its tokenizer, if it has one, goes before its base's."""
+    named = Path(base or settings_of(source)["base_model_name_or_path"] or "")
+    if not (named / CONFIG).is_file():
+        raise ValueError(
+            f"'{named}', the base of '{source}', is no Hugging Face folder; give it by --base"
         )
-        own = {file.name: file.read_bytes() for file in beside if file.name not in (CONFIG, INDEX)}
-        write_folder(
-            folder, model.base, family, get, dtype=EXPORT_DTYPES[dtype], like=like, tokenizer=own
-        )
+    depth = mtp_depth(read_config(named))
+    family, theirs = read_model(named, depth)
+    options = options_of(source, theirs, family)
+    layers = re.findall(r"layers\.(\d+)", " ".join(options["targets"] + options["train_extra"]))
+    further = max(map(int, layers), default=0) >= theirs.num_layers
+    keys = keys_of(source)
+    run = config_for(named, ["--model.mtp_layers", str(depth * further), *keys])
+    run = run.model_copy(update={"adapter": Adapter(**options)})
+    if not keys:  # nothing is known of the texts' length
+        run = changed(run, {"training.seq_len": 0})
+    files, theirs = read_inside(source, *FILES), read_inside(named, *FILES)
+    tokenizer = None
+    if TOKENIZER in files:
+        tokenizer = build_tokenizer(str(source))
+        if files[TOKENIZER] != theirs.get(TOKENIZER):
+            run = changed(run, {"model.tokenizer_path": str(source)})
+    model = model_config(run, tokenizer) if tokenizer else model_without_tokenizer(run)
+    trained = read_peft(source, model, family, run.adapter, base_of(run)).__getitem__
+    return Adapted(run, model, trained, tokenizer, files if tokenizer else theirs)
+
+
+def _of_run(source: Path, base: str) -> Adapted:
+    """The adapters of a run's checkpoint."""
+    checkpoint = weights_path(source, key="SOURCE")
+    verify(checkpoint)
+    run = config_of(checkpoint)
+    if base:
+        given = run.checkpoint.initial_load_path
+        key = "checkpoint.initial_load_path" if given else "model.hf_assets_path"
+        run = changed(run, {key: base})
+    tokenizer = open_tokenizer(run)
+    model = model_config(run, tokenizer)
+    check_base(read_progress(checkpoint).content.base, base_of(run), checkpoint)
+    return Adapted(run, model, stored_weights(checkpoint), tokenizer)
 
 
 def base_weights(run: Config, model: ModelConfig, files: ExitStack) -> Callable[[str], Tensor]:
     """name -> a whole tensor of the weights that a run begins from."""
     if hf_weights(run):
-        folder, found = check_folder(Path(hf_weights(run)), model.base)
+        folder, found = check_folder(Path(hf_weights(run)), model.base, POSITIONS)
         placements = {placement.name: placement for placement in found}
         reader = RowReader(folder, files)
         return lambda name: reader.whole(placements[name], torch.float32)

@@ -52,7 +52,7 @@ from titan_linear.run.data import (
     tokens_of,
 )
 from titan_linear.run.evaluate import open_prompts
-from titan_linear.run.export import export_family, is_exported, lacks_export, not_exported
+from titan_linear.run.export import destination, is_exported, lacks_export, not_exported
 from titan_linear.step.optimizer import learning_rate
 from titan_linear.storage.hf_io import CONFIG as HF_CONFIG
 from titan_linear.storage.hf_io import POSITIONS, check_folder, read_config
@@ -184,7 +184,7 @@ def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer
             if c.last_save_in_hf
             else f"export_interval = {c.export_interval}"
         )
-        family = under_key(f"checkpoint.{key}", export_family, config, model, tokenizer)
+        family = under_key(f"checkpoint.{key}", destination, config, model, tokenizer).family
         if model.adapter:
             under_key(f"checkpoint.{key}", check_peft, model, family)
     path = config.adapter.initial_load_path

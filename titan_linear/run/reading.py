@@ -134,4 +134,10 @@ def config_for(path: Path, keys: list[str]) -> Config:
         first += ["--model.hf_assets_path", hf_assets(run)] if run.model.flavor == "hf" else []
         first += ["--model.tokenizer_path", path_of] if (path_of := tokenizer_path(run)) else []
     first += ["--checkpoint.enable", "true", "--checkpoint.initial_load_path", str(path)]
-    return changed(load_config([*first, *keys]), {"loss.scores": ""})
+    # No reader trains or exports.
+    others = {
+        "loss.scores": "",
+        "adapter.initial_load_path": "",
+        "checkpoint.export_dtype": "float32",
+    }
+    return changed(load_config([*first, *keys]), others)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import codecs
 import fcntl
+import json
 import os
 import shutil
+from codecs import BOM_UTF8 as BOM
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -30,9 +31,13 @@ def read_json(file: Path, kind: type[T], remedy: str) -> T:
         Unreadable: with the remedy.
     """
     try:
-        return parse_json(file.read_bytes().removeprefix(codecs.BOM_UTF8), kind)
+        if file.exists() and not file.is_file():  # reading a pipe would wait for a writer
+            raise ValueError("it is not a regular file")
+        return parse_json(file.read_bytes().removeprefix(BOM), kind)
     except OSError as error:
         why = error.strerror
+        if not file.exists():
+            remedy = kind_of(file.parent, remedy)
     except ValueError as error:
         why = str(error)
     raise Unreadable(f"'{file}' cannot be read ({why}); {remedy}")
@@ -54,6 +59,53 @@ def parse_json(data: str | bytes, kind: type[T]) -> T:
 
 
 _adapter = cache(TypeAdapter)
+
+
+def read_inside(folder: Path, *patterns: str) -> dict[str, bytes]:
+    """The content of a folder's files, by their names in it, for a copy that may be published.
+
+    A link may lead to a file in the same folder or, in a cache of the Hugging Face hub, to its blobs.
+
+    Raises:
+        ValueError: one is not a regular file, or a link to one elsewhere.
+    """
+    within = folder.resolve()
+    if within.parent.name == "snapshots" and within.parents[1].name.startswith("models--"):
+        within = within.parents[1]
+    content = {}
+    for file in sorted(file for pattern in patterns for file in folder.glob(pattern)):
+        target = file.resolve()
+        if not (target.is_file() and target.is_relative_to(within)):
+            raise ValueError(
+                f"'{file}' is not a regular file, or a link to one elsewhere ('{target}') that a copy would publish; "
+                "remove it, or put the file itself there"
+            )
+        content[file.relative_to(folder).as_posix()] = target.read_bytes().removeprefix(BOM)
+    return content
+
+
+def json_bytes(content: Json) -> bytes:
+    """The content of a JSON file."""
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+# What folders are that hold these files, and what they are for; the first one tells.
+KINDS = {
+    "adapter_config.json": "a PEFT folder: titan-linear convert merge adds its adapters to their base, and "
+    "adapter.initial_load_path begins a run with them",
+    "scores.json": "a folder of scores, for loss.scores",
+    "corpus.json": "a tokenised corpus, for training.dataset_path with training.dataset = 'tokens'",
+    "config.json": "a Hugging Face folder, for checkpoint.initial_load_path with checkpoint.initial_load_in_hf = true",
+    "config.toml": "the folder of a run, of which titan-linear convert to-hf writes what others open",
+    "progress.json": "a checkpoint, of which titan-linear convert to-hf writes what others open",
+    "tokenizer.json": "a tokenizer without a model, for model.tokenizer_path",
+}
+
+
+def kind_of(path: Path, otherwise: str) -> str:
+    """A remedy that names the folder's kind, if it is one of KINDS."""
+    kinds = (kind for name, kind in KINDS.items() if (path / name).is_file())
+    return next((f"it is {kind}" for kind in kinds), otherwise)
 
 
 def shown(path: Path) -> str:

@@ -218,6 +218,8 @@ def read_header(file: Path) -> dict[str, OnDisk]:
     Raises:
         ValueError: the file cannot be read, or safetensors refuses it: cut short, or its header malformed.
     """
+    if file.exists() and not file.is_file():
+        raise ValueError(f"'{file}' is not a regular file; fetch it again")
     try:
         # safe_open checks the header, and that the file has each byte that it promises.
         with open(file, "rb") as stream, safe_open(file, "np"):

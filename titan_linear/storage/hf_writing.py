@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.remote import MODELING, ROPE
 from titan_linear.ops.runtime.support import short
 from titan_linear.storage.checkpoint import SaveFailed
-from titan_linear.storage.files import Json, progress, replacing
+from titan_linear.storage.files import Json, json_bytes, progress, read_inside, replacing
 from titan_linear.storage.hf_io import (
     BLOCK,
     CONFIG,
@@ -50,6 +50,10 @@ SHARD = 5 * 10**9  # bytes per file
 TOKENIZER = "tokenizer.json"
 # names of the longest text in a config.json
 LENGTHS = ("max_position_embeddings", "model_max_length")
+
+
+class UnfitTokenizer(ValueError):
+    """`transformers` would read another tokenizer from a folder than it has."""
 
 
 class Planned(NamedTuple):
@@ -95,7 +99,7 @@ def check_tokenizer(family: str, config: Mapping[str, Any], tokenizer: Files) ->
         and kind in theirs.model_types
         and not theirs.fits(json.loads(tokenizer[TOKENIZER]))
     ):
-        raise ValueError(
+        raise UnfitTokenizer(
             f"{family}: transformers reads every tokenizer of model_type = {kind!r} as if it were the family's "
             "own, and would give other tokens than the model is trained on; set model.tokenizer_path to that one"
         )
@@ -163,20 +167,41 @@ def write_folder(
     others = sorted(ignored(model, family, source.shapes) - {HEAD}) if source else []
     copied = [source.tensors[name] for name in others]
     config = _config_json(model, family, dtype, source, extra or {}, longest)
-    files = _beside(config, like) | dict(tokenizer or {})
-    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    plan = _plan(parts, family, dtype, source, copied)
+    files = {CONFIG: json_bytes(config)} | beside(config, like) | dict(tokenizer or {})
+    plan = plan_tensors(parts, family, dtype, source, copied)
+    write_tensors(path, plan, parts, get, files, copied, shard_bytes=shard_bytes)
+
+
+def write_tensors(
+    path: Path,
+    plan: Mapping[str, Planned],
+    parts: list[Placement],
+    get: Callable[[str], Tensor],
+    files: Files,
+    copied: Sequence[OnDisk] = (),
+    *,
+    single: str = SINGLE,
+    header: Mapping[str, str] | None = None,
+    shard_bytes: float = SHARD,
+) -> None:
+    """Write a folder of tensors and other files, whole or not at all. Every rank calls this; see `write_folder`.
+
+    Args:
+        plan: the tensors of `parts`, and those that are `copied`.
+        single: the name of the file of tensors, if one is enough.
+        header: what else that file says.
+    """
     failure = None
     left = iter(progress(parts, f"writing {path.name}"))
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             with replacing(path) as folder:
-                tensors = _create(folder, plan, shard_bytes)
+                tensors = _create(folder, plan, shard_bytes, single, header)
                 for placement in left:
                     _write_rows(tensors, placement, get(placement.name))
                 for tensor in copied:
                     _copy_bytes(tensor, tensors[tensor.name])
-                for name, content in {CONFIG: text.encode(), **files}.items():
+                for name, content in files.items():
                     (folder / name).parent.mkdir(exist_ok=True)
                     (folder / name).write_bytes(content)
         except (OSError, RuntimeError) as error:
@@ -196,12 +221,12 @@ def _raise_everywhere(path: Path, failure: OSError | RuntimeError | None) -> Non
         raise SaveFailed(f"writing '{path}' failed: {outcome[0]}") from failure
 
 
-def _plan(
+def plan_tensors(
     parts: list[Placement],
     family: str,
     dtype: torch.dtype | None,
-    source: Folder | None,
-    copied: list[OnDisk],
+    source: Folder | None = None,
+    copied: Sequence[OnDisk] = (),
 ) -> dict[str, Planned]:
     """Everything to write, in order."""
     plan = {}
@@ -214,6 +239,12 @@ def _plan(
     return plan | {t.name: Planned(t.code, t.shape, t.end - t.begin) for t in copied}
 
 
+def with_tokens(table: Json, tokens: Mapping[str, object]) -> Json:
+    """A table of settings with these tokens, except where it has a list that includes one."""
+    lists = {name: known for name, known in table.items() if isinstance(known, list)}
+    return table | {name: x for name, x in tokens.items() if x not in lists.get(name, ())}
+
+
 def _config_json(
     model: ModelConfig,
     family: str,
@@ -222,7 +253,6 @@ def _config_json(
     extra: Mapping[str, object],
     longest: int,
 ) -> Json:
-    changes = dict(extra) if dtype is None else {**extra, "dtype": short(dtype)}
     config: Json = dict(source.config) if source else config_to_hf(family, model)
     tables = [config]
     # from which transformers opens the language model alone
@@ -230,10 +260,9 @@ def _config_json(
         config["text_config"] = dict(config["text_config"])
         tables.append(config["text_config"])
     for table in tables:
-        for name, x in changes.items():
-            if not (isinstance(listed := table.get(name), list) and x in listed):
-                table[name] = x
+        table |= with_tokens(table, extra)
         if dtype is not None:
+            table["dtype"] = short(dtype)
             table.pop("torch_dtype", None)  # the older name
     longest = max(longest, *(tables[-1].get(name) or 0 for name in LENGTHS))
     _lengthen(tables[-1], longest)
@@ -267,22 +296,28 @@ def _change(config: Json, before: Mapping[str, Any], now: Mapping[str, Any]) -> 
         config.pop(older, None)
 
 
-def _beside(config: Mapping[str, Any], like: Path | None) -> dict[str, bytes]:
-    """The settings of processors that `like` has, and the Python files that config.json's `auto_map` needs: ours, or
-    those of `like`, without looking into them."""
+def beside(config: Mapping[str, Any], like: Path | None) -> Files:
+    """The settings of generation and processors that `like` has, and the Python files that config.json's `auto_map`
+    needs: ours, or those of `like`, without looking into them."""
     named = {
         str(name).rpartition("--")[2].partition(".")[0] + ".py"
         for name in config.get("auto_map", {}).values()
     }
-    files = [*like.glob("*processor_config.json"), *like.glob("chat_template.json")] if like else []
-    if MODELING.name in named:
-        files += [MODELING, ROPE]
-    elif named and like:
-        files += like.glob("*.py")
-    return {file.name: file.read_bytes() for file in files}
+    copied = ["*processor_config.json", "chat_template.json", "generation_config.json"]
+    ours = [MODELING, ROPE] if MODELING.name in named else []
+    if named and not ours:
+        copied.append("*.py")
+    theirs = read_inside(like, *copied) if like else {}
+    return theirs | {file.name: file.read_bytes() for file in ours}
 
 
-def _create(folder: Path, plan: Mapping[str, Planned], shard_bytes: int) -> dict[str, OnDisk]:
+def _create(
+    folder: Path,
+    plan: Mapping[str, Planned],
+    shard_bytes: float,
+    single: str = SINGLE,
+    header: Mapping[str, str] | None = None,
+) -> dict[str, OnDisk]:
     """Create the files of weights in their full size, and their index: each row is written in its place as it comes."""
     groups: list[list[str]] = [[]]  # names of tensors, by file
     filled = 0
@@ -294,8 +329,8 @@ def _create(folder: Path, plan: Mapping[str, Planned], shard_bytes: int) -> dict
         filled += tensor.size
     files = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
     tensors: dict[str, OnDisk] = {}
-    for file, names in zip(files if len(groups) > 1 else [SINGLE], groups):
-        _write_header(folder / file, {name: plan[name] for name in names})
+    for file, names in zip(files if len(groups) > 1 else [single], groups):
+        _write_header(folder / file, header, {name: plan[name] for name in names})
         tensors |= read_header(folder / file)
     if len(groups) > 1:
         where = {name: tensor.file.name for name, tensor in tensors.items()}
@@ -321,9 +356,9 @@ def _write_rows(tensors: Mapping[str, OnDisk], placement: Placement, parameter: 
             file.write(values.view(torch.uint8).numpy())
 
 
-def _write_header(file: Path, plan: Mapping[str, Planned]) -> None:
+def _write_header(file: Path, said: Mapping[str, str] | None, plan: Mapping[str, Planned]) -> None:
     """Create a safetensors file in its full size, whose tensors are still holes."""
-    header: Json = {"__metadata__": {"format": "pt"}}
+    header: Json = {"__metadata__": {"format": "pt", **(said or {})}}
     end = 0
     for name, tensor in plan.items():
         header[name] = {

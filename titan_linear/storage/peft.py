@@ -5,12 +5,12 @@
 
 An adapter there is of a matrix that may be several of our projections: A is theirs, and B's rows lie as the matrix's do
 (`models/adapters.py`). Of stacked experts, A [E, r, inputs] lies as [E · r, inputs] and B [E, outputs, r] as
-[outputs, r · E]. The base's fingerprint is in the header.
+[outputs, r · E]. In the header are the base's fingerprint and the run's keys that change the base's config.json, for
+which the folder has no place.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from titan_linear.config import Adapter as Options
@@ -30,16 +30,32 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.families import FAMILIES
 from titan_linear.models.layers import lora_name
 from titan_linear.models.lora import adaptable
-from titan_linear.storage.files import Json, read_json, replacing
+from titan_linear.storage.files import Json, json_bytes, read_json
 from titan_linear.storage.hf_io import HEAD, read_header
+from titan_linear.storage.hf_writing import Files, plan_tensors, write_tensors
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-BASE = "base"  # the fingerprint's key in the header
+BASE, KEYS = "base", "keys"  # the names of what is in the header
+KEPT = re.compile(r"--(model\.attention\.rope_(theta|scaling)|training\.seq_len)=")
 PREFIX = "base_model.model."  # of names
 
 
 # What adapter_config.json calls the keys of [adapter].
 OPTIONS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora"}
+
+
+class Settings(BaseModel):
+    """The keys of adapter_config.json that are read, with peft's defaults. Others are kept."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    base_model_name_or_path: str | None = None
+    r: PositiveInt = 8
+    lora_alpha: PositiveFloat = 8
+    use_rslora: bool | None = False
+    target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
+    modules_to_save: list[str] | None = None
 
 
 class Held(NamedTuple):
@@ -59,6 +75,11 @@ class Held(NamedTuple):
     @property
     def stacked(self) -> bool:
         return self.lora == "B" and len(self.shape) == 3
+
+    @property
+    def on_disk(self) -> tuple[int, ...]:
+        """The shape in the file."""
+        return tuple(self.laid(torch.empty(self.shape, device="meta")).shape)
 
     def laid(self, x: Tensor) -> Tensor:
         """From `shape` to how it lies in the file."""
@@ -107,16 +128,16 @@ def contents(model: ModelConfig, family: str) -> list[Held]:
 def check_peft(model: ModelConfig, family: str) -> None:
     """Raise ValueError if `peft` cannot name some of the adapters."""
     held = contents(model, family)
-    refused = [
-        x.of
-        for x in held
-        if x.lora == "B" and x.module.rpartition(".")[2] in FAMILIES[family].peft_refuses
-    ]
-    refused += [x.of for x in held if not x.name.endswith((".weight", ".bias"))]
+    modules = FAMILIES[family].peft_refuses
+    refused = [x for x in held if x.lora == "B" and x.module.rpartition(".")[2] in modules]
+    remedy = 'by adapter.targets = ["!layers.*.o_proj"], for example'
+    if not refused:
+        refused = [x for x in held if not x.name.endswith((".weight", ".bias"))]
+        remedy = "of adapter.train_extra"
     if refused:
         raise ValueError(
-            f"peft takes no {refused[0]} of {family} ({len(refused)} such); titan-linear convert merge writes a whole "
-            'model instead; or leave it out: adapter.targets = ["!layers.*.o_proj"], for example'
+            f"peft takes no {refused[0].of} of {family} ({len(refused)} such); leave it out {remedy}, or export "
+            "nothing and have titan-linear convert merge write a whole model"
         )
 
 
@@ -179,38 +200,67 @@ def _short(names: list[str]) -> list[str]:
     return [name[name.index("layers.") :] if "layers." in name else name for name in names]
 
 
-def peft_tensors(
-    model: ModelConfig, family: str, get: Callable[[str], Tensor]
-) -> dict[str, Tensor]:
-    """get: name -> the whole parameter; all ranks call it for the same names in the same order."""
-    tensors = {}
-    for held in contents(model, family):
-        parts = [(get(part.name), part) for part in held.parts]
-        whole = parts[0][0].new_zeros(held.shape)
+def write_peft(
+    path: Path,
+    config: Json,
+    model: ModelConfig,
+    family: str,
+    get: Callable[[str], Tensor],
+    dtype: torch.dtype | None,
+    files: Files,
+    base: str,
+    keys: list[str],
+) -> None:
+    """Write a folder as `write_folder` does.
+
+    Args:
+        dtype: None stands for float32.
+        base: the base's fingerprint.
+        keys: the run's keys that change the base's config.json, as arguments (KEPT).
+    """
+    held = contents(model, family)
+    by_parameter = {x.parts[0].name: x for x in held}
+
+    def laid(name: str) -> Tensor:
+        tensor = by_parameter[name]
+        parts = [(get(part.name), part) for part in tensor.parts]
+        whole = parts[0][0].new_zeros(tensor.shape)
         for ours, part in parts:
             rows = ours.reshape(-1, part.width)
             for _, start, stop, row in part.pieces():
                 whole.view(-1, part.width)[start:stop] = rows[row : row + stop - start]
-        tensors[held.name] = held.laid(whole)
-    return tensors
+        return tensor.laid(whole)
 
-
-def write_peft(
-    path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], base: str
-) -> None:
-    """Write a folder, whole or not at all. base: the base's fingerprint."""
-    with replacing(path) as folder:
-        content = {
-            name: x.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for name, x in tensors.items()
-        }
-        save_file(content, folder / PEFT_WEIGHTS, {"format": "pt", BASE: base})
-        (folder / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    parts = [
+        Placement(x.parts[0].name, x.on_disk, (Source(x.name, x.on_disk),), rows=None) for x in held
+    ]
+    write_tensors(
+        path,
+        plan_tensors(parts, family, dtype or torch.float32),
+        parts,
+        laid,
+        {PEFT_CONFIG: json_bytes(config), **files},
+        single=PEFT_WEIGHTS,
+        header={BASE: base, KEYS: "\n".join(keys)},
+        shard_bytes=math.inf,
+    )
 
 
 def settings_of(path: Path) -> Json:
     """A folder's adapter_config.json."""
-    return read_json(path / PEFT_CONFIG, Json, "give a folder that peft has written")
+    settings = read_json(path / PEFT_CONFIG, Settings, "give a folder that peft has written")
+    return settings.model_dump()
+
+
+def keys_of(path: Path) -> list[str]:
+    """The arguments that `write_peft` was given; none in a folder of another program."""
+    return [line for line in _header(path).get(KEYS, "").splitlines() if KEPT.match(line)]
+
+
+def _header(path: Path) -> dict[str, str]:
+    """What the file of a folder's tensors says besides them."""
+    with safe_open(path / PEFT_WEIGHTS, "pt") as file:
+        return file.metadata() or {}
 
 
 def spellings(path: Path, family: str) -> dict[str, str]:
@@ -230,7 +280,7 @@ def options_of(path: Path, model: ModelConfig, family: str) -> Json:
     ]
     return {
         "enable": True,
-        **{name: config.get(key) or False for key, name in OPTIONS.items()},
+        **{name: config[key] or False for key, name in OPTIONS.items()},
         "targets": [
             re.sub("[._]lora_B$", "", p.name) for x in everything if x.lora == "B" for p in x.parts
         ],
@@ -263,8 +313,8 @@ def read_peft(
     """
     _check_options(path, options)
     names = spellings(path, family)
+    check_base(_header(path).get(BASE, ""), base, path)
     with safe_open(path / PEFT_WEIGHTS, "pt") as file:
-        check_base((file.metadata() or {}).get(BASE, ""), base, path)
         tensors = {ours: file.get_tensor(name) for ours, name in names.items()}
     return _ours(path, contents(model, family), tensors)
 
@@ -300,14 +350,14 @@ def _check_options(path: Path, options: Options) -> None:
 
 def _ours(path: Path, contents: list[Held], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
+    _check_copies(path, contents, tensors)
     for held in contents:
         tensor = tensors.pop(held.name, None)
-        shape = held.laid(torch.empty(held.shape, device="meta")).shape
-        if tensor is None or tensor.shape != shape:
+        if tensor is None or tensor.shape != held.on_disk:
             there = "missing" if tensor is None else list(tensor.shape)
             raise ValueError(
-                f"'{path / PEFT_WEIGHTS}': {held.name} is {there}, not {list(shape)}; correct adapter.targets or "
-                "adapter.train_extra"
+                f"'{path / PEFT_WEIGHTS}': {held.name} is {there}, not {list(held.on_disk)}; correct adapter.targets "
+                "or adapter.train_extra"
             )
         rows = held.lifted(tensor).reshape(-1, held.parts[0].width)
         for part in held.parts:
@@ -326,3 +376,14 @@ def _ours(path: Path, contents: list[Held], tensors: dict[str, Tensor]) -> dict[
             "correct adapter.targets or adapter.train_extra"
         )
     return found
+
+
+def _check_copies(path: Path, contents: list[Held], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse copies of an embedding and its tied head that differ, or one without the other: one matrix is not both."""
+    names = [x.name for x in contents if not x.lora and x.parts[0].name == "embedding.weight"]
+    copies = [tensors[name] for name in names if name in tensors]
+    if copies and not (len(copies) == len(names) and torch.equal(copies[0], copies[-1])):
+        raise ValueError(
+            f"'{path / PEFT_WEIGHTS}': {' and '.join(names)} are not equal, and the base has one matrix for both "
+            "(tie_word_embeddings = true); train them with peft's ensure_weight_tying, or on a base that has two"
+        )

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from titan_linear.config import Config
-from titan_linear.storage.files import progress, read_json, sync, write_whole
+from titan_linear.storage.files import kind_of, progress, read_json, sync, write_whole
 from titan_linear.storage.manifest import REMEDY, read_manifest
 from titan_linear.storage.rundir import STEP_MANIFEST, checkpoint_folder, checkpoints_of, set_aside
 
@@ -149,7 +149,7 @@ def weights_path(path: Path, key: str = "checkpoint.initial_load_path") -> Path:
             return folder / f"step-{steps[-1]}"
     raise ValueError(
         f"{key} = '{path}' is neither a whole checkpoint (a step-N folder with its {STEP_MANIFEST}) nor a folder of "
-        "them, nor the folder of a run that has one; give one of these"
+        f"them, nor the folder of a run that has one; {kind_of(path, 'give one of these')}"
     )
 
 

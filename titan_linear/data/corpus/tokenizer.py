@@ -23,7 +23,7 @@ import numpy as np
 import tokenizers
 from numpy import ndarray
 
-from titan_linear.storage.files import Json, read_json
+from titan_linear.storage.files import Json, json_bytes, read_inside, read_json
 
 TOKENIZER, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 CHAT_TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
@@ -68,6 +68,17 @@ _NO_SPACE = {
 _GROWTH = 10_000  # the most characters that may be made of one: real tokenizers make some tens
 GENERATION = "generation_config.json"
 _COPIED = ("vocab.json", "merges.txt", "tokenizer.model", GENERATION)
+_TEMPLATES = (CHAT_TEMPLATE, f"{MORE_TEMPLATES}/*.jinja")
+# The files of a tokenizer of any kind.
+FILES = (
+    "tokenizer*.*",
+    "vocab.txt",
+    "*.model",
+    "added_tokens.json",
+    SPECIAL,
+    *_COPIED,
+    *_TEMPLATES,
+)
 
 
 class Tokenizer(Protocol):
@@ -177,7 +188,7 @@ class ByteTokenizer:
             "model": model,
         }
         return {
-            TOKENIZER: _json(content),
+            TOKENIZER: json_bytes(content),
             SETTINGS: _settings({"split_special_tokens": True}, name),
         }
 
@@ -281,10 +292,12 @@ class HuggingFaceTokenizer:
     @cached_property
     def chat_templates(self) -> dict[str, str]:
         """The folder's chat templates by name, as transformers finds them: files of their own go before a setting."""
-        files = self._template_files().items()
+        folder = self._file.parent
+        files = [folder / CHAT_TEMPLATE, *sorted((folder / MORE_TEMPLATES).glob("*.jinja"))]
         if found := {
-            "default" if name == CHAT_TEMPLATE else file.stem: _read_text(file)
-            for name, file in files
+            "default" if file.parent == folder else file.stem: _read_text(file)
+            for file in files
+            if file.is_file()
         }:
             return found
         setting = self._settings.get("chat_template")
@@ -296,12 +309,6 @@ class HuggingFaceTokenizer:
             }
         named = setting if isinstance(setting, dict) else {"default": setting}
         return {name: text for name, text in named.items() if isinstance(text, str)}
-
-    def _template_files(self) -> dict[str, Path]:
-        """The files of chat templates, by their names in the folder."""
-        folder = self._file.parent
-        files = [folder / CHAT_TEMPLATE, *sorted((folder / MORE_TEMPLATES).glob("*.jinja"))]
-        return {file.relative_to(folder).as_posix(): file for file in files if file.is_file()}
 
     @cached_property
     def token_names(self) -> dict[str, str]:
@@ -329,20 +336,10 @@ class HuggingFaceTokenizer:
 
     def hugging_face_files(self) -> dict[str, bytes]:
         """The tokenizer's files that exist, without what would have transformers add to a text or take from it."""
-        beside = {name: self._file.with_name(name) for name in _COPIED} | self._template_files()
-        files = {name: _read(file) for name, file in beside.items() if file.is_file()}
-        if GENERATION in files:
-            files[GENERATION] = self._generation()
+        folder = self._file.parent
+        read_inside(folder, SETTINGS, SPECIAL)  # of which `_kept_settings` has the content
+        files = read_inside(folder, *_COPIED, *_TEMPLATES)
         return files | {TOKENIZER: self._content, SETTINGS: _settings(*self._kept_settings())}
-
-    def _generation(self) -> bytes:
-        """generation_config.json, by which texts end at the end token too."""
-        config = _read_object(self._file.with_name(GENERATION))
-        known = config.get("eos_token_id")
-        ends = known if isinstance(known, list) else [known]
-        return _json(
-            config if self.eos_id in (None, *ends) else config | {"eos_token_id": self.eos_id}
-        )
 
     def _kept_settings(self) -> tuple[Json, str | None]:
         """The settings beside tokenizer.json, without those that change tokens; and the text of the end token."""
@@ -405,7 +402,7 @@ def _of_texts_alone(data: bytes, content: Json, adds_tokens: bool) -> tuple[byte
     if content["model"].get("dropout"):
         off.append("dropout")
         content["model"]["dropout"] = None
-    return _json(content) if off else data, off
+    return json_bytes(content) if off else data, off
 
 
 def _parts(content: Any) -> Iterator[Json]:
@@ -474,10 +471,6 @@ def _read_object(file: Path) -> Json:
     return read_json(file, Json, "correct it there") if file.is_file() else {}
 
 
-def _json(content: Json) -> bytes:
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
-
-
 def _name_of(token: object) -> object:
     """The text of a token, which settings have as it is or in an object."""
     return token.get("content") if isinstance(token, dict) else token
@@ -490,7 +483,7 @@ def _settings(found: Json, eos: str | None) -> bytes:
         "eos_token": eos,
         "clean_up_tokenization_spaces": False,
     }
-    return _json({**found, **forced})
+    return json_bytes({**found, **forced})
 
 
 def _find_eos(
