@@ -181,6 +181,7 @@ class Conversations:
                 "docs/data.md has an example), or train on 'completion'"
             )
         found = tokenizer.chat_templates
+        self.source = found["default"]
         sources = {name: found[name] for name in ("default", "tool_use") if name in found}
         self._templates: dict[str, _Template] = {
             name: _Template(name, source) for name, source in sources.items()
@@ -196,12 +197,30 @@ class Conversations:
         self.fingerprint = "messages-4-" + hashlib.sha256(content).hexdigest()[:32]
 
     def prompt(self, messages: list[Record]) -> list[int]:
-        """The tokens after which an answer follows. ValueError: the template refuses the messages."""
+        """The tokens of `text`."""
+        return self._tokenizer.encode(self.text(messages)).tolist()
+
+    def text(self, messages: list[Record], answered: bool = True) -> str:
+        """The text after which an answer follows, or if not `answered`, more of the last message.
+
+        ValueError: the template refuses the messages, or does not write the last one.
+        """
+        if not answered:
+            *earlier, last = messages
+            messages = [*earlier, {**last, "content": f"{last['content']}{_END} "}]
         try:
-            text = self._writer({})(_messages({"messages": messages}), add_generation_prompt=True)
+            text = self._writer({})(
+                _messages({"messages": messages}), add_generation_prompt=answered
+            )
         except _Problem as problem:
             raise ValueError(str(problem)) from problem
-        return self._tokenizer.encode(text).tolist()
+        if answered:
+            return text
+        before, mark, after = text.rpartition(_END)
+        if not mark:
+            raise ValueError(f"the chat template does not write message {len(messages)}")
+        # A template that trims messages also trims the one that is continued.
+        return before if after.startswith(" ") else before.rstrip()
 
     def encode_batch(self, records: Sequence[Record]) -> list[DocumentTokens | str]:
         return [self._encode(record) for record in records]
