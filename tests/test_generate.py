@@ -143,7 +143,7 @@ def test_rows_end_at_eos_each_by_itself():
     free = generate_tokens(model, PROMPTS, max_new_tokens=8, sampling=Sampling(1.0), device=CPU)
     eos = free[0][3]
     ended = generate_tokens(
-        model, PROMPTS, max_new_tokens=8, sampling=Sampling(1.0), device=CPU, eos_id=eos
+        model, PROMPTS, max_new_tokens=8, sampling=Sampling(1.0), device=CPU, ends=[eos]
     )
     assert ended == [row[: row.index(eos)] if eos in row else row for row in free]
     small = generate_tokens(
@@ -194,7 +194,7 @@ def test_drafts_change_no_text(name, monkeypatch):
         assert all(whole[n - 1] == token for n, token in made.items() if n < len(text))
         for eos in new[5:8]:
             assert (
-                draft_tokens(model, prompt, Drafts(), eos_id=eos, **options)
+                draft_tokens(model, prompt, Drafts(), ends=[eos], **options)
                 == new[: new.index(eos)]
             )
 

@@ -10,12 +10,11 @@ task draws them (do_sample, temperature, top_p).
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
-from functools import cached_property, partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -34,11 +33,9 @@ from titan_linear.run.reading import Reader, open_reader
 from titan_linear.score import checked, joined
 
 CHAT = "--apply_chat_template"
-# options of lm_eval's models that change no number here
-WITHOUT_EFFECT = {"batch_size", "max_batch_size", "device", "trust_remote_code"}
 # of a task's generation_kwargs; the first length that is given counts
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-OPTIONS = (*LENGTHS, "max_length", "until", "do_sample", "temperature", "top_p")
+OPTIONS = {*LENGTHS, "max_length", "until", "do_sample", "temperature", "top_p"}
 
 
 @refusing
@@ -56,7 +53,10 @@ def main(argv: list[str]) -> int:
     if not find_spec("lm_eval"):
         raise ValueError("lm-evaluation-harness is not installed; pip install 'titan_linear[eval]'")
     config, node, tokenizer, _ = checked(args.path, keys)
-    if any(option.startswith(CHAT) for option in options):
+    given = {option.partition("=")[0] for option in options}
+    if given & {"--model_args", "-a"}:
+        raise ValueError("--model_args: PATH and keys say what is evaluated; leave it out")
+    if CHAT in given:
         Conversations(tokenizer, CHAT)
     return run_workers(config, node, "titan_linear.lm_eval", options)
 
@@ -98,12 +98,10 @@ def likelihoods(
         for i, (tokens, begin) in enumerate(requests)
         if begin < len(tokens)
     ]
-    if not samples:
-        return [(0.0, True)] * len(requests)
     prompts = Prompts(
         samples,
         lambda sample: rows_of(requests[sample.number][0], 0, requests[sample.number][1]),
-        stream_length(reader.config, max(sample.length for sample in samples)),
+        stream_length(reader.config, max((sample.length for sample in samples), default=0)),
     )
     shown = [
         examine(
@@ -113,24 +111,27 @@ def likelihoods(
         )
     ]
     dist.broadcast_object_list(shown, group=reader.host)
-    scored = dict(zip([sample.number for sample in samples], shown[0], strict=True))
-    return [scored.get(i, (0.0, True)) for i in range(len(requests))]
+    scored = iter(shown[0])
+    return [next(scored) if begin < len(tokens) else (0.0, True) for tokens, begin in requests]
 
 
-def decoding(options: dict[str, Any], context: int, seed: int) -> tuple[int, Sampling]:
-    """The most new tokens after `context` tokens, and how they are drawn, by a task's options."""
-    for name, value in options.items():
-        if name not in OPTIONS and (name, value) != ("num_beams", 1):
-            raise ValueError(f"generation_kwargs: {name} = {value!r} cannot be used; use {OPTIONS}")
-    most = next((options[name] for name in LENGTHS if options.get(name) is not None), 256)
+def decoding(options: dict[str, Any], context: int, seed: int) -> dict[str, Any]:
+    """How a text is generated after `context` tokens, by a task's generation_kwargs.
+
+    ValueError: they ask for what is not done here.
+    """
+    # 1 is neutral: num_beams, repetition_penalty
+    if unused := [name for name, x in options.items() if name not in OPTIONS and x != 1]:
+        raise ValueError(f"generation_kwargs: {unused[0]} is not used here; leave it out")
+    most = next((options[name] for name in LENGTHS if name in options), 256)
     if "max_length" in options:
-        most = options["max_length"] - context
-    if most < 0:
-        raise ValueError(f"max_length = {context + most} is below a context's {context}; raise it")
-    temperature = options.get("temperature", 1.0 if options.get("do_sample") else 0.0)
-    if options.get("do_sample") is False:
-        temperature = 0.0
-    return most, Sampling(temperature, options.get("top_p", 1.0), seed)
+        most = max(options["max_length"] - context, 0)
+    drawn = options.get("do_sample", "temperature" in options)
+    temperature = options.get("temperature", 1.0) if drawn else 0.0
+    return {
+        "max_new_tokens": most,
+        "sampling": Sampling(temperature, options.get("top_p", 1.0), seed),
+    }
 
 
 def adapted(config: Config) -> type:
@@ -139,59 +140,34 @@ def adapted(config: Config) -> type:
 
     reader = open_reader(config)
     tokenizer = reader.tokenizer
+    chat = cache(lambda: Conversations(tokenizer, CHAT))
 
     class TitanLinear(TemplateLM):
         eot_token_id = tokenizer.eos_id
         prefix_token_id = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
         tokenizer_name = tokenizer.fingerprint
 
-        def __init__(self, add_bos_token: bool = tokenizer.adds_bos, **others: Any):
-            super().__init__()
-            self.add_bos_token = add_bos_token
-            if unknown := others.keys() - WITHOUT_EFFECT:
-                raise ValueError(f"--model_args: {min(unknown)} is unknown; use add_bos_token")
+        @classmethod
+        def create_from_arg_string(cls, *_: Any) -> TitanLinear:
+            return cls()
 
-        # --- Texts ---
+        create_from_arg_obj = create_from_arg_string
 
         def tok_encode(
             self, string: str, add_special_tokens: bool | None = None, **_: Any
         ) -> list[int]:
             tokens = tokenizer.encode(string).tolist()
-            begins = self.add_bos_token if add_special_tokens is None else add_special_tokens
-            # A chat template may have written it.
-            if begins and tokenizer.bos_id not in (None, *tokens[:1]):
-                return [tokenizer.bos_id, *tokens]
-            return tokens
-
-        @cached_property
-        def chat(self) -> Conversations:
-            return Conversations(tokenizer, CHAT)
+            # A chat template may have written them.
+            begun = add_special_tokens is False or tokens[:1] == tokenizer.first_ids
+            return tokens if begun else tokenizer.first_ids + tokens
 
         def chat_template(self, chat_template: bool | str = False) -> str | None:
-            if chat_template not in (False, None, True, "default"):
-                raise ValueError(f"{CHAT} {chat_template}: only 'default' is used; name no other")
-            return self.chat.source if chat_template else None
+            return chat().source if chat_template else None
 
         def apply_chat_template(
             self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
         ) -> str:
-            try:
-                return self.chat.text(chat_history, add_generation_prompt)
-            except ValueError as error:
-                logging.warning(f"{error}; asked without the system's message")
-            others = [message for message in chat_history if message["role"] != "system"]
-            return self.chat.text(others, add_generation_prompt)
-
-        def _begun(self, tokens: list[int]) -> list[int]:
-            """The tokens of a context, of which there is at least one."""
-            if not tokens and self.prefix_token_id is None:
-                raise ValueError(
-                    "a text without context follows bos_token or eos_token, and the tokenizer has none; "
-                    "name one in tokenizer_config.json"
-                )
-            return tokens or [self.prefix_token_id]
-
-        # --- Requests ---
+            return chat().text(chat_history, add_generation_prompt)
 
         def loglikelihood(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
             pairs = [self._pair(*request.args) for request in requests]
@@ -201,11 +177,10 @@ def adapted(config: Config) -> type:
             if context:
                 return self._encode_pair(context, continuation)
             tokens = self.tok_encode(continuation, add_special_tokens=False)
-            begun = tokens[:1] == [self.prefix_token_id]
-            return tokens[:begun], tokens[begun:]
+            return [], tokens[tokens[:1] == [self.prefix_token_id] :]
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-            pairs = [(self._begun(context), more) for _, context, more in requests]
+            pairs = [(context or [self.prefix_token_id], more) for _, context, more in requests]
             return likelihoods([(context + more, len(context)) for context, more in pairs], reader)
 
         def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
@@ -217,17 +192,12 @@ def adapted(config: Config) -> type:
             return [self._until(i, *request.args) for i, request in enumerate(requests)]
 
         def _until(self, number: int, text: str, options: dict[str, Any]) -> str:
-            context = self._begun(self.tok_encode(text))
-            most, sampling = decoding(options, len(context), config.debug.seed + number)
+            context = self.tok_encode(text) or [self.prefix_token_id]
             until = options.get("until") or []
-            eos = [] if self.eot_token_id is None else [self.eot_token_id]
-            ends = [until] if isinstance(until, str) else until
-            ends = [*filter(None, ends), *(tokenizer.decode([x], special=True) for x in eos)]
-            # Each token of such a text has at least a byte of it.
-            last = 2 + max(len(end.encode()) for end in ends)
+            ends = [end for end in ([until] if isinstance(until, str) else until) if end]
 
             def stops(new: list[int]) -> bool:
-                written = tokenizer.decode(new[-last:], special=True)
+                written = tokenizer.decode(new, special=True)
                 return any(end in written for end in ends)
 
             with reader.precision:
@@ -235,8 +205,7 @@ def adapted(config: Config) -> type:
                     reader.model,
                     tokenizer,
                     [context],
-                    max_new_tokens=most,
-                    sampling=sampling,
+                    **decoding(options, len(context), config.debug.seed + number),
                     stops=stops,
                     device=own_device(),
                 )

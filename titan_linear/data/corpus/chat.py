@@ -203,24 +203,18 @@ class Conversations:
     def text(self, messages: list[Record], answered: bool = True) -> str:
         """The text after which an answer follows, or if not `answered`, more of the last message.
 
-        ValueError: the template refuses the messages, or does not write the last one.
+        ValueError: the template refuses the messages.
         """
         if not answered:
             *earlier, last = messages
-            messages = [*earlier, {**last, "content": f"{last['content']}{_END} "}]
+            messages = [*earlier, {**last, "content": last["content"] + _END}]
         try:
             text = self._writer({})(
                 _messages({"messages": messages}), add_generation_prompt=answered
             )
         except _Problem as problem:
             raise ValueError(str(problem)) from problem
-        if answered:
-            return text
-        before, mark, after = text.rpartition(_END)
-        if not mark:
-            raise ValueError(f"the chat template does not write message {len(messages)}")
-        # A template that trims messages also trims the one that is continued.
-        return before if after.startswith(" ") else before.rstrip()
+        return text.partition(_END)[0]
 
     def encode_batch(self, records: Sequence[Record]) -> list[DocumentTokens | str]:
         return [self._encode(record) for record in records]

@@ -75,7 +75,7 @@ class Tokenizer(Protocol):
 
     vocab_size: the largest id + 1 (ids may have holes, and a model must embed them all).
     eos_id: the token that ends a document, or None. end_ids: each of these ends a generated text.
-    bos_id: the token before a text in transformers, or None; adds_bos: whether it is there by default.
+    bos_id: the token before a text, or None. first_ids: where transformers always writes it, this token.
     fingerprint: changes whenever the tokens of some text may change.
     """
 
@@ -83,7 +83,7 @@ class Tokenizer(Protocol):
     eos_id: int | None
     end_ids: frozenset[int]
     bos_id: int | None
-    adds_bos: bool
+    first_ids: list[int]
     fingerprint: str
 
     @property
@@ -125,7 +125,7 @@ class ByteTokenizer:
     eos_id: int | None = 256
     end_ids = frozenset({256})
     bos_id: int | None = None
-    adds_bos = False
+    first_ids: list[int] = []
     fingerprint = "bytes-257"
     summary = "tokenizer: none, bytes are tokens (model.tokenizer_path)"
 
@@ -223,19 +223,24 @@ class HuggingFaceTokenizer:
         self._content, self._off = _of_texts_alone(data, content, adds_tokens)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._settings = _read_settings(file.parent)
-        bos = _name_of(self._settings.get("bos_token"))
-        self.bos_id = self._tokenizer.token_to_id(bos) if bos else None
-        self.adds_bos = self.bos_id in self._tokenizer.encode("").ids
-        self._tokenizer.post_processor = None  # it would also move the places of tokens
         if "dropout" in self._off:
             self._tokenizer.model.dropout = None
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise ValueError(f"model.tokenizer_path: {file} has an empty vocabulary; give another")
         self.vocab_size = max(vocabulary.values()) + 1
+        self._settings = _read_settings(file.parent)
+        self.bos_id = vocabulary.get(_name_of(self._settings.get("bos_token")))
+        self.first_ids = [x for x in self._tokenizer.encode("").ids if x == self.bos_id]
+        self._tokenizer.post_processor = None  # it would also move the places of tokens
         self.eos_id = _find_eos(file, self._settings, self._added, vocabulary)
-        self.end_ids = frozenset({self.eos_id, *_ends_of(file.parent)} - {None})
+        # as transformers finds them: of generation_config.json, else of the model's config.json
+        ends = _read_object(file.with_name("config.json")) | _read_object(
+            file.with_name(GENERATION)
+        )
+        ends = ends.get("eos_token_id")
+        ends = ends if isinstance(ends, list) else [ends]
+        self.end_ids = frozenset({self.eos_id, *ends} - {None})
         self.fingerprint = (
             "hf-" + hashlib.sha256(data + f"eos={self.eos_id}".encode()).hexdigest()[:32]
         )
@@ -519,19 +524,6 @@ def _find_eos(
     return next(
         (vocabulary[name] for name in _USUAL_EOS if name in special and name in vocabulary), None
     )
-
-
-def _ends_of(folder: Path) -> list[int | None]:
-    """The tokens that end a text in transformers: of generation_config.json, else of config.json."""
-    file = folder / GENERATION
-    file = file if file.is_file() else folder / "config.json"
-    known = _read_object(file).get("eos_token_id")
-    ends = known if isinstance(known, list) else [known]
-    if not all(isinstance(token, int | None) for token in ends):
-        raise ValueError(
-            f"{file}: eos_token_id = {known!r} must be ids of tokens; correct it there"
-        )
-    return ends
 
 
 def _byte_letters() -> dict[int, str]:
