@@ -401,11 +401,11 @@ def whole(model, tokens, begin):
 
 
 def test_likelihoods_of_a_harness_are_those_of_whole_logits(keys, worlds):
-    """In its order, on every rank."""
+    """In its order, on every rank; of no tokens 0."""
     rng = np.random.default_rng(0)
     requests = [
         (rng.integers(0, 256, n).tolist(), begin)
-        for n, begin in ((9, 8), (70, 1), (33, 20), (70, 69), (2, 1))
+        for n, begin in ((9, 8), (7, 7), (70, 1), (33, 20), (1, 1), (70, 69), (2, 1))
     ]
     argv = argv_of(keys, training__local_batch_size=1)
     ((alone, exact),) = worlds(1).run(likely, argv, requests)
@@ -420,6 +420,11 @@ def test_likelihoods_of_a_harness_are_those_of_whole_logits(keys, worlds):
             [logprob for logprob, _ in exact], rel=1e-9
         )
         assert [greedy for _, greedy in found] == [greedy for _, greedy in exact]
+
+
+def test_requests_without_tokens_are_likely(keys, worlds):
+    ((found, _),) = worlds(1).run(likely, argv_of(keys), [([5], 1), ([5, 6], 2)])
+    assert found == [(0.0, True)] * 2
 
 
 def test_options_and_keys_are_told_apart():
@@ -474,6 +479,51 @@ def test_a_user_asks_by_the_chat_template(keys, tokenizers, tmp_path):
     )
 
 
+CHAT = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|bot|>"
+
+
+@pytest.fixture
+def chatting(keys, tmp_path):
+    """A function from a chat template to a prompt's text."""
+    byte_bpe([string.printable], 300, ["<|user|>", "<|bot|>"]).save(
+        str(tmp_path / "tokenizer.json")
+    )
+
+    def text_of(template):
+        (tmp_path / "chat_template.jinja").write_text(template)
+        tokenizer = build_tokenizer(str(tmp_path))
+        prompts = prompts_of(keys, tokenizer, evaluation__chat="true")
+        rows = prompts.prompt(Sample("niah_single_1", 900, 0.5, 0))
+        return tokenizer.decode(rows[:, 0], special=True)
+
+    return text_of
+
+
+def test_a_question_is_the_users_whatever_else_a_template_says(chatting):
+    system = "Think about the question, then answer the question."
+    for content in ("m.content", "m.content | trim"):
+        text = chatting(system + CHAT.replace("m.content", content))
+        assert text.startswith(f"{system}<|user|>Some special magic numbers are hidden")
+        assert "in the text above, in their order?\n<|bot|>" in text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "'asked'",
+        "m.content + m.content",
+        "m.content | upper",
+        "m.content | tojson",
+        "m.content | e",
+        "m.content[:2000]",
+        "m.content | replace('\n', ' ')",
+    ],
+)
+def test_a_template_that_changes_questions_is_refused(content, chatting):
+    with refused("evaluation.chat = true: the chat template drops, alters or repeats"):
+        chatting(CHAT.replace("m.content", content))
+
+
 def test_models_that_are_compared_have_one_size_and_positions():
     """Softmax attention alone has none without rotary positions."""
     recipe = Path("train_configs/recall_4m.toml")
@@ -507,3 +557,10 @@ def test_tiles_have_depths_down_and_lengths_across():
         [0, 1],
         [[0, 0, 0], [64, 128, 256]],
     )
+
+
+def test_tiles_lack_what_was_not_asked():
+    records = [{"length": 64, "depth": depth, "score": depth} for depth in (0.0, 0.5)]
+    lengths, depths, scores = tiles([*records, {"length": 128, "depth": 0.0, "score": "nan"}])
+    assert (lengths, depths) == ([64, 128], [0, 0.5])
+    np.testing.assert_array_equal(scores, [[0, np.nan], [0.5, np.nan]])

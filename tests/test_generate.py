@@ -23,6 +23,7 @@ from titan_linear.run.generate import (
     Sampling,
     _Reader,
     choose,
+    continuations,
     decode,
     draft_tokens,
     generate,
@@ -142,10 +143,13 @@ def test_rows_end_at_eos_each_by_itself():
     model = build(MODELS["bounded gates"])
     free = generate_tokens(model, PROMPTS, max_new_tokens=8, sampling=Sampling(1.0), device=CPU)
     eos = free[0][3]
-    ended = generate_tokens(
-        model, PROMPTS, max_new_tokens=8, sampling=Sampling(1.0), device=CPU, eos_id=eos
-    )
+    options = dict(max_new_tokens=8, sampling=Sampling(1.0), device=CPU)
+    ended = generate_tokens(model, PROMPTS, ends=[eos], **options)
     assert ended == [row[: row.index(eos)] if eos in row else row for row in free]
+    ended = generate_tokens(model, PROMPTS, ends=[eos, free[0][1], free[1][2]], **options)
+    assert [len(row) for row in ended[:2]] == [1, 2]
+    stopped = generate_tokens(model, PROMPTS, stops=lambda new: new[-1] == eos, **options)
+    assert stopped == [row[: row.index(eos) + 1] if eos in row else row for row in free]
     small = generate_tokens(
         model, PROMPTS, max_new_tokens=8, sampling=Sampling(5.0), device=CPU, vocab_size=10
     )
@@ -194,7 +198,7 @@ def test_drafts_change_no_text(name, monkeypatch):
         assert all(whole[n - 1] == token for n, token in made.items() if n < len(text))
         for eos in new[5:8]:
             assert (
-                draft_tokens(model, prompt, Drafts(), eos_id=eos, **options)
+                draft_tokens(model, prompt, Drafts(), ends=[eos], **options)
                 == new[: new.index(eos)]
             )
 
@@ -230,6 +234,11 @@ def test_text():
     )
     texts = generate(model, ByteTokenizer(), ["def f", "x"], **options)
     assert texts[0].startswith("def f") and texts[1].startswith("x")
+    (first,) = ByteTokenizer().encode(texts[1][1])
+    ending = ByteTokenizer()
+    ending.end_ids = frozenset({256, int(first)})
+    assert generate(model, ending, ["x"], **options) == ["x"]
+    assert continuations(model, ending, [[120]], drafts=Drafts(), **options) == [[]]
     with refused("prompt ''"):
         generate(model, ByteTokenizer(), [""], **options)
 

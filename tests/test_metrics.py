@@ -210,6 +210,18 @@ def test_the_console_line(config, clock):
     assert re.sub(" +", " ", second) == "step 1/25 validation loss 2.2500"
 
 
+def test_the_console_has_what_the_loss_reports(tmp_path, clock):
+    out = io.StringIO()
+    keys = "--loss.name=dpo", "--dpo.reference_free=true", "--training.dataset_format=preference"
+    logger = MetricsLogger(configured(tmp_path, *keys), CPU, out=out)
+    for step, accuracy in enumerate((0.5, None), 1):
+        clock[0] += 10
+        log(logger, step, tokens=9 * step, accuracy=accuracy, margin=-1.25, other=1, **VALUES)
+    first, second = (re.sub(" +", " ", line) for line in out.getvalue().splitlines())
+    assert "loss 2.5000 accuracy 0.5000 margin -1.2500 grad" in first and "other" not in first
+    assert "accuracy none margin" in second
+
+
 def test_numbers_keep_their_places(config, clock):
     """Whatever their size: 0.75 and 123.4, 12,346 and 9."""
     out = io.StringIO()

@@ -212,6 +212,68 @@ def test_a_page_has_all_and_asks_nobody(runs, tmp_path, capsys):
     assert [plan, other[0]] == keeps and len(other) == 2
 
 
+def with_lines(run, name, lines):
+    with Path(run, name).open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def paged(runs, tmp_path):
+    assert report.main([*runs, "--html", str(tmp_path / "page.html")]) == 0
+    return Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+
+
+def test_tiles_of_lengths_with_other_depths(runs, tmp_path):
+    """Of two evaluations of one step. A number that is not finite is text."""
+    asked = ((600, 0.0), (600, 0.5), (600, 1.0), (700, 0.25))
+    known = {"step": 5, "task": "needle", "score": 0.5, "loss": "nan"}
+    lines = [{**known, "length": length, "depth": depth} for length, depth in asked]
+    with_lines(runs[0], "evaluation.jsonl", lines)
+    texts = paged(runs, tmp_path).texts["svg"][6].split()
+    assert {"600", "700", "25%"} <= {*texts} and texts.count("0.50") == len(asked)
+    assert "nan" not in texts
+
+
+def test_names_are_no_formulas(runs, tmp_path):
+    names = ["from_$5_to_$10", r"a\$b^2_x$", "$x$ <b> & c", "cost_$5", r"\$\frac"]
+    lines = [{"step": 5, "loss_by_source": {name: 1.0 + n for n, name in enumerate(names)}}]
+    with_lines(runs[0], "telemetry.jsonl", lines)
+    page = paged(runs, tmp_path)
+    assert any(all(name in text for name in names) for text in page.texts["svg"])
+
+
+def test_what_a_loss_reports(runs, tmp_path, capsys):
+    """In its column and in charts of training and validation, in the loss's unit."""
+    path = Path(runs[1], "config.toml")
+    path.write_text(path.read_text().replace('name = "cross_entropy"', 'name = "dpo"'))
+    step = {"step": 2, "loss": 0.5, "accuracy": 0.625, "margin": 1.5, "tokens": 9}
+    path.with_name("metrics.jsonl").write_text(
+        json.dumps(step) + "\n" + json.dumps({"step": 2, "validation_accuracy": 0.75}) + "\n"
+    )
+    assert report.main(runs) == 0
+    head, _, first, second = (
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in capsys.readouterr().out.splitlines()[:4]
+    )
+    rows = [dict(zip(head, row, strict=True)) for row in (first, second)]
+    assert [(row["accuracy"], row["margin"]) for row in rows] == [("–", "–"), ("0.6250", "1.5000")]
+    captions = paged(runs, tmp_path).texts["figcaption"]
+    assert captions[0] == "training loss, nats per token or nats per pair"
+    assert {"accuracy, share of pairs", "validation accuracy, share of pairs"} <= {*captions}
+    assert "training loss, nats per pair" in paged(runs[1:], tmp_path).texts["figcaption"]
+    policy = path.read_text().replace('name = "dpo"', 'name = "policy"')
+    path.write_text(policy)
+    path.with_name("metrics.jsonl").write_text(
+        json.dumps({"step": 1, "loss": 0.5, "entropy": 2.0, "clipped": 0.1, "kl": 0.2}) + "\n"
+    )
+    captions = [text.partition(",")[0] for text in paged(runs[1:], tmp_path).texts["figcaption"]]
+    assert captions == [
+        "training loss",
+        "entropy",
+        "clipped share of tokens or documents",
+        "KL from the reference",
+    ]
+
+
 def test_what_telemetry_saw_last(runs):
     half_life = {"layers.0": [7.0, "inf"], "layers.1.mixer1": [1.0]}
     seen = {

@@ -4,7 +4,8 @@ NGPU=4 titan-linear lm-eval outputs/a --tasks arc_easy,wikitext --limit 100 --pa
 
 PATH is a run's folder or its checkpoint/, a step-N in it, or a Hugging Face folder. Options with a dot in their names
 are keys, the run's own ones changed; all others are those of `lm_eval run`, whose --model titan_linear this is.
-Requests are packed as documents; none is cut. Texts are generated with the likeliest tokens, one at a time.
+Requests are packed as documents; none is cut. Texts are generated one at a time, with the likeliest tokens unless the
+task draws them (do_sample, temperature, top_p).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from titan_linear.commands import command_parser
 from titan_linear.config import Config, load_config
 from titan_linear.data import Prompts, Sample
+from titan_linear.data.corpus.chat import Conversations
 from titan_linear.data.streams.prompts import rows_of
 from titan_linear.distributed.process import own_device, refusing, run_command, under_launcher
 from titan_linear.launch import run_workers
@@ -29,6 +31,11 @@ from titan_linear.run.evaluate import examine, stream_length
 from titan_linear.run.generate import Sampling, continuations
 from titan_linear.run.reading import Reader, open_reader
 from titan_linear.score import checked, joined
+
+CHAT = "--apply_chat_template"
+# of a task's generation_kwargs; the first length that is given counts
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+OPTIONS = {*LENGTHS, "max_length", "until", "do_sample", "temperature", "top_p"}
 
 
 @refusing
@@ -45,7 +52,12 @@ def main(argv: list[str]) -> int:
     args, options = parser.parse_known_args(options)
     if not find_spec("lm_eval"):
         raise ValueError("lm-evaluation-harness is not installed; pip install 'titan_linear[eval]'")
-    config, node, *_ = checked(args.path, keys)
+    config, node, tokenizer, _ = checked(args.path, keys)
+    given = {option.partition("=")[0] for option in options}
+    if given & {"--model_args", "-a"}:
+        raise ValueError("--model_args: PATH and keys say what is evaluated; leave it out")
+    if CHAT in given:
+        Conversations(tokenizer, CHAT)
     return run_workers(config, node, "titan_linear.lm_eval", options)
 
 
@@ -77,12 +89,19 @@ def harness(options: list[str], config: Config) -> None:
 def likelihoods(
     requests: Sequence[tuple[list[int], int]], reader: Reader
 ) -> list[tuple[float, bool]]:
-    """Of the tokens of each from a place on, on every rank: log p, and whether greedy decoding would write them."""
-    samples = [Sample("", len(tokens), 0.0, i) for i, (tokens, _) in enumerate(requests)]
+    """log p of each request's tokens from a place on, and whether greedy decoding would write them.
+
+    Every rank has all of them. A request without such tokens has 0.0 and True.
+    """
+    samples = [
+        Sample("", len(tokens), 0.0, i)
+        for i, (tokens, begin) in enumerate(requests)
+        if begin < len(tokens)
+    ]
     prompts = Prompts(
         samples,
         lambda sample: rows_of(requests[sample.number][0], 0, requests[sample.number][1]),
-        stream_length(reader.config, max(sample.length for sample in samples)),
+        stream_length(reader.config, max((sample.length for sample in samples), default=0)),
     )
     shown = [
         examine(
@@ -92,55 +111,106 @@ def likelihoods(
         )
     ]
     dist.broadcast_object_list(shown, group=reader.host)
-    return shown[0]
+    scored = iter(shown[0])
+    return [next(scored) if begin < len(tokens) else (0.0, True) for tokens, begin in requests]
+
+
+def decoding(options: dict[str, Any], context: int, seed: int) -> dict[str, Any]:
+    """How a text is generated after `context` tokens, by a task's generation_kwargs.
+
+    ValueError: they ask for what is not done here.
+    """
+    # 1 is neutral: num_beams, repetition_penalty
+    if unused := [name for name, x in options.items() if name not in OPTIONS and x != 1]:
+        raise ValueError(f"generation_kwargs: {unused[0]} is not used here; leave it out")
+    most = next((options[name] for name in LENGTHS if name in options), 256)
+    if "max_length" in options:
+        most = max(options["max_length"] - context, 0)
+    drawn = options.get("do_sample", "temperature" in options)
+    temperature = options.get("temperature", 1.0) if drawn else 0.0
+    return {
+        "max_new_tokens": most,
+        "sampling": Sampling(temperature, options.get("top_p", 1.0), seed),
+    }
 
 
 def adapted(config: Config) -> type:
-    """The class that lm_eval takes, of this rank's model."""
+    """The class that lm_eval takes, of this rank's model. It treats texts as lm_eval's `hf` does."""
     from lm_eval.api.model import TemplateLM
 
     reader = open_reader(config)
+    tokenizer = reader.tokenizer
+    chat = cache(lambda: Conversations(tokenizer, CHAT))
 
     class TitanLinear(TemplateLM):
+        eot_token_id = tokenizer.eos_id
+        prefix_token_id = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        tokenizer_name = tokenizer.fingerprint
+
         @classmethod
         def create_from_arg_string(cls, *_: Any) -> TitanLinear:
             return cls()
 
         create_from_arg_obj = create_from_arg_string
-        eot_token_id = reader.tokenizer.eos_id
 
-        def tok_encode(self, string: str, *_: Any, **__: Any) -> list[int]:
-            return reader.tokenizer.encode(string).tolist()
+        def tok_encode(
+            self, string: str, add_special_tokens: bool | None = None, **_: Any
+        ) -> list[int]:
+            tokens = tokenizer.encode(string).tolist()
+            # A chat template may have written them.
+            begun = add_special_tokens is False or tokens[:1] == tokenizer.first_ids
+            return tokens if begun else tokenizer.first_ids + tokens
+
+        def chat_template(self, chat_template: bool | str = False) -> str | None:
+            return chat().source if chat_template else None
+
+        def apply_chat_template(
+            self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+        ) -> str:
+            return chat().text(chat_history, add_generation_prompt)
+
+        def loglikelihood(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+            pairs = [self._pair(*request.args) for request in requests]
+            return self._loglikelihood_tokens([("", *pair) for pair in pairs])
+
+        def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+            if context:
+                return self._encode_pair(context, continuation)
+            tokens = self.tok_encode(continuation, add_special_tokens=False)
+            return [], tokens[tokens[:1] == [self.prefix_token_id] :]
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-            return likelihoods(
-                [(context + more, len(context)) for _, context, more in requests], reader
-            )
+            pairs = [(context or [self.prefix_token_id], more) for _, context, more in requests]
+            return likelihoods([(context + more, len(context)) for context, more in pairs], reader)
 
         def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
-            texts = [
-                [self.prefix_token_id, *self.tok_encode(request.args[0])] for request in requests
-            ]
-            return [
-                logprob for logprob, _ in likelihoods([(tokens, 1) for tokens in texts], reader)
-            ]
+            texts = [self.tok_encode(*request.args) for request in requests]
+            found = self._loglikelihood_tokens([("", [], tokens) for tokens in texts])
+            return [logprob for logprob, _ in found]
 
         def generate_until(self, requests: Any, **_: Any) -> list[str]:
-            return [self._until(*request.args) for request in requests]
+            return [self._until(i, *request.args) for i, request in enumerate(requests)]
 
-        def _until(self, text: str, options: dict[str, Any]) -> str:
+        def _until(self, number: int, text: str, options: dict[str, Any]) -> str:
+            context = self.tok_encode(text) or [self.prefix_token_id]
             until = options.get("until") or []
+            ends = [end for end in ([until] if isinstance(until, str) else until) if end]
+
+            def stops(new: list[int]) -> bool:
+                written = tokenizer.decode(new, special=True)
+                return any(end in written for end in ends)
+
             with reader.precision:
                 (new,) = continuations(
                     reader.model,
-                    reader.tokenizer,
-                    [self.tok_encode(text)],
-                    max_new_tokens=options.get("max_gen_toks", 256),
-                    sampling=Sampling(),
+                    tokenizer,
+                    [context],
+                    **decoding(options, len(context), config.debug.seed + number),
+                    stops=stops,
                     device=own_device(),
                 )
-            written = reader.tokenizer.decode(new)
-            for end in [until] if isinstance(until, str) else until:
+            written = tokenizer.decode(new)
+            for end in ends:
                 written = written.partition(end)[0]
             return written
 

@@ -184,6 +184,22 @@ def test_eos_beside_the_file(file, name, eos):
     assert tokenizer.fingerprint != before  # documents end in another token
 
 
+def test_all_tokens_that_end_a_text(file):
+    """As transformers finds them beside the tokenizer, and its own."""
+    known = {}
+    for name, ends, of_all in (
+        ("config.json", 7, {0, 7}),
+        ("config.json", None, {0}),
+        ("config.json", [8, 9], {0, 8, 9}),
+        ("generation_config.json", [5, 6], {0, 5, 6}),
+        ("generation_config.json", 4, {0, 4}),
+    ):
+        write_json(file.with_name(name), {"eos_token_id": ends})
+        known[name] = build_tokenizer(str(file)).end_ids
+        assert known[name] == of_all
+    assert ByteTokenizer().end_ids == {256}
+
+
 def test_eos_unknown(file):
     content = read_json(file)
     content["added_tokens"] = []

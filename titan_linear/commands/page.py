@@ -21,14 +21,15 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from titan_linear.commands import batch
+from titan_linear.config import load_config
 from titan_linear.data.tasks import LOSS
+from titan_linear.losses import LOSSES
+from titan_linear.losses.loss import Loss
 from titan_linear.run.evaluate import means, tiles
 from titan_linear.storage.files import Json
 from titan_linear.storage.rundir import CONFIG, EVALUATION, METRICS, SPIKES, TELEMETRY, json_lines
 
 CURVES = {
-    "loss": "training loss, nats per token",
-    "validation_loss": "validation loss, nats per token",
     "grad_norm": "gradient norm",
     "lr": "learning rate",
     "tokens_per_second": "tokens a second",
@@ -36,7 +37,7 @@ CURVES = {
     "memory_gib": "memory, GiB",
 }
 POSITION, LENGTH, SOURCE = "position in the document", "length", "source"
-LOSSES = {"loss_by_position": POSITION, "loss_by_depth": "tokens later", "loss_by_source": SOURCE}
+SEEN = {"loss_by_position": POSITION, "loss_by_depth": "tokens later", "loss_by_source": SOURCE}
 # what a user kept of a command, in the run's folder
 WORDS = {"plan.txt": "plan", "doctor.txt": "doctor"}
 LAST_SPIKES, SPIKE_LINES = 4, 16  # shown of each run, and of each spike
@@ -46,6 +47,7 @@ Charts = list[tuple[str, Markup]]  # caption, SVG
 
 class Run(NamedTuple):
     folder: Path
+    loss: type[Loss]
     steps: list[Json]  # of metrics, and spikes, of which not every step is logged
     seen: dict[str, Json]  # telemetry: quantity → where → what was seen last
     spikes: list[Json]
@@ -97,17 +99,25 @@ def read(folder: Path) -> Run:
         for quantity in line.keys() - {"step"}:
             seen.setdefault(quantity, {}).update(line[quantity])
     steps = sorted(metrics + spikes, key=lambda line: line["step"])
-    return Run(
-        folder, steps, seen, spikes, [line for line in scores if line["step"] == scores[-1]["step"]]
-    )
+    last = [line for line in scores if line["step"] == scores[-1]["step"]]
+    return Run(folder, loss_of(folder), steps, seen, spikes, last)
+
+
+def loss_of(run: Path) -> type[Loss]:
+    return LOSSES[load_config(["--job.config_file", str(run / CONFIG)]).loss.name]
 
 
 # --- Charts ----------------------------------------------------------------------------------------------------------
 
 
 def curves(runs: Sequence[Run]) -> Charts:
+    unit = " or ".join(dict.fromkeys(run.loss.unit for run in runs))
+    captions = {"loss": f"training loss, {unit}", "validation_loss": f"validation loss, {unit}"}
+    for run in runs:
+        for name, caption in run.loss.reports.items():
+            captions |= {name: caption, f"validation_{name}": f"validation {caption}"}
     charts = []
-    for key, caption in CURVES.items():
+    for key, caption in (captions | CURVES).items():
         charts += drawn(
             caption, "step", [[(line["step"], line.get(key)) for line in run.steps] for run in runs]
         )
@@ -117,8 +127,8 @@ def curves(runs: Sequence[Run]) -> Charts:
 def losses(runs: Sequence[Run]) -> Charts:
     """What telemetry saw last of losses by the first position of a bin, by how many tokens later, and by source."""
     charts = []
-    for quantity, axis in LOSSES.items():
-        number = str if axis == SOURCE else int
+    for quantity, axis in SEEN.items():
+        number = plain if axis == SOURCE else int
         points = [[(number(x), y) for x, y in run.seen.get(quantity, {}).items()] for run in runs]
         charts += drawn("nats per token", axis, points)
     return charts
@@ -159,6 +169,11 @@ def recall(runs: Sequence[Run]) -> Charts:
     return charts
 
 
+def plain(name: str) -> str:
+    """The name, of which matplotlib makes no formula."""
+    return name.replace("$", r"\$")
+
+
 def drawn(caption: str, axis: str, points: Sequence[Points]) -> Charts:
     """A chart of each run's points, unless there are none. A y that is no finite number (null, or text, in a file) is
     left out. Logarithmic where numbers lie far apart."""
@@ -189,9 +204,8 @@ def tiled(caption: str, lines: Sequence[Json]) -> Charts:
     with axes_of(caption) as (axes, charts):
         axes.imshow(scores, vmin=0, vmax=1, aspect="auto")
         for (y, x), score in np.ndenumerate(scores):
-            axes.text(
-                x, y, f"{score:.2f}", ha="center", va="center", color="w" if score < 0.6 else "k"
-            )
+            text = "" if np.isnan(score) else f"{score:.2f}"
+            axes.text(x, y, text, ha="center", va="center", color="w" if score < 0.6 else "k")
         axes.set_xticks(range(len(lengths)), lengths)
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
         axes.set(xlabel="length", ylabel="depth")

@@ -6,37 +6,25 @@ titan-linear report outputs/kda outputs/gdn outputs/hybrid --html report.html
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
 from titan_linear.commands import command_parser, table
-from titan_linear.commands.page import page
+from titan_linear.commands.page import loss_of, page
 from titan_linear.config import Training, flat_keys, load_config, toml_value
 from titan_linear.distributed.process import refusing
 from titan_linear.storage import rundir
 from titan_linear.storage.files import write_whole
 from titan_linear.storage.rundir import CONFIG, METRICS, SPIKES, json_lines
 
-HEAD = (
-    "run",
-    "trained on",
-    "step",
-    "loss",
-    "best validation",
-    "tokens",
-    "tokens/s",
-    "MFU",
-    "GiB",
-    "skipped",
-    "spikes",
-)
+NONE = "–"
 # keys that differ between any two runs
 OWN = ("job.config_file", "job.dump_folder", "job.description")
 
 
-class Line(rundir.Line):
-    """What is read of a line of metrics."""
+class Line(rundir.Line, extra="allow"):
+    """What is read of a line of metrics, and the loss's reports."""
 
     loss: float | None = None
     validation_loss: float | None = None
@@ -47,35 +35,38 @@ class Line(rundir.Line):
     skipped_steps: int = 0
 
 
-def numbers(lines: Sequence[Line], key: str) -> list[float]:
-    """A key's values, where it is given and finite."""
-    return [getattr(line, key) for line in lines if getattr(line, key) is not None]
+def cell(
+    lines: Sequence[Line],
+    key: str,
+    form: str = "{:.4f}",
+    of: Callable[[list[float]], float] = min,
+) -> str:
+    """What `of` makes of a key's values, where it is given and finite."""
+    values = [x for line in lines if (x := getattr(line, key, None)) is not None]
+    return form.format(of(values)) if values else NONE
 
 
-def standing(run: Path) -> list[str]:
-    """A run's row under HEAD: loss, tokens and step of its last line, medians of rates, the most memory."""
+def standing(run: Path) -> dict[str, str]:
+    """A run's row: loss, its reports, tokens and step of the last line, medians of rates, the most memory."""
     if not (run / METRICS).is_file():
         raise ValueError(f"'{run}' holds no {METRICS}; give the folder of a run (job.dump_folder)")
     lines = json_lines(run / METRICS, Line)
     steps = [line for line in lines if "loss" in line.model_fields_set]
-    rates = numbers(steps[1:] or steps, "tokens_per_second")
-    mfu = numbers(steps[1:] or steps, "mfu")
-    validations = numbers(lines, "validation_loss")
-    memory = numbers(steps, "memory_gib")
-    last = steps[-1] if steps else Line(step=0)
-    return [
-        str(run),
-        data_of(load_config(["--job.config_file", str(run / CONFIG)]).training),
-        str(last.step),
-        f"{last.loss:.4f}" if numbers([last], "loss") else "–",
-        f"{min(validations):.4f}" if validations else "–",
-        f"{last.tokens:,}",
-        f"{median(rates):,.0f}" if rates else "–",
-        f"{median(mfu):.1%}" if mfu else "–",
-        f"{max(memory):.2f}" if memory else "–",
-        str(last.skipped_steps),
-        str(len(json_lines(run / SPIKES, Line))),
-    ]
+    rated, last = steps[1:] or steps, (steps or [Line(step=0)])[-1:]
+    return {
+        "run": str(run),
+        "trained on": data_of(load_config(["--job.config_file", str(run / CONFIG)]).training),
+        "step": cell(last, "step", "{}"),
+        "loss": cell(last, "loss"),
+        "best validation": cell(lines, "validation_loss"),
+        **{name: cell(last, name) for name in loss_of(run).reports},
+        "tokens": cell(last, "tokens", "{:,}"),
+        "tokens/s": cell(rated, "tokens_per_second", "{:,.0f}", median),
+        "MFU": cell(rated, "mfu", "{:.1%}", median),
+        "GiB": cell(steps, "memory_gib", "{:.2f}", max),
+        "skipped": cell(last, "skipped_steps", "{}"),
+        "spikes": str(len(json_lines(run / SPIKES, Line))),
+    }
 
 
 def data_of(training: Training) -> str:
@@ -101,12 +92,15 @@ def main(argv: list[str]) -> int:
         "--html", type=Path, metavar="FILE", help="write a page, and print its size"
     )
     args = parser.parse_args(argv)
-    rows, keys = [standing(run) for run in args.runs], differences(args.runs)
+    runs, keys = [standing(run) for run in args.runs], differences(args.runs)
+    # a column for what any of the runs has
+    head = [*dict.fromkeys(name for run in runs for name in run)]
+    rows = [[run.get(name, NONE) for name in head] for run in runs]
     if args.html:
-        write_whole(args.html, page(args.runs, list(zip(HEAD, *rows, strict=True)), keys))
+        write_whole(args.html, page(args.runs, list(zip(head, *rows, strict=True)), keys))
         print(f"{args.html}: {args.html.stat().st_size / 1000:,.0f} kB")
         return 0
-    print(table(HEAD, rows))
+    print(table(head, rows))
     if keys:
         print("\n" + table(["key", *map(str, args.runs)], keys))
     return 0

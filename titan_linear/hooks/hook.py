@@ -17,7 +17,7 @@ class StepResult:
     """What a step has shown, on this rank."""
 
     step: int  # from 1
-    loss: float  # nats per token
+    loss: float  # in the loss's unit
     grad_norm: float
     lr: float
     skipped: int  # steps of the run so far that were not finite
@@ -65,7 +65,7 @@ class Hook:
     def after_validation(
         self, step: int, loss: float, reports: dict[str, float], text: str
     ) -> None:
-        """A validation ended with this loss, nats per token, with what else the loss reports, and with this sample of
+        """A validation ended with this loss, with what else the loss reports, and with this sample of
         the model, if one is asked for."""
 
     def after_evaluation(self, step: int, records: list[dict[str, Any]]) -> None:

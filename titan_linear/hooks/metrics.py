@@ -23,6 +23,7 @@ import torch
 from titan_linear.config import Config, config_to_toml
 from titan_linear.distributed.process import unescaped
 from titan_linear.hooks.hook import Hook
+from titan_linear.losses import LOSSES
 from titan_linear.run.evaluate import Record, means, tiles, write_down
 from titan_linear.step.optimizer import Moment
 from titan_linear.storage.files import open_own, write_whole
@@ -75,6 +76,7 @@ class MetricsLogger(Hook):
         self.folder = Path(config.job.dump_folder)
         cut_metrics(config.job.dump_folder, start_step)
         self.steps = config.training.steps
+        self.reports = LOSSES[config.loss.name].reports
         self.out = out or sys.stdout
         self.gpus, self.peak_tflops = gpus, peak_tflops
         self.colour = self.out.isatty() and "NO_COLOR" not in os.environ
@@ -105,9 +107,9 @@ class MetricsLogger(Hook):
 
         Args:
             moment: of its numbers.
-            loss: nats per token; None: no token has a label. tokens: seen by the whole run up to this step.
+            loss: None: no token has a label. tokens: seen by the whole run up to this step.
             work: done since the previous report.
-            more: further numbers by name.
+            more: further numbers by name, of which the console has those that the loss reports.
         """
         then, last_step, last_tokens = self.last
         seconds = moment.since(then) - sum(end.since(begin) for begin, end in self.pauses)
@@ -130,7 +132,8 @@ class MetricsLogger(Hook):
         self._print(
             step,
             [
-                ("loss", f"{'none':>7}" if loss is None else f"{loss:7.4f}", 32),
+                ("loss", _four_decimals(loss), 32),
+                *((name, _four_decimals(more[name]), 0) for name in self.reports if name in more),
                 ("grad", _three_digits(grad_norm), 33),
                 ("lr", f"{lr:.2e}", 0),
                 ("tok/s", f"{per_second:9,.0f}", 36),
@@ -342,6 +345,10 @@ def _shown(rates: dict[str, float]) -> list[tuple[str, str, int]]:
         for key, (name, text, colour) in shown.items()
         if key in rates
     ]
+
+
+def _four_decimals(x: float | None) -> str:
+    return f"{'none':>7}" if x is None else f"{x:7.4f}"
 
 
 def _three_digits(x: float) -> str:

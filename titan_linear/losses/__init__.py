@@ -6,9 +6,6 @@ ranks and micro-steps that is divided by the step's weight (`loss.normalise`), o
 reference.py defines each again, for whole logits in one process.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 from titan_linear.config import Config
 from titan_linear.losses.cross_entropy import CrossEntropy
 from titan_linear.losses.distillation import Distillation
@@ -16,7 +13,7 @@ from titan_linear.losses.dpo import DPO
 from titan_linear.losses.loss import Loss
 from titan_linear.losses.policy import Policy
 
-LOSSES: dict[str, Callable[[Any], Loss]] = {
+LOSSES: dict[str, type[Loss]] = {
     "cross_entropy": CrossEntropy,
     "distillation": Distillation,
     "dpo": DPO,

@@ -20,7 +20,11 @@ class DPO(Loss):
     keys: schema.DPO
     group = 2
     reads_twice = True
-    reports = ("accuracy", "margin")  # share of pairs whose margin is right; the margin
+    unit = "nats per pair"
+    reports = {
+        "accuracy": "accuracy, share of pairs",
+        "margin": "margin of the rewards, nats",
+    }
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -52,7 +52,8 @@ class Loss(ABC):
     group: ClassVar[int] = 0
     columns: ClassVar[tuple[str, ...]] = ()  # that it reads beside "weights"
     most_numbers: ClassVar[int] = 0  # for a token in each of these, which have equally many; 0: one
-    reports: ClassVar[tuple[str, ...]] = ()  # further means, by the same weights
+    unit: ClassVar[str] = "nats per token"
+    reports: ClassVar[dict[str, str]] = {}  # further means, by the same weights, and their captions
     # it passes over the head for sums over documents first, without gradients
     reads_twice: ClassVar[bool] = False
 

@@ -24,7 +24,12 @@ from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
 class Policy(Loss):
     keys: schema.Policy
     group = 1
-    reports = ("entropy", "clipped", "kl")  # clipped: share of tokens (documents)
+    unit = "clipped objective per token, negated"
+    reports = {
+        "entropy": "entropy, nats per token",
+        "clipped": "clipped share of tokens or documents",
+        "kl": "KL from the reference, nats per token",
+    }
 
     @property
     def columns(self) -> tuple[str, ...]:

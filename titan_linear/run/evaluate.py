@@ -30,7 +30,8 @@ from titan_linear.storage.files import open_own
 from titan_linear.storage.rundir import EVALUATION, json_line
 
 Record = dict[str, Any]
-MARK = "the question"  # in its place, until it is made
+# Stands for a question in a template: no template has it, and one that alters texts alters it.
+MARK = "\ufdd0" + "Is \"a\" < 'B' & 1?\n\n" * 999 + "\ufdd1"
 NUMBERS = ("score", "chance", "exact", "loss")
 
 
@@ -50,11 +51,13 @@ def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
     e, side = config.evaluation, text_of(config, tokenizer)
     around = ("", "")
     if e.chat:
-        asked = Conversations(tokenizer, "evaluation.chat = true").prompt(
-            [{"role": "user", "content": MARK}]
-        )
-        before, _, after = tokenizer.decode(asked, special=True).partition(MARK)
-        around = before, after
+        chat = Conversations(tokenizer, "evaluation.chat = true")
+        around = tuple(chat.text([{"role": "user", "content": MARK}]).split(MARK))
+        if len(around) != 2:
+            raise ValueError(
+                "evaluation.chat = true: the chat template drops, alters or repeats a user's message; "
+                "set it to false, or model.tokenizer_path to a folder with another template"
+            )
     questions = Questions(tokenizer, side, config.debug.seed, around)
     return Prompts(samples_of(e), questions.prompt, stream_length(config, max(e.lengths)))
 
@@ -136,7 +139,8 @@ def means(records: Iterable[Record], *keys: str) -> dict[tuple[Any, ...], dict[s
         grouped.setdefault(tuple(record.get(key) for key in keys), []).append(record)
     return {
         of: {
-            name: float(np.mean([record[name] for record in some]))
+            # a number that is not finite is text in a file
+            name: float(np.mean([float(record[name]) for record in some]))
             for name in NUMBERS
             if name in some[0]
         }
@@ -145,13 +149,13 @@ def means(records: Iterable[Record], *keys: str) -> dict[tuple[Any, ...], dict[s
 
 
 def tiles(records: Iterable[Record]) -> tuple[list[int], list[float], np.ndarray]:
-    """Lengths, depths, and scores by both [depths, lengths]."""
+    """Lengths, depths, and scores by both [depths, lengths]; NaN where there is no prompt."""
     of = means(records, "length", "depth")
     lengths, depths = (sorted({*places}) for places in zip(*of))
     return (
         lengths,
         depths,
-        np.array([[of[length, depth]["score"] for length in lengths] for depth in depths]),
+        np.array([[of.get((n, d), {}).get("score", np.nan) for n in lengths] for d in depths]),
     )
 
 

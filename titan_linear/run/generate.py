@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from collections import UserDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ def continuations(
 ) -> list[list[int]]:
     """What `generate_tokens` makes of each prompt in this tokenizer's tokens. With `drafts`, which are counted, the
     model drafts; the likeliest tokens are taken."""
-    options |= {"eos_id": tokenizer.eos_id, "vocab_size": tokenizer.vocab_size}
+    options |= {"ends": tokenizer.end_ids, "vocab_size": tokenizer.vocab_size}
     if drafts is None:
         return generate_tokens(model, prompts, sampling=sampling, **options)
     return [draft_tokens(model, row, drafts, **options) for row in prompts]
@@ -100,11 +101,15 @@ def generate_tokens(
     max_new_tokens: int,
     sampling: Sampling,
     device: torch.device,
-    eos_id: int | None = None,
+    ends: Collection[int] = (),
+    stops: Callable[[list[int]], bool] = lambda new: False,
     vocab_size: int | None = None,
     prefill_chunk: int = 2048,
 ) -> list[list[int]]:
-    """The tokens that follow each prompt, without `eos_id`, which ends a row; none is `vocab_size` or more."""
+    """The tokens that follow each prompt, all below `vocab_size`.
+
+    A row ends before a token of `ends`, and where `stops` is true of its new tokens.
+    """
     rngs = [generator(sampling.seed, "sample", i) for i in range(len(prompts))]
     new: list[list[int]] = [[] for _ in prompts]
     done = [max_new_tokens == 0] * len(prompts)
@@ -115,10 +120,10 @@ def generate_tokens(
         chosen = [choose(row, sampling, rng) for row, rng in zip(logits, rngs, strict=True)]
         tokens = _agreed(model, torch.tensor(chosen, device=device))
         for i, token in enumerate(tokens.tolist()):
-            done[i] = done[i] or token == eos_id
+            done[i] = done[i] or token in ends
             if not done[i]:
                 new[i].append(token)
-                done[i] = len(new[i]) == max_new_tokens
+                done[i] = len(new[i]) == max_new_tokens or stops(new[i])
         rows = rows if all(done) else decode(model, rows, tokens)
     return new
 
@@ -230,7 +235,7 @@ def draft_tokens(
     *,
     max_new_tokens: int,
     device: torch.device,
-    eos_id: int | None = None,
+    ends: Collection[int] = (),
     vocab_size: int | None = None,
     prefill_chunk: int = 2048,
 ) -> list[int]:
@@ -242,7 +247,7 @@ def draft_tokens(
         new = reader.read(part)[-1:]
         if following := prompt[start + 1 : start + 1 + len(part)]:
             reader.draft(following)
-    while len(new) < max_new_tokens and eos_id not in new[-2:]:
+    while len(new) < max_new_tokens and not set(ends).intersection(new[-2:]):
         draft = reader.draft(new[-reader.pending.shape[1] :])
         ahead = reader.copy()
         chosen = ahead.read([new[-1], draft])
@@ -253,7 +258,7 @@ def draft_tokens(
         new += chosen
         drafts.made += 1
         drafts.accepted += len(chosen) - 1
-    return new[: new.index(eos_id) if eos_id in new else max_new_tokens][:max_new_tokens]
+    return list(takewhile(lambda token: token not in ends, new[:max_new_tokens]))
 
 
 def choose(logits: Tensor, sampling: Sampling, rng: torch.Generator | None) -> int:

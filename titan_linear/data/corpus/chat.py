@@ -221,6 +221,7 @@ class Conversations:
                 "docs/data.md has an example), or train on 'completion'"
             )
         found = tokenizer.chat_templates
+        self.source = found["default"]
         sources = {name: found[name] for name in ("default", "tool_use") if name in found}
         self._templates: dict[str, _Template] = {
             name: _Template(name, source) for name, source in sources.items()
@@ -236,9 +237,20 @@ class Conversations:
         self.fingerprint = "messages-5-" + hashlib.sha256(content).hexdigest()[:32]
 
     def prompt(self, messages: list[Record]) -> list[int]:
-        """The tokens after which an answer follows. ValueError: the template refuses the messages."""
-        text = self._writer({})(_messages({"messages": messages}), add_generation_prompt=True)
-        return self._tokenizer.encode(text).tolist()
+        """The tokens of `text`."""
+        return self._tokenizer.encode(self.text(messages)).tolist()
+
+    def text(self, messages: list[Record], answered: bool = True) -> str:
+        """The text after which an answer follows, or if not `answered`, more of the last message.
+
+        ValueError: the template refuses the messages.
+        """
+        if not answered:
+            *earlier, last = messages
+            messages = [*earlier, {**last, "content": last["content"] + _END}]
+        written = _messages({"messages": messages})
+        text = self._writer({})(written, add_generation_prompt=answered)
+        return text.partition(_END)[0]
 
     def encode_batch(self, records: Sequence[Record]) -> list[DocumentTokens | str]:
         return [self._encode(record) for record in records]

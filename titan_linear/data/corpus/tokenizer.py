@@ -85,12 +85,16 @@ class Tokenizer(Protocol):
     """What the data path, the model's vocabulary and the sampler need of a tokenizer.
 
     vocab_size: the largest id + 1 (ids may have holes, and a model must embed them all).
-    eos_id: the token that ends a document, or None.
+    eos_id: the token that ends a document, or None. end_ids: each of these ends a generated text.
+    bos_id: the token before a text, or None. first_ids: where transformers always writes it, this token.
     fingerprint: changes whenever the tokens of some text may change.
     """
 
     vocab_size: int
     eos_id: int | None
+    end_ids: frozenset[int]
+    bos_id: int | None
+    first_ids: list[int]
     fingerprint: str
 
     @property
@@ -130,6 +134,9 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_id: int | None = 256
+    end_ids = frozenset({256})
+    bos_id: int | None = None
+    first_ids: list[int] = []
     fingerprint = "bytes-257"
     summary = "tokenizer: none, bytes are tokens (model.tokenizer_path)"
 
@@ -225,7 +232,6 @@ class HuggingFaceTokenizer:
                 "one from a source that you trust"
             )
         self._content, self._off = _of_texts_alone(data, content, adds_tokens)
-        self._tokenizer.post_processor = None  # it would also move the places of tokens
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         if "dropout" in self._off:
@@ -235,7 +241,17 @@ class HuggingFaceTokenizer:
             raise ValueError(f"model.tokenizer_path: {file} has an empty vocabulary; give another")
         self.vocab_size = max(vocabulary.values()) + 1
         self._settings = _read_settings(file.parent)
+        self.bos_id = vocabulary.get(_name_of(self._settings.get("bos_token")))
+        self.first_ids = [x for x in self._tokenizer.encode("").ids if x == self.bos_id]
+        self._tokenizer.post_processor = None  # it would also move the places of tokens
         self.eos_id = _find_eos(file, self._settings, self._added, vocabulary)
+        # as transformers finds them: of generation_config.json, else of the model's config.json
+        ends = _read_object(file.with_name("config.json")) | _read_object(
+            file.with_name(GENERATION)
+        )
+        ends = ends.get("eos_token_id")
+        ends = ends if isinstance(ends, list) else [ends]
+        self.end_ids = frozenset({self.eos_id, *ends} - {None})
         self.fingerprint = (
             "hf-" + hashlib.sha256(data + f"eos={self.eos_id}".encode()).hexdigest()[:32]
         )
