@@ -1,0 +1,135 @@
+"""A run of the tests begins with empty caches of its own, and no test depends on what another one left."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests import caches
+from tests.order import in_order
+from tests.state import isolated
+from titan_linear.models.presets import MODELS
+from titan_linear.storage.files import default_cache_dir
+
+ROOT = Path(__file__).parents[1]
+NAMES = (*caches.COMPILED, *caches.OTHERS)
+
+
+def caches_here(rank=0, world_size=1):
+    return {name: os.environ[name] for name in NAMES}
+
+
+def test_libraries_and_processes_use_the_caches_of_the_run(worlds):
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from matplotlib import get_cachedir
+
+    folder = Path(os.environ[caches.FOLDER])
+    named = [*caches_here().values(), HF_HUB_CACHE, get_cachedir(), default_cache_dir()]
+    named.append(tempfile.gettempdir())
+    assert all(Path(name).is_relative_to(folder) for name in named)
+    assert worlds(1).run(caches_here) == [caches_here()]
+
+
+def test_workers_share_what_is_compiled(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", "/a/user's")
+    monkeypatch.delenv(caches.WORKER, raising=False)
+    controller, other_run = caches.new_caches(), caches.new_caches()
+    monkeypatch.setenv(caches.FOLDER, controller[caches.FOLDER])
+    monkeypatch.setenv(caches.WORKER, "gw0")
+    worker = caches.new_caches()
+    assert "HF_HUB_CACHE" not in os.environ
+    assert {name for name in NAMES if worker[name] == controller[name]} == {*caches.COMPILED}
+    assert not any(controller[name] == other_run[name] for name in NAMES)
+    assert not any(file.is_file() for file in tmp_path.rglob("*"))
+
+
+def test_the_caches_end_with_the_run(tmp_path):
+    """After multiprocessing, which has temporary files there."""
+    code = "import os; from tests.caches import new_caches; os.environ.update(new_caches())\n"
+    code += "from multiprocessing.util import get_temp_dir; print(get_temp_dir(), flush=True)"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    environment.pop(caches.WORKER, None)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.startswith(str(tmp_path)) and not done.stderr
+    assert [*tmp_path.iterdir()] == []
+
+
+def change_recursion_limit():
+    sys.setrecursionlimit(sys.getrecursionlimit() + 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_recursion_limit,
+        lambda: sys.path.append("elsewhere"),
+        lambda: warnings.simplefilter("error"),
+        lambda: MODELS["hybrid"].update(another=None),
+    ],
+    ids=["recursion limit", "sys.path", "warnings", "flavors"],
+)
+def test_what_is_restored(change):
+    def state():
+        return (
+            sys.getrecursionlimit(),
+            list(sys.path),
+            list(warnings.filters),
+            list(MODELS["hybrid"]),
+        )
+
+    before = state()
+    with isolated():
+        change()
+        assert state() != before
+    assert state() == before
+
+
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        (lambda patch: patch.setenv("ANOTHER", "1"), r"\$ANOTHER"),
+        (lambda patch: patch.chdir("/"), "the working directory"),
+        (lambda patch: torch.set_default_dtype(torch.float64), "the default dtype"),
+        (lambda patch: torch.use_deterministic_algorithms(True), "deterministic algorithms"),
+    ],
+)
+def test_what_a_test_must_restore(change, name, monkeypatch):
+    try:
+        with pytest.raises(AssertionError, match=f"it changes {name}, which"), isolated():
+            change(monkeypatch)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+
+
+def test_draws_do_not_depend_on_the_tests_before():
+    def draw():
+        with isolated():
+            return torch.rand(3).tolist()
+
+    assert draw() == draw()
+
+
+@pytest.mark.parametrize(
+    "order, files", [("", "abc"), ("reversed", "cba"), ("random:0", "acb"), ("random:1", "bca")]
+)
+def test_the_order_of_files(order, files):
+    """A file's tests stay together, in their order."""
+    items = [SimpleNamespace(path=path, test=n) for path in "abc" for n in range(2)]
+    ordered = in_order(items, order)
+    assert [(item.path, item.test) for item in ordered] == [(f, n) for f in files for n in range(2)]
+
+
+@pytest.mark.parametrize("order", ["sideways", "random", "random:x"])
+def test_an_order_that_is_not_known(order):
+    with pytest.raises(pytest.UsageError, match="must be reversed or random:SEED"):
+        in_order([], order)
