@@ -8,6 +8,7 @@ numbers of the token behind it, also where that continues another one: the token
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,10 @@ class TreeStreams(WholeStreams):
         return laid, self._filled(laid[:, 3])
 
     def _cut(self, document: int) -> list[tuple[int, ...]]:
-        """Runs of leaves whose trees have at most `seq_len` tokens each, and the fewest together."""
+        """Runs of leaves whose trees have at most `seq_len` tokens each, and the fewest together.
+
+        Of several ways, the one whose first runs are shortest.
+        """
         nodes = self._nodes(document)
         ends = nodes.edges[nodes.leaves + 1]
         whole = ends - nodes.begins[nodes.leaves]  # tokens of each path
@@ -86,17 +90,29 @@ class TreeStreams(WholeStreams):
                 f"training.seq_len = {self.seq_len}: the {what} of tree {document} has {most:,} tokens, and it "
                 "must lie in one stream; raise it, or leave such trees out"
             )
-        best: list[tuple[int, list[tuple[int, ...]]]] = [(0, [])]  # for the leaves before each
-        for last in range(1, len(ends) + 1):
-            # a leaf adds what lies behind the one before
-            sizes = whole[:last] + ends[last - 1] - ends[:last]
-            ways = [
-                (best[first][0] + size, [*best[first][1], (document, first, last, size)])
-                for first, size in enumerate(sizes.tolist())
-                if size <= self.seq_len
-            ]
-            best.append(min(ways))
-        return best[-1][1]
+        # Leaves [first, last) have ends[last - 1] - begins[first] tokens together.
+        begins = ends - whole
+        furthest = np.searchsorted(ends, begins + self.seq_len, side="right").tolist()
+        ends, begins = ends.tolist(), begins.tolist()
+        # From the last leaf back: the fewest tokens from each leaf on, and where its run of leaves ends.
+        fewest, last = [0] * (len(ends) + 1), [0] * len(ends)
+        # Ends within reach by what they cost, the cheapest behind; one that a nearer one undercuts is left out.
+        ways: deque[tuple[int, int]] = deque()
+        for first in reversed(range(len(ends))):
+            nearest = ends[first] + fewest[first + 1], first + 1
+            while ways and ways[0] > nearest:
+                ways.popleft()
+            ways.appendleft(nearest)
+            while ways[-1][1] > furthest[first]:
+                ways.pop()
+            cost, last[first] = ways[-1]
+            fewest[first] = cost - begins[first]
+        units, first = [], 0
+        while first < len(ends):
+            end = last[first]
+            units.append((document, first, end, ends[end - 1] - begins[first]))
+            first = end
+        return units
 
 
 def streams_of(side: Side, *, targets: Targets, **options: Any) -> PackedStreams:

@@ -3,6 +3,7 @@ tokens before them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,7 +94,7 @@ def cut_streams(
     num_streams: int,
     world_size: int,
     layout: str,
-    parents: Tensor | None = None,
+    parents: Tensor | Sequence[int] | None = None,
 ) -> Cut:
     """Cut streams into fragments.
 

@@ -12,7 +12,7 @@ path: each of its tokens comes after those of the nodes above. What a mixer need
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -65,9 +65,13 @@ class Nodes:
     @cached_property
     def depth(self) -> ndarray:
         """[N] number of tokens above each."""
-        number, above = self.on_paths(np.arange(len(self.parents)))
-        lengths = np.diff(self.edges)
-        return np.bincount(number, lengths[above]).astype(np.int64) - lengths
+        above = self.parents
+        depth = np.where(above >= 0, np.diff(self.edges)[above], 0)
+        # Sums of 1, 2, 4, … nodes: a deep tree takes few rounds.
+        while (above >= 0).any():
+            depth = depth + np.where(above >= 0, depth[above], 0)
+            above = np.where(above >= 0, above[above], -1)
+        return depth
 
     def after(self, tokens: int) -> Nodes:
         """Of documents without their first `tokens`, each of which is a document of its own."""
@@ -142,15 +146,20 @@ class Nodes:
         return np.where(tokens < 0, -1, np.where(tokens > self.edges[node], tokens - 1, above))
 
 
-def checked_nodes(edges: ndarray, parents: Tensor | None, num_streams: int) -> Nodes:
+def checked_nodes(
+    edges: ndarray, parents: Tensor | Sequence[int] | None, num_streams: int
+) -> Nodes:
     """parents: None: no node has one. ValueError: parents that are no trees, each in one of the streams."""
     if parents is None:
         return Nodes.apart(edges)
-    numbers, order = parents.cpu().numpy().astype(np.int64), np.arange(len(edges) - 1)
-    if numbers.shape != order.shape:
+    numbers = np.asarray(parents.cpu() if isinstance(parents, Tensor) else parents)
+    order = np.arange(len(edges) - 1)
+    if numbers.shape != order.shape or numbers.dtype.kind not in "iu":
         raise ValueError(
-            f"parents {list(numbers.shape)} must be [N] = {list(order.shape)}, one for each segment"
+            f"parents ({numbers.dtype} {list(numbers.shape)}) must be integers [N] = {list(order.shape)}, one for "
+            "each segment"
         )
+    numbers = numbers.astype(np.int64)
     stream = edges[:-1] // (edges[-1] // num_streams)
     bad = (
         (numbers < -1)
