@@ -102,6 +102,11 @@ class Texts:
     def files(self) -> list[Path]:
         return source_files(self.dataset, self.path, path_key=self.path_key)
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.path_key} = {self.path!r}" if self.path else f"the dataset {self.dataset!r}"
+
     @cached_property
     def encoder(self) -> Encoder:
         """What encodes documents: for texts the tokenizer, for conversations a `RecordEncoder`."""
@@ -206,6 +211,8 @@ def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool
         with suppress(OSError):  # not permitted in a cache that others wrote for us
             os.utime(lock_file(folder))  # its last use
     corpus = load_corpus(folder)
+    if t.dataset != "tokens":
+        corpus = replace(corpus, origin=t.name)
     if with_paths:
         paths = _paths_when_written(corpus) if t.dataset == "tokens" else tuple(map(shown, t.files))
         corpus = replace(corpus, paths=paths)
@@ -395,6 +402,8 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
         raise ValueError(
             f"{texts.path_key} has no text in {texts.files[0]}{more}: {found}; give other files"
         )
+    if WEIGHTS in journal.columns and not journal.num_answer_tokens:
+        raise ValueError(f"{texts.name}: no token has a weight above 0; give some")
     _check_unchanged(journal.key, texts)
 
 

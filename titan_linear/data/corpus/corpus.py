@@ -77,6 +77,12 @@ class Corpus:
     paths: tuple[str, ...] | None = None  # of these files, where they were asked for
     # [num_tokens] or [num_tokens, n] each
     columns: Mapping[str, ndarray] = field(default_factory=dict)
+    origin: str = ""  # of texts: their key and path, for messages
+
+    @property
+    def name(self) -> str:
+        """What a user knows the corpus by: its texts, or its folder."""
+        return self.origin or str(self.folder)
 
     @property
     def num_documents(self) -> int:
