@@ -102,11 +102,6 @@ class Texts:
     def files(self) -> list[Path]:
         return source_files(self.dataset, self.path, path_key=self.path_key)
 
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return f"{self.path_key} = {self.path!r}" if self.path else f"the dataset {self.dataset!r}"
-
     @cached_property
     def encoder(self) -> Encoder:
         """What encodes documents: for texts the tokenizer, for conversations a `RecordEncoder`."""
@@ -212,7 +207,7 @@ def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool
             os.utime(lock_file(folder))  # its last use
     corpus = load_corpus(folder)
     if t.dataset != "tokens":
-        corpus = replace(corpus, origin=t.name)
+        corpus = replace(corpus, name=f"{t.path_key} = {t.path or t.dataset!r}")
     if with_paths:
         paths = _paths_when_written(corpus) if t.dataset == "tokens" else tuple(map(shown, t.files))
         corpus = replace(corpus, paths=paths)
@@ -403,7 +398,9 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
             f"{texts.path_key} has no text in {texts.files[0]}{more}: {found}; give other files"
         )
     if WEIGHTS in journal.columns and not journal.num_answer_tokens:
-        raise ValueError(f"{texts.name}: no token has a weight above 0; give some")
+        raise ValueError(
+            f"{texts.path_key} = {texts.path!r}: no token has a weight above 0; give some"
+        )
     _check_unchanged(journal.key, texts)
 
 

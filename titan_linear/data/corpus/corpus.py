@@ -77,12 +77,7 @@ class Corpus:
     paths: tuple[str, ...] | None = None  # of these files, where they were asked for
     # [num_tokens] or [num_tokens, n] each
     columns: Mapping[str, ndarray] = field(default_factory=dict)
-    origin: str = ""  # of texts: their key and path, for messages
-
-    @property
-    def name(self) -> str:
-        """What a user knows the corpus by: its texts, or its folder."""
-        return self.origin or str(self.folder)
+    name: str = ""  # for messages: its folder, or the key and path of its texts
 
     @property
     def num_documents(self) -> int:
@@ -177,6 +172,7 @@ def load_corpus(folder: Path) -> Corpus:
         offsets=files[OFFSETS],
         hashes=files[HASHES],
         info=info,
+        name=str(folder),
         files=files.get(FILE_ENDS),
         columns={
             name: open_column(folder, name, *kind) for name, kind in info.get("columns", {}).items()

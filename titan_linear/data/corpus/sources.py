@@ -411,10 +411,9 @@ def _line(line: bytes, origin: str, size: float, fields: _Fields) -> Document:
         text = line.decode("utf-8")
         check_nesting(text, RECORD_NESTED)
         record = json.loads(text)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        return Document("", origin, size, f"not JSON in UTF-8: {error}")
     except ValueError as error:
-        return Document("", origin, size, str(error))
+        what = "" if type(error) is ValueError else "not JSON in UTF-8: "
+        return Document("", origin, size, f"{what}{error}")
     if not isinstance(record, dict):
         return Document("", origin, size, f"not a JSON object with a field {fields.needed[0]!r}")
     return fields.document(record, origin, size)

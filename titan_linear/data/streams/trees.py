@@ -8,7 +8,6 @@ numbers of the token behind it, also where that continues another one: the token
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -92,26 +91,18 @@ class TreeStreams(WholeStreams):
             )
         # Leaves [first, last) have ends[last - 1] - begins[first] tokens together.
         begins = ends - whole
-        furthest = np.searchsorted(ends, begins + self.seq_len, side="right").tolist()
-        ends, begins = ends.tolist(), begins.tolist()
-        # From the last leaf back: the fewest tokens from each leaf on, and where its run of leaves ends.
-        fewest, last = [0] * (len(ends) + 1), [0] * len(ends)
-        # Ends within reach by what they cost, the cheapest behind; one that a nearer one undercuts is left out.
-        ways: deque[tuple[int, int]] = deque()
+        reach = np.searchsorted(ends, begins + self.seq_len, side="right")
+        # From the last leaf back: the fewest tokens from each leaf on, and where its run ends.
+        fewest, run_end = np.zeros(len(ends) + 1, np.int64), np.zeros(len(ends), np.int64)
         for first in reversed(range(len(ends))):
-            nearest = ends[first] + fewest[first + 1], first + 1
-            while ways and ways[0] > nearest:
-                ways.popleft()
-            ways.appendleft(nearest)
-            while ways[-1][1] > furthest[first]:
-                ways.pop()
-            cost, last[first] = ways[-1]
-            fewest[first] = cost - begins[first]
+            costs = ends[first : reach[first]] + fewest[first + 1 : reach[first] + 1]
+            run_end[first] = first + 1 + costs.argmin()
+            fewest[first] = costs.min() - begins[first]
         units, first = [], 0
         while first < len(ends):
-            end = last[first]
-            units.append((document, first, end, ends[end - 1] - begins[first]))
-            first = end
+            last = run_end[first]
+            units.append((document, first, last, ends[last - 1] - begins[first]))
+            first = last
         return units
 
 

@@ -3,7 +3,6 @@ tokens before them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,7 +93,7 @@ def cut_streams(
     num_streams: int,
     world_size: int,
     layout: str,
-    parents: Tensor | Sequence[int] | None = None,
+    parents: Tensor | None = None,
 ) -> Cut:
     """Cut streams into fragments.
 

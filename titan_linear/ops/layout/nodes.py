@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
 from numpy import ndarray
 from torch import Tensor
 
@@ -65,13 +66,9 @@ class Nodes:
     @cached_property
     def depth(self) -> ndarray:
         """[N] number of tokens above each."""
-        above = self.parents
-        depth = np.where(above >= 0, np.diff(self.edges)[above], 0)
-        # Sums of 1, 2, 4, … nodes: a deep tree takes few rounds.
-        while (above >= 0).any():
-            depth = depth + np.where(above >= 0, depth[above], 0)
-            above = np.where(above >= 0, above[above], -1)
-        return depth
+        number, above = self.on_paths(np.arange(len(self.parents)))
+        lengths = np.diff(self.edges)
+        return np.bincount(number, lengths[above]).astype(np.int64) - lengths
 
     def after(self, tokens: int) -> Nodes:
         """Of documents without their first `tokens`, each of which is a document of its own."""
@@ -152,7 +149,7 @@ def checked_nodes(
     """parents: None: no node has one. ValueError: parents that are no trees, each in one of the streams."""
     if parents is None:
         return Nodes.apart(edges)
-    numbers = np.asarray(parents.cpu() if isinstance(parents, Tensor) else parents)
+    numbers = torch.as_tensor(parents).cpu().numpy()
     order = np.arange(len(edges) - 1)
     if numbers.shape != order.shape or numbers.dtype.kind not in "iu":
         raise ValueError(
