@@ -1,10 +1,12 @@
 """A run of the tests begins with empty caches of its own, and no test depends on what another one left."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,52 +65,38 @@ def test_the_caches_end_with_the_run(tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
-def change_recursion_limit():
-    sys.setrecursionlimit(sys.getrecursionlimit() + 1)
+CHANGES = {
+    "recursion limit": (lambda: sys.setrecursionlimit(5000), sys.getrecursionlimit),
+    "sys.path": (lambda: sys.path.append("elsewhere"), lambda: list(sys.path)),
+    "working directory": (lambda: os.chdir("/"), os.getcwd),
+    "new variable": (lambda: os.environ.update(ANOTHER="1"), lambda: dict(os.environ)),
+    "no variable": (lambda: os.environ.pop("PATH"), lambda: dict(os.environ)),
+    "signal": (
+        lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
+        lambda: signal.getsignal(signal.SIGUSR1),
+    ),
+    "warnings": (lambda: warnings.simplefilter("error"), lambda: list(warnings.filters)),
+    "flavors": (lambda: MODELS["hybrid"].update(another=None), lambda: list(MODELS["hybrid"])),
+    "dtype": (lambda: torch.set_default_dtype(torch.float64), torch.get_default_dtype),
+    "determinism": (
+        lambda: torch.use_deterministic_algorithms(True),
+        torch.are_deterministic_algorithms_enabled,
+    ),
+    "threads": (lambda: torch.set_num_threads(7), torch.get_num_threads),
+}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        change_recursion_limit,
-        lambda: sys.path.append("elsewhere"),
-        lambda: warnings.simplefilter("error"),
-        lambda: MODELS["hybrid"].update(another=None),
-    ],
-    ids=["recursion limit", "sys.path", "warnings", "flavors"],
-)
-def test_what_is_restored(change):
-    def state():
-        return (
-            sys.getrecursionlimit(),
-            list(sys.path),
-            list(warnings.filters),
-            list(MODELS["hybrid"]),
-        )
-
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_is_restored(name, fails):
+    change, state = CHANGES[name]
     before = state()
-    with isolated():
+    with suppress(RuntimeError), isolated():
         change()
         assert state() != before
+        if fails:
+            raise RuntimeError
     assert state() == before
-
-
-@pytest.mark.parametrize(
-    "change, name",
-    [
-        (lambda patch: patch.setenv("ANOTHER", "1"), r"\$ANOTHER"),
-        (lambda patch: patch.chdir("/"), "the working directory"),
-        (lambda patch: torch.set_default_dtype(torch.float64), "the default dtype"),
-        (lambda patch: torch.use_deterministic_algorithms(True), "deterministic algorithms"),
-    ],
-)
-def test_what_a_test_must_restore(change, name, monkeypatch):
-    try:
-        with pytest.raises(AssertionError, match=f"it changes {name}, which"), isolated():
-            change(monkeypatch)
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.use_deterministic_algorithms(False)
 
 
 def test_draws_do_not_depend_on_the_tests_before():
