@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.caches import new_caches
+
+os.environ.update(new_caches())
+
 # Tensors of tests are small: threads that wait for the next one, spinning, would take as long again as the work does.
 # before torch and numpy are imported, here and in processes
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,7 +23,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.interpreter import quicken
+from tests.order import in_order
 from tests.records import write_texts
+from tests.state import isolated
 from tests.worlds import Worlds
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -29,6 +35,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--share-gpus", action="store_true", help="tests of several GPUs, with those that there are"
+    )
+    parser.addoption(
+        "--order",
+        default="",
+        help="of files: reversed, or random:SEED; as they are named by default",
     )
     parser.addoption(
         "--matrix-part",
@@ -57,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             needed = 1
         (kept if needed <= devices else left).append(item)
     config.hook.pytest_deselected(items=left)
-    items[:] = kept
+    items[:] = in_order(kept, config.getoption("--order"))
 
 
 @pytest.fixture(scope="session")
@@ -76,22 +87,15 @@ def end_idle_worlds(worlds: Worlds) -> Iterator[None]:
     worlds.close(set(worlds.alive) - worlds.used)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def token_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """In place of the user's: one folder for all tests, and for their worlds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
+@pytest.fixture(scope="module", autouse=True)
+def isolated_file() -> Iterator[None]:
+    with isolated():
         yield
 
 
-@pytest.fixture(scope="session")
-def remote_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where transformers copies the code of folders: one place for all tests, since its files import each other."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "transformers.dynamic_module_utils.HF_MODULES_CACHE",
-            str(tmp_path_factory.mktemp("modules")),
-        )
+@pytest.fixture(autouse=True)
+def isolated_test(isolated_file: None) -> Iterator[None]:
+    with isolated():
         yield
 
 

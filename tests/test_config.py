@@ -279,11 +279,12 @@ def test_a_file_as_windows_writes_it(tmp_path):
 @pytest.mark.parametrize(
     "value, why",
     [
-        ("[" * 5000 + "]" * 5000, "nested too deeply"),
-        ("{a = " * 600 + "1" + "}" * 600, "nested too deeply"),
-        ("{" + "a." * 600 + "a = 1}", "nested too deeply"),
+        ("[" * 5000 + "]" * 5000, "nested 5,000 deep, and 50 is the most"),
+        ("{a = " * 600 + "1" + "}" * 600, "nested 600 deep"),
+        ("{" + "a." * 600 + "a = 1}", "nested 51 deep"),
         ("{a = 1979-05-27}", "no key is a date"),
     ],
+    ids=["lists", "tables", "dotted keys", "date"],
 )
 def test_what_no_key_has_is_refused(toml, value, why):
     with refused(f"run.toml is not TOML: .*{why}"):

@@ -245,7 +245,7 @@ def test_an_export_opens_in_its_own_dtype(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [*hf_models.MODELS, *FLA])
-def test_an_export_rounds_what_transformers_rounds(name, dtype, tmp_path, remote_code):
+def test_an_export_rounds_what_transformers_rounds(name, dtype, tmp_path):
     """Tensor by tensor the dtype in which their class saves the model that it opened in this one, by either's names."""
     source, out, saved = tmp_path / "source", tmp_path / "out", tmp_path / "saved"
     save_model(name, source)
@@ -524,7 +524,7 @@ def test_generation_equals_that_of_transformers(kimi):
 @pytest.mark.parametrize(
     "name", [name for name, sizes in MODELS.items() if "debug" in sizes and name != "rwkv7"]
 )
-def test_a_preset_is_exported_with_its_length(name, tmp_path, remote_code):
+def test_a_preset_is_exported_with_its_length(name, tmp_path):
     """The class, by whatever name it has it, knows as long a text as the model was trained on."""
     model = MODELS[name]["debug"]
     decoder = initialised(model)

@@ -57,7 +57,6 @@ def curve(folder):
     return [line["loss"] for line in json_lines(folder / "metrics.jsonl", dict)]
 
 
-@pytest.mark.usefixtures("remote_code")
 @pytest.mark.parametrize("name", ["kda", "gdn"])
 def test_another_model_has_the_curve_of_the_run(name, corpus, worlds, tmp_path, monkeypatch):
     argv = arguments(corpus, KEYS, {"model.name": name, "job.dump_folder": tmp_path / "run"})

@@ -20,14 +20,19 @@ from titan_linear.commands.batch import documents
 from titan_linear.config import load_config
 from titan_linear.data import (
     IGNORE,
+    ByteTokenizer,
     Targets,
     Texts,
     TreeStreams,
     build_tokenizer,
+    load_corpus,
     open_corpus,
     split_corpus,
+    write_corpus,
 )
 from titan_linear.data.corpus import writing
+from titan_linear.data.corpus.columns import DocumentTokens
+from titan_linear.data.corpus.trees import BACK
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.models.presets import OWN
 from titan_linear.ops import build_cp_context
@@ -493,6 +498,33 @@ def test_a_cut_repeats_the_fewest_tokens(tmp_path):
             of_tree = units[units[:, 0] == n]
             assert [0, *of_tree[:, 2]] == [*of_tree[:, 1], len(paths(trees[n]))]
             assert of_tree[:, 3].sum() == fewest(trees[n], seq_len)
+
+
+def test_a_tree_of_many_leaves_is_cut(tmp_path):
+    """What looks at all pairs of leaves would not end in time."""
+    root, leaves = 10, 100_000
+    back = np.concatenate([[0], np.ones(root - 1), np.arange(1, leaves + 1)]).astype(np.int32)
+    tokens = DocumentTokens(np.arange(len(back)) % 256, {BACK: back})
+    write_corpus(tmp_path / "corpus", [tokens], ByteTokenizer(), columns={BACK: "<i4"})
+    side = split_corpus(load_corpus(tmp_path / "corpus"), 0.0, "train")
+    units, _ = TreeStreams(side, seq_len=root + 100, seed=0, repeat=False)._laid(0)
+    firsts = np.arange(0, leaves, 100)
+    assert units.tolist() == [[0, first, first + 100, root + 100] for first in firsts.tolist()]
+
+
+@pytest.mark.parametrize("levels", [125, 126, 128, 5000])
+def test_a_deep_tree_is_taken_or_refused_by_its_depth(levels, tmp_path):
+    """Each level is an object in a list."""
+    text = '{"text": "a", "children": [' * (levels - 1) + '{"text": "a", "children": []}'
+    file = tmp_path / "deep.jsonl"
+    file.write_text(text + "]}" * (levels - 1) + "\n")
+    texts = Texts("jsonl", str(file), build_tokenizer(""), dataset_format="tree")
+    if levels == 125:
+        corpus = open_corpus(texts, cache_dir=tmp_path)
+        assert corpus.num_tokens == levels + 1
+    else:
+        with refused(rf"deep.jsonl, line 1: it is nested {2 * levels:,} deep, and 250 is the most"):
+            open_corpus(texts, cache_dir=tmp_path)
 
 
 def fewest(tree, seq_len):

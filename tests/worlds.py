@@ -31,6 +31,7 @@ from torch.distributed.tensor._redistribute import (
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.interpreter import quicken
+from tests.state import isolated
 from tests.thrift import be_thrifty
 from titan_linear.distributed.groups import set_timeout
 
@@ -77,7 +78,9 @@ def _serve(rank, world_size, backend, port, tasks, results):
         fn, args, caches = task
         os.environ["XDG_CACHE_HOME"] = caches
         try:
-            results.put((rank, fn(rank, world_size, *args), None))
+            with isolated():
+                result = fn(rank, world_size, *args)
+            results.put((rank, result, None))
         except Exception:
             results.put((rank, None, traceback.format_exc()))
         _destroy_own_groups()

@@ -18,10 +18,12 @@ from titan_linear.data import (
     load_corpus,
     open_corpus,
     split_corpus,
+    tokenise_corpus,
     write_corpus,
 )
 from titan_linear.run.data import build_streams
 
+RECORDS = r"training\.dataset_path = '/.*/records\.jsonl'"
 COLUMNS = {"weights": "<f4", "reference": "<f4", "teacher_ids": "<i4", "teacher_logprobs": "<f4"}
 
 
@@ -262,7 +264,7 @@ def test_pairs_stay_together_on_their_side_and_in_their_stream(tmp_path):
     [
         (
             {"loss.name": "dpo"},
-            r"loss\.name = 'dpo' takes pairs of documents .* holds single documents; change one",
+            rf"loss\.name = 'dpo' takes pairs of documents .*, and {RECORDS} holds single documents; change one",
         ),
         (
             {"loss.name": "dpo", "training.seq_len_schedule": "[{until_step = 2, seq_len = 1024}]"},
@@ -270,7 +272,7 @@ def test_pairs_stay_together_on_their_side_and_in_their_stream(tmp_path):
         ),
         (
             {"loss.name": "policy"},
-            r"loss\.name = 'policy' reads the column 'advantages', and .* has none; name the rec",
+            rf"loss\.name = 'policy' reads the column 'advantages', and {RECORDS} has none; name the rec",
         ),
         (
             {"loss.reference": "base"},
@@ -278,7 +280,7 @@ def test_pairs_stay_together_on_their_side_and_in_their_stream(tmp_path):
         ),
         (
             {"loss.name": "policy", "training.dataset_columns": '["advantages", "behaviour"]'},
-            r"the column 'advantages' of .* has 2 for each token; give 1$",
+            rf"the column 'advantages' of {RECORDS} has 2 for each token; give 1$",
         ),
         (
             {
@@ -300,6 +302,27 @@ def test_a_loss_without_what_it_reads(tmp_path, keys, message):
     }
     with refused(message):
         build_streams(load_config(argv_of(given | keys)), ByteTokenizer(), None)
+
+
+@pytest.mark.parametrize("dataset", ["jsonl", "tokens"])
+def test_a_corpus_is_named_as_its_user_knows_it(dataset, tmp_path):
+    """By the texts' path, not by the folder of their cache; one of tokens by its folder."""
+    path = write_lines(tmp_path / "records.jsonl", [{"tokens": [1, 2, 3]}])
+    texts = Texts("jsonl", str(path), ByteTokenizer(), dataset_format="tokens")
+    if dataset == "tokens":
+        path = tokenise_corpus(tmp_path / "corpus", texts).folder
+        texts = Texts("tokens", str(path), ByteTokenizer())
+    named = str(path) if dataset == "tokens" else f"training.dataset_path = '{path}'"
+    assert open_corpus(texts).name == named
+
+
+def test_records_without_a_weight_above_0_are_named_by_their_path(tmp_path):
+    file = write_lines(tmp_path / "records.jsonl", [{"tokens": [1, 2, 3], "weights": 0}])
+    texts = Texts(
+        "jsonl", str(file), ByteTokenizer(), dataset_format="tokens", columns={"weights": "<f4"}
+    )
+    with refused(f"^training.dataset_path = '{file}': no token has a weight above 0; give some$"):
+        open_corpus(texts)
 
 
 @pytest.mark.parametrize(

@@ -283,12 +283,8 @@ class Start:
         self.command = f"{said} {shlex.join(['python', *command[1:]])}"
         if outcome:
             outcome.commands.append(self.command)
-        caches = matrix.folder / "caches"
         environment = {
             "TORCHINDUCTOR_COMPILE_THREADS": "4",  # of each process: there are several runs at once
-            "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
-            "TRITON_CACHE_DIR": str(caches / "triton"),
-            "XDG_CACHE_HOME": str(caches),
             **os.environ,
             **own,
             "MASTER_PORT": str(free_port()),

@@ -100,7 +100,7 @@ def randomise(model):
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory, remote_code):
+def folders(tmp_path_factory):
     root, done = tmp_path_factory.mktemp("own"), {}
 
     def get(name):

@@ -4,6 +4,7 @@ import re
 from functools import cache
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 
@@ -320,12 +321,28 @@ def test_nan_stays_in_its_leaf(op, world_size, value):
         ([-1, 1, 0], "parents[1] = 1 must be −1, or a segment before 1"),
         ([-1, 2, 0], "parents[1] = 2"),
         ([-2, 0, 0], "parents[0] = -2"),
-        ([-1, 0], "parents [2] must be [N] = [3]"),
+        ([-1, 0], "parents (int64 [2]) must be integers [N] = [3]"),
+        ([-1.0, 0.0, 0.0], " [3]) must be integers [N] = [3]"),
     ],
 )
-def test_parents_that_are_no_tree(parents, words):
+@pytest.mark.parametrize("given_as", [list, torch.tensor])
+def test_parents_that_are_no_tree(parents, words, given_as):
+    cu_seqlens, parents = boundaries([4, 4, 8]), given_as(parents)
     with refused(re.escape(words)):
-        build_cp_context(boundaries([4, 4, 8]), rank=0, world_size=1, parents=torch.tensor(parents))
+        build_cp_context(cu_seqlens, rank=0, world_size=1, parents=parents)
+
+
+@pytest.mark.parametrize("given_as", [list, tuple, np.array])
+def test_parents_need_not_be_a_tensor(given_as):
+    cu_seqlens, parents, where = boundaries([4, 4, 8]), [-1, 0, 0], {"rank": 0, "world_size": 1}
+    context = build_cp_context(cu_seqlens, parents=given_as(parents), **where)
+    assert context.position_ids.tolist() == [*range(8), *range(4, 12)]
+    x = inputs_of("kda", 16)
+    o, want = (
+        run_op("kda", x, cu_seqlens=cu_seqlens, parents=each)
+        for each in (given_as(parents), torch.tensor(parents))
+    )
+    assert torch.equal(o, want)
 
 
 def test_other_refusals():

@@ -21,6 +21,7 @@ else:
     import tomli as tomllib
 
 from titan_linear.config.derived import changed, on_cuda
+from titan_linear.config.nesting import check_depth, check_nesting
 from titan_linear.config.schema import (
     ABSENT,
     KEYS,
@@ -155,12 +156,17 @@ def difference(old: Any, new: Any) -> str:
     return ", ".join(lines) or f"in the order {', '.join(now)}"
 
 
-def toml_value(value: Any) -> str:
-    """A key's value in TOML. JSON writes bool, int, float and str in the same way, except that TOML escapes DEL."""
+def toml_value(value: Any, depth: int = 0) -> str:
+    """A key's value in TOML, `depth` levels within others. ValueError: it is nested too deep.
+
+    JSON writes bool, int, float and str in the same way, except that TOML escapes DEL.
+    """
+    check_depth(depth)
     if isinstance(value, list):
-        return f"[{', '.join(map(toml_value, value))}]"
+        return f"[{', '.join(toml_value(x, depth + 1) for x in value)}]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {toml_value(x)}" for key, x in value.items()) + "}"
+        pairs = (f"{key} = {toml_value(x, depth + 1)}" for key, x in value.items())
+        return f"{{{', '.join(pairs)}}}"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -253,11 +259,10 @@ def _toml(text: str) -> Any:
 
 def _toml_tables(text: str) -> Tables:
     """ValueError: it is not TOML, or holds what `toml_value` cannot write."""
+    check_nesting(text)
+    tables = tomllib.loads(text)
     try:
-        tables = tomllib.loads(text)
         toml_value(tables)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
     except TypeError:
         raise ValueError("no key is a date or time") from None
     return tables

@@ -173,11 +173,11 @@ def check_columns(config: Config, loss: Loss, targets: Targets, corpus: Corpus) 
     if corpus.pairs != (loss.group == 2):
         kinds = "single documents", "pairs of documents (training.dataset_format = 'preference')"
         raise ValueError(
-            f"{name} takes {kinds[loss.group == 2]}, and {corpus.folder} holds {kinds[corpus.pairs]}; change one"
+            f"{name} takes {kinds[loss.group == 2]}, and {corpus.name} holds {kinds[corpus.pairs]}; change one"
         )
     if missing := [column for column in targets.columns if column not in corpus.columns]:
         raise ValueError(
-            f"{name} reads the column {missing[0]!r}, and {corpus.folder} has none; name the records' field in "
+            f"{name} reads the column {missing[0]!r}, and {corpus.name} has none; name the records' field in "
             "training.dataset_columns, or have titan-linear score write it"
         )
     most, widths = (
@@ -188,7 +188,7 @@ def check_columns(config: Config, loss: Loss, targets: Targets, corpus: Corpus) 
         if not min(most, 1) <= width <= most or width != next(iter(widths.values())):
             fits = f"1 to {most}, as many ids as log-probabilities" if most else "1"
             raise ValueError(
-                f"{name}: the column {column!r} of {corpus.folder} has {width or 1} for each token; give {fits}"
+                f"{name}: the column {column!r} of {corpus.name} has {width or 1} for each token; give {fits}"
             )
 
 
@@ -205,7 +205,7 @@ def _check_trees(config: Config, targets: Targets, corpus: Corpus) -> None:
     ):
         if not fits:
             raise ValueError(
-                f"{key} = {keys[key]!r} is not for prefix trees, which {corpus.folder} holds; change one"
+                f"{key} = {keys[key]!r} is not for prefix trees, which {corpus.name} holds; change one"
             )
 
 

@@ -210,6 +210,8 @@ def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool
         with suppress(OSError):  # not permitted in a cache that others wrote for us
             os.utime(lock_file(folder))  # its last use
     corpus = load_corpus(folder)
+    if t.dataset != "tokens":
+        corpus = replace(corpus, name=f"{t.path_key} = {t.path or t.dataset!r}")
     if with_paths:
         paths = _paths_when_written(corpus) if t.dataset == "tokens" else tuple(map(shown, t.files))
         corpus = replace(corpus, paths=paths)
@@ -400,6 +402,10 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
         )
         raise ValueError(
             f"{texts.path_key} has no text in {texts.files[0]}{more}: {found}; give other files"
+        )
+    if WEIGHTS in journal.columns and not journal.num_answer_tokens:
+        raise ValueError(
+            f"{texts.path_key} = {texts.path!r}: no token has a weight above 0; give some"
         )
     _check_unchanged(journal.key, texts)
 

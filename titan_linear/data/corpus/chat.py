@@ -46,6 +46,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy import ndarray
 
+from titan_linear.config.nesting import check_nesting
 from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens
 from titan_linear.data.corpus.tokenizer import NAMED_TOKENS, HuggingFaceTokenizer, Tokenizer
 from titan_linear.storage.files import parse_json
@@ -429,8 +430,11 @@ class _Template:
     def __init__(self, name: str, source: str):
         self._name = name
         self._source = source
+        environment = _environment(_BEGIN, _END)
         with self._refusing():
-            self._tree = _environment(_BEGIN, _END).parse(source)
+            code = environment.lex(source)
+            check_nesting("".join(text for _, kind, text in code if kind == "operator"))
+            self._tree = environment.parse(source)
         self.names = {node.name for node in self._tree.find_all(nodes.Name)}
 
     @cached_property

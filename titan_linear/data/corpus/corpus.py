@@ -77,6 +77,7 @@ class Corpus:
     paths: tuple[str, ...] | None = None  # of these files, where they were asked for
     # [num_tokens] or [num_tokens, n] each
     columns: Mapping[str, ndarray] = field(default_factory=dict)
+    name: str = ""  # for messages: its folder, or the key and path of its texts
 
     def __post_init__(self) -> None:
         for name, column in self.columns.items():
@@ -184,6 +185,7 @@ def load_corpus(folder: Path) -> Corpus:
         offsets=files[OFFSETS],
         hashes=files[HASHES],
         info=info,
+        name=str(folder),
         files=files.get(FILE_ENDS),
         columns={
             name: open_column(folder, name, *kind) for name, kind in info.get("columns", {}).items()

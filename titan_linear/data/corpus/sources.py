@@ -37,6 +37,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
 
+from titan_linear.config.nesting import check_nesting
 from titan_linear.data.corpus.chat import ANSWER_WEIGHTS, QUESTIONS
 from titan_linear.storage.files import Json, read_json, shown
 
@@ -62,6 +63,7 @@ SUFFIXES = {
     "arrow": (".arrow",),
 }
 ROWS = 256  # read at a time
+RECORD_NESTED = 250  # levels of a record's lists and objects
 
 # How fields are named that hold columns or weights, also misspelt.
 _LIKE_A_COLUMN = re.compile(
@@ -127,7 +129,7 @@ class _Fields:
                 )
         try:
             to_json(content, bytes_mode="base64", fallback=str)
-        except ValueError as error:  # half a character, or it is nested more than 250 deep
+        except ValueError as error:  # half a character
             return Document("", origin, size, f"not JSON in UTF-8: {error}; repair it")
         columns = {name: record[name] for name in self.columns}
         lists = [value for value in record.values() if isinstance(value, list)]
@@ -423,9 +425,12 @@ def _read_jsonl(file: Path, fields: _Fields) -> Iterator[Document]:
 
 def _line(line: bytes, origin: str, size: float, fields: _Fields) -> Document:
     try:
-        record = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        return Document("", origin, size, f"not JSON in UTF-8: {error}")
+        text = line.decode("utf-8")
+        check_nesting(text, RECORD_NESTED)
+        record = json.loads(text)
+    except ValueError as error:
+        what = "" if type(error) is ValueError else "not JSON in UTF-8: "
+        return Document("", origin, size, f"{what}{error}")
     if not isinstance(record, dict):
         return Document("", origin, size, f"not a JSON object with a field {fields.needed[0]!r}")
     return fields.document(record, origin, size)
@@ -552,7 +557,7 @@ def _records(batch: Any, fields: _Fields) -> Iterator[Json | str]:
         records = batch.to_pylist()
         if not fields.is_text:
             records = [_as_in_json(record, batch.schema) for record in records]
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         records = [
             f"not UTF-8 ({error})"
             if isinstance(error, UnicodeDecodeError)
@@ -576,6 +581,7 @@ def _as_in_json(value: Any, kind: Any) -> Any:
     if value is None:
         return None
     if isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json":
+        check_nesting(value, RECORD_NESTED)
         return json.loads(value)
     if isinstance(kind, pa.Schema | pa.StructType):
         return {

@@ -73,7 +73,7 @@ def _grouped(corpora: Mapping[str, Corpus], patterns: Mapping[str, str]) -> dict
     known = {name: corpus.paths for name, corpus in corpora.items() if corpus.paths is not None}
     paths = [path for own in known.values() for path in own]
     if not paths:
-        folders = ", ".join(str(corpus.folder) for corpus in corpora.values())
+        folders = ", ".join(corpus.name for corpus in corpora.values())
         raise ValueError(
             f"metrics.loss_by_source: {folders} does not know from which files its documents are: it was written from "
             "tokens; write it from its texts (titan-linear corpus), or remove metrics.loss_by_source"

@@ -75,7 +75,10 @@ class TreeStreams(WholeStreams):
         return laid, self._filled(laid[:, 3])
 
     def _cut(self, document: int) -> list[tuple[int, ...]]:
-        """Runs of leaves whose trees have at most `seq_len` tokens each, and the fewest together."""
+        """Runs of leaves whose trees have at most `seq_len` tokens each, and the fewest together.
+
+        Of several ways, the one whose first runs are shortest.
+        """
         nodes = self._nodes(document)
         ends = nodes.edges[nodes.leaves + 1]
         whole = ends - nodes.begins[nodes.leaves]  # tokens of each path
@@ -86,17 +89,21 @@ class TreeStreams(WholeStreams):
                 f"training.seq_len = {self.seq_len}: the {what} of tree {document} has {most:,} tokens, and it "
                 "must lie in one stream; raise it, or leave such trees out"
             )
-        best: list[tuple[int, list[tuple[int, ...]]]] = [(0, [])]  # for the leaves before each
-        for last in range(1, len(ends) + 1):
-            # a leaf adds what lies behind the one before
-            sizes = whole[:last] + ends[last - 1] - ends[:last]
-            ways = [
-                (best[first][0] + size, [*best[first][1], (document, first, last, size)])
-                for first, size in enumerate(sizes.tolist())
-                if size <= self.seq_len
-            ]
-            best.append(min(ways))
-        return best[-1][1]
+        # Leaves [first, last) have ends[last - 1] - begins[first] tokens together.
+        begins = ends - whole
+        reach = np.searchsorted(ends, begins + self.seq_len, side="right")
+        # From the last leaf back: the fewest tokens from each leaf on, and where its run ends.
+        fewest, run_end = np.zeros(len(ends) + 1, np.int64), np.zeros(len(ends), np.int64)
+        for first in reversed(range(len(ends))):
+            costs = ends[first : reach[first]] + fewest[first + 1 : reach[first] + 1]
+            run_end[first] = first + 1 + costs.argmin()
+            fewest[first] = costs.min() - begins[first]
+        units, first = [], 0
+        while first < len(ends):
+            last = run_end[first]
+            units.append((document, first, last, ends[last - 1] - begins[first]))
+            first = last
+        return units
 
 
 def streams_of(side: Side, *, targets: Targets, **options: Any) -> PackedStreams:

@@ -43,7 +43,7 @@ def build_cp_context(
     rank: int | None = None,
     world_size: int | None = None,
     num_streams: int = 1,
-    parents: Tensor | None = None,
+    parents: Tensor | Sequence[int] | None = None,
     node_size: int | None = None,
     device: torch.device | None = None,
     programs: Sequence[int] = (),
@@ -64,8 +64,9 @@ def build_cp_context(
         cu_seqlens_cpu: the same values on the CPU; spares a device-to-host copy when cu_seqlens is on a GPU.
         num_streams: number of streams of equal length that `cu_seqlens` describes, one after the other; each is
             cut by itself, and a rank's tokens are its part of the first stream, of the second, and so on.
-        parents: [N] int, of prefix trees (nodes.py): the segment of `cu_seqlens` that each one continues, which lies
-            before it, or −1. Several may continue one: a document is a path. A ring does not know trees.
+        parents: [N] int, a tensor or a list, of prefix trees (nodes.py): the segment of `cu_seqlens` that each one
+            continues, which lies before it, or −1. Several may continue one: a document is a path. A ring does not
+            know trees.
         node_size: ranks of the group per node, a divisor of W; by default as torchrun started them, else W.
         device: where the tokens will be; that of `cu_seqlens` by default.
         programs: `scan_programs` of the scans to come: for each, long entries are cut into segments.
@@ -97,7 +98,7 @@ def build_cp_context(
 
 
 def of_trees(
-    parents: Tensor | None,
+    parents: Tensor | Sequence[int] | None,
     cu_seqlens: Tensor | None,
     cp_context: CPContext | None,
     device: torch.device,

@@ -12,11 +12,12 @@ path: each of its tokens comes after those of the nodes above. What a mixer need
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
 from numpy import ndarray
 from torch import Tensor
 
@@ -142,15 +143,20 @@ class Nodes:
         return np.where(tokens < 0, -1, np.where(tokens > self.edges[node], tokens - 1, above))
 
 
-def checked_nodes(edges: ndarray, parents: Tensor | None, num_streams: int) -> Nodes:
+def checked_nodes(
+    edges: ndarray, parents: Tensor | Sequence[int] | None, num_streams: int
+) -> Nodes:
     """parents: None: no node has one. ValueError: parents that are no trees, each in one of the streams."""
     if parents is None:
         return Nodes.apart(edges)
-    numbers, order = parents.cpu().numpy().astype(np.int64), np.arange(len(edges) - 1)
-    if numbers.shape != order.shape:
+    numbers = torch.as_tensor(parents).cpu().numpy()
+    order = np.arange(len(edges) - 1)
+    if numbers.shape != order.shape or numbers.dtype.kind not in "iu":
         raise ValueError(
-            f"parents {list(numbers.shape)} must be [N] = {list(order.shape)}, one for each segment"
+            f"parents ({numbers.dtype} {list(numbers.shape)}) must be integers [N] = {list(order.shape)}, one for "
+            "each segment"
         )
+    numbers = numbers.astype(np.int64)
     stream = edges[:-1] // (edges[-1] // num_streams)
     bad = (
         (numbers < -1)
