@@ -56,7 +56,7 @@ from titan_linear.run.export import destination, is_exported, lacks_export, not_
 from titan_linear.step.optimizer import learning_rate
 from titan_linear.storage.hf_io import CONFIG as HF_CONFIG
 from titan_linear.storage.hf_io import POSITIONS, check_folder, read_config
-from titan_linear.storage.peft import check_peft, read_peft
+from titan_linear.storage.peft import check_peft, keys_of, read_peft
 from titan_linear.storage.run_lock import claimed
 from titan_linear.storage.rundir import (
     check_folders,
@@ -191,6 +191,8 @@ def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer
     if path and find_step(checkpoint_folder(config), c.load_step) is None:
         theirs = (Path(path), model, family_of(model, config), config.adapter, base_of(config))
         under_key("adapter.initial_load_path", read_peft, *theirs)
+        if keys := keys_of(Path(path)):
+            print(f"the adapters of '{path}' were trained with {' '.join(keys)}")
     if hf_weights(config) and (
         exports or find_step(checkpoint_folder(config), c.load_step) is None
     ):
