@@ -170,31 +170,30 @@ def adapted(config: Config) -> type:
             return chat().text(chat_history, add_generation_prompt)
 
         def loglikelihood(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-            pairs = [self._pair(*request.args) for request in requests]
-            return self._loglikelihood_tokens([("", *pair) for pair in pairs])
-
-        def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-            if context:
-                return self._encode_pair(context, continuation)
-            tokens = self.tok_encode(continuation, add_special_tokens=False)
-            return [], tokens[tokens[:1] == [self.prefix_token_id] :]
+            encoded = []
+            for context, more in (request.args for request in requests):
+                if context:
+                    encoded.append(("", *self._encode_pair(context, more)))
+                else:
+                    tokens = self.tok_encode(more, add_special_tokens=False)
+                    encoded.append(("", [], tokens[tokens[:1] == [self.prefix_token_id] :]))
+            return self._loglikelihood_tokens(encoded)
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
             pairs = [(context or [self.prefix_token_id], more) for _, context, more in requests]
             return likelihoods([(context + more, len(context)) for context, more in pairs], reader)
 
         def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
-            texts = [self.tok_encode(*request.args) for request in requests]
-            found = self._loglikelihood_tokens([("", [], tokens) for tokens in texts])
-            return [logprob for logprob, _ in found]
+            texts = [[self.prefix_token_id, *self.tok_encode(*x.args)] for x in requests]
+            return [logprob for logprob, _ in likelihoods([(text, 1) for text in texts], reader)]
 
         def generate_until(self, requests: Any, **_: Any) -> list[str]:
             return [self._until(i, *request.args) for i, request in enumerate(requests)]
 
         def _until(self, number: int, text: str, options: dict[str, Any]) -> str:
             context = self.tok_encode(text) or [self.prefix_token_id]
-            until = options.get("until") or []
-            ends = [end for end in ([until] if isinstance(until, str) else until) if end]
+            ends = options.get("until") or []
+            ends = [ends] if isinstance(ends, str) else [*filter(None, ends)]
 
             def stops(new: list[int]) -> bool:
                 written = tokenizer.decode(new, special=True)

@@ -47,7 +47,6 @@ Charts = list[tuple[str, Markup]]  # caption, SVG
 
 class Run(NamedTuple):
     folder: Path
-    loss: type[Loss]
     steps: list[Json]  # of metrics, and spikes, of which not every step is logged
     seen: dict[str, Json]  # telemetry: quantity → where → what was seen last
     spikes: list[Json]
@@ -100,7 +99,7 @@ def read(folder: Path) -> Run:
             seen.setdefault(quantity, {}).update(line[quantity])
     steps = sorted(metrics + spikes, key=lambda line: line["step"])
     last = [line for line in scores if line["step"] == scores[-1]["step"]]
-    return Run(folder, loss_of(folder), steps, seen, spikes, last)
+    return Run(folder, steps, seen, spikes, last)
 
 
 def loss_of(run: Path) -> type[Loss]:
@@ -111,10 +110,11 @@ def loss_of(run: Path) -> type[Loss]:
 
 
 def curves(runs: Sequence[Run]) -> Charts:
-    unit = " or ".join(dict.fromkeys(run.loss.unit for run in runs))
+    kinds = dict.fromkeys(loss_of(run.folder) for run in runs)
+    unit = " or ".join(dict.fromkeys(loss.unit for loss in kinds))
     captions = {"loss": f"training loss, {unit}", "validation_loss": f"validation loss, {unit}"}
-    for run in runs:
-        for name, caption in run.loss.reports.items():
+    for loss in kinds:
+        for name, caption in loss.reports.items():
             captions |= {name: caption, f"validation_{name}": f"validation {caption}"}
     charts = []
     for key, caption in (captions | CURVES).items():
@@ -128,7 +128,8 @@ def losses(runs: Sequence[Run]) -> Charts:
     """What telemetry saw last of losses by the first position of a bin, by how many tokens later, and by source."""
     charts = []
     for quantity, axis in SEEN.items():
-        number = plain if axis == SOURCE else int
+        # "$" begins a formula of matplotlib
+        number = (lambda name: name.replace("$", r"\$")) if axis == SOURCE else int
         points = [[(number(x), y) for x, y in run.seen.get(quantity, {}).items()] for run in runs]
         charts += drawn("nats per token", axis, points)
     return charts
@@ -167,11 +168,6 @@ def recall(runs: Sequence[Run]) -> Charts:
             if any(line["depth"] is not None for line in of):
                 charts += tiled(f"{task}, {run.folder}", of)
     return charts
-
-
-def plain(name: str) -> str:
-    """The name, of which matplotlib makes no formula."""
-    return name.replace("$", r"\$")
 
 
 def drawn(caption: str, axis: str, points: Sequence[Points]) -> Charts:
