@@ -1,5 +1,7 @@
-"""torch.compile for layers: what graphs recompute in backward, and how kernels compile
-along with them.
+"""torch.compile for layers.
+
+This file determines what graphs recompute in backward, and compiles our Triton kernels
+along with a graph.
 
 Import this only where something is compiled: the compiler is slow to import.
 """
@@ -60,8 +62,10 @@ def apply_compile(model: Decoder, backend: str) -> None:
 
 
 def _compiler(backend: str) -> Callable[..., Any]:
-    """Return `backend` with options that apply to our graphs, and to no other graph of this
-    process."""
+    """Return `backend` with options that apply to our graphs only.
+
+    They do not apply to any other graph of this process.
+    """
     options = (
         {"config_patches": {"joint_custom_pre_pass": OwnOperators()}}
         if backend == "inductor"
@@ -115,8 +119,7 @@ def _kernels_ahead(inputs: list[Tensor]) -> AbstractContextManager[None]:
 
 
 class OwnOperators(CustomGraphPass):
-    """A pass over a layer's joint graph that handles our operators, which the compiler does
-    not know."""
+    """A pass over a layer's joint graph for our operators, unknown to the compiler."""
 
     def __call__(self, graph: fx.Graph) -> None:
         compute_again(graph)
@@ -158,8 +161,10 @@ def compile_kernels(graph: fx.Graph) -> None:
 
 
 def _stand_in(node: fx.Node) -> Any:
-    """Return a node's value, with tensors on the meta device. Ints that differ between
-    batches become VARIES."""
+    """Return a node's value, with tensors on the meta device.
+
+    Ints that differ between batches become VARIES.
+    """
     x = node.meta["val"]
     if not isinstance(x, Tensor):
         return VARIES if isinstance(x, torch.SymInt) else x
@@ -170,8 +175,10 @@ def _stand_in(node: fx.Node) -> Any:
 
 
 def _joins_parameters(node: fx.Node) -> bool:
-    """Whether a node concatenates weights (`models.layers.project`), which would keep a
-    copy that FSDP cannot free."""
+    """Whether a node concatenates weights (`models.layers.project`).
+
+    If kept, the result would be a copy that FSDP cannot free.
+    """
     return node.target is torch.ops.aten.cat.default and all(
         x.op == "placeholder" for x in node.args[0]
     )

@@ -1,5 +1,6 @@
-"""The end of a failing rank: it reports the error, lets an async save finish, tells the
-other ranks, and exits.
+"""The end of a failing rank.
+
+It reports the error, lets an async save finish, tells the other ranks, and exits.
 
 No collective runs on the way out of an exception. `destroy_process_group` is for a normal
 end of all ranks: NCCL's waits for kernels that wait for the other ranks, and so does what
@@ -49,7 +50,7 @@ class RunFailed(Exception):
 
 @dataclass
 class Ending:
-    """What remains to be done when a rank of a process group fails.
+    """Last steps of a failing rank of a process group.
 
     Args:
         store: store of all ranks.
@@ -125,8 +126,10 @@ def explain(error: BaseException) -> tuple[int, str]:
 
 
 def report(error: BaseException) -> int:
-    """Print why this process ends, here and in torchrun's summary, and return the exit
-    code.
+    """Print why this process ends, here and in torchrun's summary.
+
+    Returns:
+        The exit code.
 
     Call it in `except`.
     """

@@ -23,7 +23,8 @@ def apply_ep(model: Decoder, ranks: Ranks) -> frozenset[str]:
 
     The other ranks send tokens to them.
 
-    Returns: the names of the parameters that are distributed.
+    Returns:
+        The names of the parameters that are distributed.
     """
     shared = set()
     # One object for all layers, because their compiled code refers to it.
@@ -38,8 +39,9 @@ def apply_ep(model: Decoder, ranks: Ranks) -> frozenset[str]:
 
 
 class AllToAllDispatch:
-    """Tokens on their way to the ranks that have their experts. See `LocalDispatch` in
-    models/mlps/moe.py.
+    """Tokens on their way to the ranks that have their experts.
+
+    The interface is defined by `LocalDispatch` in models/mlps/moe.py.
 
     A token travels once to each rank that has some of its experts, with these experts and
     their weights; the sum of their outputs comes back. With 8 experts per token over 4
@@ -61,8 +63,10 @@ class AllToAllDispatch:
         counts: Tensor,
         impl: str | Choice = "auto",
     ):
-        """Send the tokens. Arguments are the same as for `LocalDispatch`, which takes what
-        arrives."""
+        """Send the tokens.
+
+        Arguments are the same as for `LocalDispatch`, which takes what arrives.
+        """
         # Number of experts per rank.
         here = len(counts) // ranks.size
         # Which ranks want which tokens, [ranks, N]; the ranks then agree on numbers of
@@ -98,8 +102,7 @@ class AllToAllDispatch:
 
     @torch.compiler.disable
     def back(self, y: Tensor) -> Tensor:
-        """Return the sum of outputs of each token that this rank sent, given the sums for
-        the arrived tokens."""
+        """Return the sum of outputs of each token sent, given the sums for arrived tokens."""
         return _Return.apply(y, self.sent, *self.sizes, self.group, self.impl)
 
 
@@ -128,8 +131,10 @@ def _agree(
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows that has started when this returns; the work appended to
-    `pending` waits for it."""
+    """An all-to-all of rows that has started when this returns.
+
+    The work appended to `pending` waits for it.
+    """
 
     @staticmethod
     def forward(

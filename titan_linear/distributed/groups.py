@@ -51,8 +51,7 @@ def process_group(timeout: timedelta) -> Iterator[Ending]:
 
 
 def host_group() -> dist.ProcessGroup:
-    """Create a gloo group of all ranks, on the hosts, whose collectives wait as long as it
-    takes."""
+    """Create a gloo group of all ranks, on the hosts, that waits as long as needed."""
     return dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
 
 
@@ -95,8 +94,9 @@ def gathered(own: T, host: dist.ProcessGroup) -> list[T]:
 
 
 def on_rank_0(work: Callable[[], T], host: dist.ProcessGroup) -> T:
-    """Return the result of `work`, which rank 0 alone does and sends to the others, however
-    long it takes.
+    """Return the result of `work`, which rank 0 alone does and sends to the others.
+
+    The others wait as long as it takes.
 
     Raises:
         Any error of `work`, on rank 0, which has to report it; SystemExit with its exit

@@ -1,5 +1,6 @@
-"""A thread on each rank that watches the others, so that no rank waits for one that has
-ended.
+"""A thread on each rank that watches the other ranks.
+
+Because of it, no rank waits for one that has ended.
 
 A run that hangs prints one line: which collective of which step waits for which ranks.
 
@@ -41,8 +42,7 @@ SILENT, DEAD = 3.0, 8.0
 
 
 class Watch(threading.Thread):
-    """Leaves when another rank has failed or does not answer, and reports a late
-    collective.
+    """Leaves when another rank fails or does not answer; reports a late collective.
 
     It reports once, together with the other ranks' late collectives. Meanwhile this rank's
     main thread may wait forever.
@@ -179,8 +179,7 @@ def recorders() -> dict[str, Callable[..., bytes]]:
 
 
 def recorded() -> list[list[Collective]]:
-    """Return the collectives in each of this process's recorders, in the order in which
-    they began."""
+    """Return the collectives in each of this process's recorders, oldest first."""
     return [
         pickle.loads(dump(includeStackTraces=False)).get("entries", [])
         for dump in recorders().values()

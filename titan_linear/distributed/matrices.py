@@ -1,5 +1,6 @@
-"""Whole matrices of the model: one rank receives each from the ranks that hold parts, and
-distributes the result.
+"""Whole matrices of the model, gathered from ranks that hold parts.
+
+One rank receives each matrix, and distributes the result.
 
 A parameter [..., R, C] is a stack of matrices. Where FSDP or tp cut the matrices, each goes
 to one rank, so that ranks have about the same work. Matrices that ranks hold whole
@@ -57,8 +58,10 @@ class Matrix:
 
 
 class WholeMatrices:
-    """Applies a function to whole matrices. Which rank owns which matrix is determined
-    once."""
+    """Applies a function to whole matrices.
+
+    Which rank owns which matrix is determined once.
+    """
 
     def __init__(self, stacks: Mapping[str, Tensor], device: torch.device):
         """Assign matrices to ranks.
@@ -99,7 +102,8 @@ class WholeMatrices:
         Args:
             parts: this rank's part of each stack.
 
-        Returns: the same parts of the results of `fn`.
+        Returns:
+            The same parts of the results of `fn`.
         """
         # Matrices that are whole here, then matrices gathered here.
         stacks = [_stacked(part.to(self.device)) for part in parts]
@@ -165,7 +169,8 @@ class WholeMatrices:
             sent: tensors for each rank.
             shapes: shapes of the tensors that come from each rank.
 
-        Returns: the tensors from each rank.
+        Returns:
+            The tensors from each rank.
         """
         none = torch.empty(0, dtype=dtype, device=self.device)
         flat = torch.cat([none, *(x.flatten() for tensors in sent for x in tensors)])
@@ -217,8 +222,10 @@ def parts_of(name: str, stack: Tensor, ranks: int) -> dict[int, Part]:
 
 
 def _chunk(start: int, stop: int, n: int, i: int) -> tuple[int, int]:
-    """Return the bounds of chunk i of n, as torch.chunk cuts: the last chunks may be
-    shorter, or empty."""
+    """Return the bounds of chunk i of n, as torch.chunk cuts.
+
+    The last chunks may be shorter, or empty.
+    """
     size = -(-(stop - start) // n)
     return min(start + i * size, stop), min(start + (i + 1) * size, stop)
 

@@ -48,8 +48,10 @@ class ParallelDims:
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 manages the parameters: several ranks share them, or they come from
-        host memory."""
+        """Whether FSDP2 manages the parameters.
+
+        It does if several ranks share them, or if they come from host memory.
+        """
         return self.fsdp_mesh.size() > 1 or self.cpu_offload
 
     @property
@@ -136,16 +138,17 @@ class ParallelDims:
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh:
-        """Ranks over which FSDP shards a rank's experts: expert_shard; if shards have
-        copies, with replicate before it."""
+        """Ranks over which FSDP shards a rank's experts: expert_shard.
+
+        If shards have copies, replicate comes before it.
+        """
         return self.expert_mesh[
             "expert_shard" if self.replicas == 1 else ("replicate", "expert_shard")
         ]
 
     @cached_property
     def expert_parameter_mesh(self) -> DeviceMesh:
-        """tp, ep, then the dimensions of `expert_fsdp_mesh`: the order in which experts are
-        cut."""
+        """tp, ep, then `expert_fsdp_mesh`: the order in which experts are cut."""
         ranks = self.expert_mesh.mesh.permute(3, 2, 0, 1)
         names = ("tp", "ep", *self.expert_fsdp_mesh.mesh_dim_names)
         ranks = ranks if self.replicas > 1 else ranks.squeeze(2)

@@ -63,7 +63,8 @@ class _Abandoned(BaseException):
 def run_ranks(on_rank: Callable[[LocalGroup], T], size: int) -> list[T]:
     """Call on_rank(group) for each of `size` ranks, with one group of all of them.
 
-    Returns: the results, in rank order.
+    Returns:
+        The results, in rank order.
 
     Raises:
         RankFailed: a rank raised an error; the others are ended where they wait.
@@ -73,8 +74,9 @@ def run_ranks(on_rank: Callable[[LocalGroup], T], size: int) -> list[T]:
 
 
 def take_turns(work: Sequence[Callable[[], T]]) -> list[T]:
-    """Return the result of each rank's function, for ranks that use several groups
-    (`local_groups`).
+    """Return the result of each rank's function.
+
+    Ranks may use several groups (`local_groups`).
 
     The last rank runs in the caller's thread: torch 2.11 may crash if a thread other than
     the main one compiles. Raises `RankFailed`.
@@ -154,8 +156,10 @@ class Turns:
         self._pass_on(rank)
 
     def _pass_on(self, rank: int) -> None:
-        """Pass the turn to the next rank that can continue. After a failure, every rank
-        continues to its end."""
+        """Pass the turn to the next rank that can continue.
+
+        After a failure, every rank continues to its end.
+        """
         size = len(self.ready)
         left = [
             r % size for r in range(rank + 1, rank + 1 + size) if self.ready[r % size] is not None
@@ -283,8 +287,10 @@ class Shared:
 
 
 class Work:
-    """Stands in for torch's `Work`: `wait` lets other ranks run until `ready()`, then calls
-    `then`."""
+    """Stands in for torch's `Work`.
+
+    `wait` lets other ranks run until `ready()`, then calls `then`.
+    """
 
     def __init__(self, ready: Callable[[], bool], what: str, then: Callable[[], None]):
         self.ready, self.what, self.then = ready, what, then
@@ -460,8 +466,7 @@ def _reduced(ranks: Given) -> Tensor:
 
 @torch.no_grad()
 def _all_to_all(ranks: Given) -> None:
-    """Copy rows of the inputs, ordered by receiver, to rows of the outputs, ordered by
-    sender."""
+    """Copy rows of the inputs, ordered by receiver, to outputs, ordered by sender."""
     W = len(ranks)
     # By receiver and sender.
     came: list[dict[int, Tensor]] = [{} for _ in ranks]

@@ -113,8 +113,9 @@ def apply_ac(model: Decoder, ac: ActivationCheckpoint, *, compiled: bool) -> Non
 def apply_fsdp(
     model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy, reshard: bool
 ) -> None:
-    """Apply FSDP2 layer by layer. Embedding and head are separate units unless they share
-    their weight.
+    """Apply FSDP2 layer by layer.
+
+    Embedding and head are separate units unless they share their weight.
 
     FSDP2 casts parameters but not inputs, which have the right dtype already. To cast
     inputs, it would give each layer a copy of the batch's plan, without what the plan has
@@ -185,8 +186,11 @@ def set_dtype(model: Decoder, dtype: torch.dtype, frozen: torch.dtype | None = N
 
 
 def materialise(model: Decoder, device: torch.device, cpu_offload: bool = False) -> None:
-    """Allocate the parameters; of sharded ones only this rank's shards, with offload in
-    host memory."""
+    """Allocate the parameters.
+
+    Of sharded parameters, this allocates only this rank's shards, with offload in host
+    memory.
+    """
     model.to_empty(device="cpu" if cpu_offload else device)
     # Parameters and buffers outside FSDP are on the device even with offload.
     for p in replicated_parameters(model):

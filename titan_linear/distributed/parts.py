@@ -1,5 +1,4 @@
-"""The parts of whole tensors that a rank's parameters are, and the devices on which they
-lie.
+"""The parts of whole tensors that a rank's parameters are, and their devices.
 
 Checkpoints, initial weights and Hugging Face folders use them.
 """
@@ -30,8 +29,10 @@ class Parts:
     expert_mesh: DeviceMesh | None = None
 
     def whole(self, name: str, tensor: Tensor) -> DTensor:
-        """Return a parameter, or a tensor of its shape, as a part of the whole tensor. The
-        memory is shared."""
+        """Return a parameter, or a tensor of its shape, as a part of the whole tensor.
+
+        The result shares its memory.
+        """
         # The cuts by tp and ep, and the whole shape.
         mesh, dims = self.mesh, [self.splits.get(name)]
         if name in self.experts:
@@ -53,8 +54,7 @@ class Parts:
 
 
 def whole(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """Return a parameter of `model`, or a tensor of its shape, as part of the whole
-    parameter.
+    """Return a parameter of `model`, or a tensor of its shape, as a part of the whole.
 
     If it is only a part, the result is a DTensor with the part's place in the whole.
     """

@@ -1,5 +1,6 @@
-"""One process of a run: its parent, its device, its signals. Groups of processes are in
-distributed/groups.py.
+"""One process of a run: its parent, its device, its signals.
+
+Groups of processes are in distributed/groups.py.
 
 The launcher imports this file. Torch, which is slow to import, is therefore imported where
 it is used.
@@ -48,8 +49,10 @@ MISTAKE, FAILED, LOST = 2, 3, 4
 
 
 def refusing(main: Command) -> Command:
-    """Decorate a command's main so that the user's mistakes and the system's refusals print
-    one line, not a traceback."""
+    """Decorate a command's main to print one line, not a traceback, for expected errors.
+
+    These are the user's mistakes, and what the system refuses.
+    """
 
     @wraps(main)
     def command(argv: list[str]) -> int:
@@ -161,8 +164,9 @@ class _Outliving(_Around):
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Make the kernel kill this process when its parent dies (Linux). Workers and exports
-    call it first.
+    """Make the kernel kill this process when its parent dies (Linux).
+
+    Workers and exports call this first.
 
     Args:
         parent: the parent's process id, so that a parent that died before this call is
@@ -179,8 +183,10 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def under_launcher() -> bool:
-    """Whether this is a worker of `python -m titan_linear.launch`, which has done the
-    checks and locked the folder."""
+    """Whether this is a worker of `python -m titan_linear.launch`.
+
+    The launcher has done the checks and locked the folder.
+    """
     return LAUNCHER in os.environ
 
 
@@ -199,8 +205,9 @@ def own_device() -> torch.device:
 
 
 def ignore_warnings_of_torch() -> None:
-    """Ignore warnings about torch's own code, and about lone processes without
-    torch.distributed.
+    """Ignore warnings about torch's own code, and about lone processes.
+
+    A lone process intentionally runs without torch.distributed.
 
     The latter is intended.
     """
@@ -217,8 +224,10 @@ def be_deterministic() -> None:
 
 
 class StopSignal:
-    """Turns SIGTERM and SIGINT into requests inside `with`, so that all ranks can agree on
-    a step to stop at."""
+    """Turns SIGTERM and SIGINT into requests inside `with`.
+
+    All ranks can then agree on a step to stop at.
+    """
 
     def __init__(self) -> None:
         # Number of the signal that this process received; 0: none.

@@ -1,5 +1,6 @@
-"""Tensor parallelism: `tp` ranks share every layer, and between layers the tokens (sequence
-parallelism).
+"""Tensor parallelism: `tp` ranks share every layer.
+
+Between layers, they share the tokens (sequence parallelism).
 
 A module's `split` states which of its parameters are split, and along which dimension. A
 rank has a part of these parameters, and all of the others. Mixers derive their numbers of
@@ -66,10 +67,10 @@ def tensor_splits(model: nn.Module) -> dict[str, int]:
 
 
 def apply_tp(model: Decoder, ranks: Ranks) -> dict[str, int]:
-    """Leave a decoder only one rank's part, and make its modules gather tokens and sum
-    outputs.
+    """Leave a decoder one rank's part; its modules gather tokens and sum outputs.
 
-    Returns: the splits of its parameters.
+    Returns:
+        The splits of its parameters.
     """
     # Cut the parameters. A norm over a split width needs sums over ranks.
     splits = tensor_splits(model)
@@ -113,8 +114,10 @@ def _gathered(x: Tensor, ranks: Ranks) -> Tensor:
 
 
 def _summed(x: Tensor, ranks: Ranks) -> Tensor:
-    """Return the sum of x [B, T, dim] over the ranks; with gradients, only for this rank's
-    tokens."""
+    """Return the sum of x [B, T, dim] over the ranks.
+
+    With gradients, this rank receives only its tokens.
+    """
     return scatter_tokens(x, ranks) if torch.is_grad_enabled() else sum_over_ranks(x, ranks)
 
 
@@ -132,8 +135,10 @@ def _on_all_tokens(module: nn.Module, x: Tensor, *arguments: object) -> Any:
 
 
 def _moe(moe: MoE, x: Tensor, *arguments: object) -> Output:
-    """Run experts. Their load-balance loss is the same on all ranks, so each contributes an
-    equal part."""
+    """Run experts.
+
+    Their load-balance loss is the same on all ranks, so each contributes an equal part.
+    """
     out = _on_all_tokens(moe, x, *arguments)
     return out if out.balance is None else Output(out.y, out.balance / moe.ranks.size, out.values)
 

@@ -1,5 +1,6 @@
-"""Distillation: KL(teacher ‖ student) over the teacher's k likeliest tokens and all others
-as one class.
+"""Distillation: KL(teacher ‖ student), given the teacher's k likeliest tokens.
+
+All other tokens form one class.
 
 At temperature τ both distributions are softmax(z / τ), and the loss is multiplied by τ²,
 which keeps the size of the gradients (Hinton et al. 2015). The columns hold the teacher's

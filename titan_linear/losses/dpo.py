@@ -1,5 +1,6 @@
-"""Direct preference optimization (Rafailov et al. 2023) of pairs: a chosen, then a rejected
-document.
+"""Direct preference optimization (Rafailov et al. 2023).
+
+Documents come in pairs: a chosen one, then a rejected one.
 
 The loss is −log σ(β (r_chosen − r_rejected) − margin), where a document's reward is r = Σ_t
 (log p − log p_reference). `length_normalised` replaces the sum by the mean, and

@@ -20,8 +20,10 @@ from titan_linear.ops.exchange.collectives import gather_along
 
 
 class Paths(NamedTuple):
-    """The nodes of prefix trees that each document contains, one entry per pair of document
-    and node."""
+    """The nodes of prefix trees in each document.
+
+    There is one entry per pair of document and node.
+    """
 
     # [.] int64, numbered as in the column "document"
     nodes: Tensor
@@ -121,8 +123,7 @@ def document_sums(batch: LocalBatch, *numbers: Tensor) -> Tensor:
 def of_documents(
     batch: LocalBatch, values: Tensor, slopes: Tensor
 ) -> Callable[[Tensor, slice], list[Tensor]]:
-    """Return a function that distributes document values over tokens, in proportion to
-    token weight.
+    """Return a function that distributes document values in proportion to token weight.
 
     Args:
         values: [documents, m].

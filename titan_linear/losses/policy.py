@@ -1,5 +1,6 @@
-"""Clipped policy objective, with given advantages A and log-probabilities of the behavior
-policy.
+"""Clipped policy objective, with given advantages A and log-probabilities.
+
+The behavior policy, which wrote the tokens, gave them these log-probabilities.
 
 The loss is −min(ρ A, clip(ρ) A). The ratio ρ = p / p_behavior is per token (PPO, GRPO) or
 per document. A document's ratio is the geometric mean over its tokens (GSPO, Zheng et al.

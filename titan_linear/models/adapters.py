@@ -96,8 +96,7 @@ class Placement:
 
 
 def placements(config: ModelConfig, family: str, on_disk: Shapes | None = None) -> list[Placement]:
-    """Return the placement of every parameter of the model, in the order of
-    `named_parameters`.
+    """Return the placement of every parameter, in the order of `named_parameters`.
 
     Args:
         family: a key of FAMILIES, the name of the Hugging Face class.
@@ -140,8 +139,7 @@ def joined(config: ModelConfig, family: str) -> tuple[tuple[str, ...], ...]:
 def live_layouts(
     config: ModelConfig, family: str, ours: Shapes
 ) -> Iterator[tuple[Source, list[Placement]]]:
-    """Yield each tensor of `transformers`' module that consists of one or several of our
-    parameters.
+    """Yield each tensor of `transformers`' module that consists of parameters of ours.
 
     Args:
         ours: shapes of our parameters.
@@ -185,7 +183,8 @@ def config_from_hf(config: Mapping[str, object], mtp_layers: int = 0) -> tuple[s
         mtp_layers: number of further tokens that the model should predict: all that the
             folder's layers predict, or 0.
 
-    Returns: (family, model).
+    Returns:
+        (family, model).
 
     Raises:
         ValueError: an architecture or an option that is not supported.
@@ -352,8 +351,7 @@ def _resolve(
 
 
 def _spelling(spellings: list[_Resolved], on_disk: Shapes | None) -> _Resolved:
-    """Return the first spelling that is completely on disk, or else the one with the
-    smallest missing share."""
+    """Return the first spelling that is complete on disk, or else the most complete one."""
     if on_disk is None:
         return spellings[0]
     return min(spellings, key=lambda s: len(_wrong(s, on_disk)) / len(s.sources))
@@ -371,8 +369,10 @@ def _wrong(layout: _Resolved, on_disk: Shapes) -> list[str]:
 
 
 def _placements(layout: _Resolved, ours: Shapes) -> Iterator[Placement]:
-    """Yield the placements of a layout: group g of the sources holds group g of each
-    parameter in turn."""
+    """Yield the placements of a layout.
+
+    Group g of the sources contains group g of each parameter in turn.
+    """
     width = _width(ours[layout.ours[0]])
     sizes = [_rows(ours[name], width) // layout.groups for name in layout.ours]
     starts, group = [0, *accumulate(sizes)], sum(sizes)

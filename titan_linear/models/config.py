@@ -50,8 +50,7 @@ class Documents(NamedTuple):
 
 
 class MixerOptions(ABC):
-    """Options from which a mixer of one kind is built: a frozen dataclass in the mixer's
-    file (models/mixers/)."""
+    """Options of one kind of mixer: a frozen dataclass in a file of models/mixers/."""
 
     # Its key in MIXERS (models/mixers/__init__.py).
     name: ClassVar[str]
@@ -102,8 +101,7 @@ class MixerOptions(ABC):
 
     @property
     def takes(self) -> int:
-        """Channels of the values that it takes from the first layer of its kind; they are
-        split by heads."""
+        """Channels of the values from the first layer of its kind, which heads split."""
         return 0
 
     @property
@@ -117,13 +115,14 @@ class MixerOptions(ABC):
         return None
 
     def flops(self, documents: Documents) -> int:
-        """Return the FLOPs of forward's products of tokens with tokens and with states (see
-        step/flops.py)."""
+        """Return the FLOPs of forward's products of tokens with tokens and states.
+
+        Products with weights are counted elsewhere (step/flops.py).
+        """
         return 0
 
     def scan_programs(self, ranks: int) -> int | None:
-        """Return the number of programs of a kernel scan over one entry; None without a
-        scan.
+        """Return the number of programs of a kernel scan over one entry, or None.
 
         Args:
             ranks: number of ranks that share the heads.
@@ -133,12 +132,13 @@ class MixerOptions(ABC):
     @property
     @abstractmethod
     def head_counts(self) -> dict[str, int]:
-        """Counts of what `split` splits, by name for messages: each must be a multiple of
-        the tensor-parallel degree."""
+        """Counts of what `split` splits, by name for messages.
+
+        Each count must be a multiple of the tensor-parallel degree.
+        """
 
     def indivisible_heads(self, ranks: int) -> str | None:
-        """Return the heads that an all-to-all cannot split among `ranks` ranks, worded for
-        a message.
+        """Return the heads that an all-to-all over `ranks` ranks cannot split.
 
         None: it can split them.
         """
@@ -148,8 +148,10 @@ class MixerOptions(ABC):
 
 
 class Layer(NamedTuple):
-    """Branches of a layer: parallel mixers, whose outputs add, then an MLP; or no mixers,
-    or no MLP."""
+    """Branches of a layer: parallel mixers, whose outputs add, then an MLP.
+
+    It may lack mixers or an MLP.
+    """
 
     mixers: tuple[MixerOptions, ...]
     mlp: MLPOptions | None
@@ -262,16 +264,17 @@ class ModelConfig(Factors):
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """Composition of every layer; layers that predict further tokens follow the first
-        `num_layers`."""
+        """Composition of every layer.
+
+        Layers that predict further tokens follow the first `num_layers`.
+        """
         trunk = tuple(
             self._layer(i, self.pattern[i % len(self.pattern)]) for i in range(self.num_layers)
         )
         return trunk + self.mtp_layers * self._predictor(trunk) if self.mtp_layers else trunk
 
     def _predictor(self, trunk: tuple[Layer, ...]) -> tuple[Layer, ...]:
-        """Compose the layer that predicts one further token, or the two layers with one
-        branch each.
+        """Compose the layer that predicts one further token, or two of one branch each.
 
         It has softmax attention if any layer has it, and experts if there are any.
         """
@@ -307,8 +310,7 @@ class ModelConfig(Factors):
 
     @property
     def composition(self) -> str:
-        """Numbers of layers by kind, for people to read: 3 kda + 1 attention + 1 mtp
-        attention."""
+        """Numbers of layers by kind, for people: 3 kda + 1 attention + 1 mtp attention."""
         counts = Counter(
             "mtp " * (i >= self.num_layers) + layer.name for i, layer in enumerate(self.layers)
         )
@@ -437,8 +439,9 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, tuple[objec
 
 
 def fingerprint(model: ModelConfig) -> str:
-    """Return a hash of what the model computes: models with the same hash have no
-    `differences`.
+    """Return a hash of what the model computes.
+
+    Models with the same hash have no `differences`.
 
     An option that a later version adds, with a default that changes nothing, does not
     change the hash.
@@ -459,8 +462,10 @@ def fingerprint(model: ModelConfig) -> str:
 
 
 def _chosen(options: object, values: Mapping[str, object]) -> dict[str, object]:
-    """Return the values that differ from the defaults, with numbers as floats: JSON may
-    have 1 for 1.0."""
+    """Return the values that are not defaults.
+
+    Numbers become floats, because JSON may have 1 for 1.0.
+    """
     defaults = {field.name: field.default for field in fields(options)}
     chosen = {name: x for name, x in values.items() if x != defaults[name]}
     numbers = {name: float(x) if type(x) in (int, float) else x for name, x in chosen.items()}

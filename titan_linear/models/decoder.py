@@ -40,7 +40,7 @@ def norm_of(config: ModelConfig) -> nn.Module:
 
 
 class LayerCache(UserDict[str, UserDict[str, Tensor]]):
-    """What each branch keeps of earlier tokens.
+    """State that each branch keeps of earlier tokens.
 
     It is not a dict because FSDP copies dicts (and subclasses) among arguments.
     """
@@ -119,8 +119,7 @@ class Block(nn.Module):
         return Output(self.final_norm(x) if self.options.ends else x, out.balance, mixed.values)
 
     def joined(self, x: Tensor) -> Tensor:
-        """Return what enters the residual stream: x, or the projected [embedding, hidden
-        states]."""
+        """Return the residual stream's input: x, or the projected [embedding, hidden]."""
         if not self.options.joins:
             return x
         embedded, hidden = x.chunk(2, -1)
@@ -155,7 +154,7 @@ class Block(nn.Module):
 
 @dataclass(eq=False)
 class Between:
-    """What layers hand on in addition to x."""
+    """Results that layers hand on in addition to x."""
 
     # Values that later layers take.
     values: Tensor | None = None
@@ -194,8 +193,9 @@ class Head(nn.Module):
         further: Further | None = None,
         branches: Tensor | None = None,
     ) -> Tensor:
-        """Compute the logits or a loss: x [B, T, dim] -> logits [B, T, vocab], or the loss
-        in float32 or wider.
+        """Compute logits or a loss: x [B, T, dim] -> logits [B, T, vocab] or `loss`.
+
+        A loss is in float32 or wider.
 
         With a split vocabulary, the result is this rank's part of the loss.
 
@@ -249,8 +249,7 @@ class Head(nn.Module):
 
 
 class Before(nn.Module):
-    """Shift x [1, T, dim] to the next token on each path; a document's first token receives
-    0."""
+    """Shifts x [1, T, dim] to the next token on each path; a first token receives 0."""
 
     def forward(self, x: Tensor, context: CPContext) -> Tensor:
         # A convolution whose only nonzero tap is at the previous token.
@@ -315,8 +314,7 @@ class Decoder(nn.Module):
         caches: list[LayerCache] | None = None,
         logits_to_keep: int | None = None,
     ) -> Tensor:
-        """Compute logits or a loss: tokens [B, T] int64 -> logits [B, T, vocab], or `loss`
-        of them.
+        """Compute logits or a loss: tokens [B, T] int64 -> logits [B, T, vocab] or `loss`.
 
         The load-balance loss, times balance_weight, is in the loss's gradient but not in
         its value. It is a sum over all tokens, with or without a label. The loss of further
@@ -339,8 +337,10 @@ class Decoder(nn.Module):
         x = self.through(range(self.config.num_layers), x, plan, caches, between)
 
         def further(h: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-            """Yield hidden states, labels and weights; each depth starts from the previous
-            depth's states."""
+            """Yield hidden states, labels and weights of each depth.
+
+            A depth starts from the hidden states of the previous one.
+            """
             plans = later.of_trees or [plan] * len(embedded)
             for depth, (token, own, *targets) in enumerate(
                 zip(embedded, plans, later.labels, later.weights, strict=True)

@@ -1,5 +1,4 @@
-"""Random numbers by name: element i of parameter `name` is a function of (seed, name, i)
-alone.
+"""Random numbers by name: element i of a parameter depends on (seed, name, i) alone.
 
 Any part of a parameter can therefore be drawn by itself, in any order, on any rank. The
 generator is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
@@ -79,8 +78,10 @@ class Elements:
 
 
 def _signed(number: int) -> int:
-    """Return the int64 with the same 64 bits; sums and products have the bits of unsigned
-    ones."""
+    """Return the int64 with the same 64 bits.
+
+    Its sums and products have the bits of unsigned arithmetic.
+    """
     return number - (number >> 63 << 64)
 
 
@@ -107,8 +108,7 @@ def constant(value: float) -> Draw:
 
 
 def token_mix(dim: int, power: float) -> Draw:
-    """Draw the share that channel n of `dim` takes from the previous token, 1 − (n /
-    dim)^power."""
+    """Draw 1 − (n / dim)^power, the share of the previous token in channel n of `dim`."""
     return lambda elements: 1 - (elements.places() / dim).pow(power)
 
 

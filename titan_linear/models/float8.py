@@ -25,7 +25,8 @@ def use_float8(
     Args:
         first: number of the first layer.
 
-    Returns: the names of the projections, by product.
+    Returns:
+        The names of the projections, by product.
     """
     product = emulated_linear if emulate else float8_linear
     found = []

@@ -63,8 +63,7 @@ def fill(
     draw: Draw,
     stream: tuple[int, int],
 ) -> None:
-    """Fill `local`, the part of a parameter [shape] that begins at `offsets`, on its
-    device.
+    """Fill `local`, the part of a parameter [shape] at `offsets`, on its device.
 
     Draws are rounded to float32.
     """
@@ -84,8 +83,9 @@ def fill(
 def runs(
     sizes: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...]
 ) -> tuple[int, np.ndarray]:
-    """Describe a box [sizes] at `offsets` in a tensor [shape], both flattened, as runs of
-    equal length.
+    """Locate a box [sizes] at `offsets` in a tensor [shape], both flattened.
+
+    The box consists of runs of equal length.
 
     Returns:
         (length, shift [runs] int64): element j of the box is element j + shift[j // length]

@@ -75,8 +75,11 @@ class Adapted(NamedTuple):
 
 
 class Projection(nn.Linear):
-    """A linear layer. `product` multiplies with its weight, in float8 if it has no bias
-    (models/float8.py)."""
+    """A linear layer.
+
+    `product` multiplies with its weight, in float8 if the layer has no bias
+    (models/float8.py).
+    """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False):
         super().__init__(inputs, outputs, bias)
@@ -111,8 +114,7 @@ def lora_name(name: str, part: str) -> str:
 
 
 def adapted(y: Tensor, x: Tensor, *projections: Projection) -> Tensor:
-    """Add the adapters' contributions to y [.., Σ outputs], the output of these projections
-    for x."""
+    """Add the adapters' output to y [.., Σ outputs], these projections' output for x."""
     downs = _downs(projections)
     return (
         add_low_rank(y, F.linear(x, torch.cat([p.lora_A for p in downs])), *projections)
@@ -122,8 +124,7 @@ def adapted(y: Tensor, x: Tensor, *projections: Projection) -> Tensor:
 
 
 def add_low_rank(y: Tensor, low: Tensor, *projections: Projection) -> Tensor:
-    """Add the adapters' contributions to y, given low [.., Σ r], the x Aᵀ of each A of the
-    projections."""
+    """Add the adapters' output to y, given low [.., Σ r]: x Aᵀ of each A."""
     downs = _downs(projections)
     rank = low.shape[-1] // len(downs)
     # One matrix [Σ outputs, Σ r] of all B, each in the columns of its A.
@@ -143,8 +144,10 @@ def _downs(projections: Sequence[Projection]) -> list[Projection]:
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension; zero-centered: · (1 +
-    weight)."""
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension.
+
+    If zero-centered, the factor is (1 + weight).
+    """
 
     def __init__(self, dim: int, eps: float, zero_centred: bool = False):
         super().__init__()
@@ -184,8 +187,10 @@ class GatedRMSNorm(RMSNorm):
 
 
 def project(x: Tensor, *projections: Projection) -> Tensor:
-    """Apply several projections without biases to x [.., dim] as one product and
-    concatenate the outputs."""
+    """Apply projections without biases to x [.., dim] as one product.
+
+    Their outputs are concatenated.
+    """
     return adapted(_joined(x, *projections), x, *projections)
 
 
@@ -324,8 +329,10 @@ def convolve(
     implementations: Mapping[str, Choice],
     **options: Any,
 ) -> Any:
-    """Apply `causal_conv1d` starting from cache[name], its last inputs [B, D, W−1], and
-    update the cache."""
+    """Apply `causal_conv1d`, continuing from and updating a cache.
+
+    cache[name] has the last inputs [B, D, W−1].
+    """
     states = {} if cache is None else {"initial_state": cache.get(name), "output_final_state": True}
     y, tail = causal_conv1d(
         x, weight, impl=implementations.get("causal_conv1d", "auto"), **options, **states
@@ -342,8 +349,9 @@ def token_shift(
     name: str,
     implementations: Mapping[str, Choice],
 ) -> Tensor:
-    """Return RWKV's shift x_{t−1} − x_t with x_{−1} = 0 before each document.  [B, T, D] ->
-    [B, T, D]
+    """Return RWKV's shift x_{t−1} − x_t: [B, T, D] -> [B, T, D].
+
+    x_{−1} is 0 before the first token of each document.
 
     It is a convolution with the taps 1 and 0, which handles documents, halos and states.
     cache[name] is the last token's x, [B, D, 1].
@@ -353,8 +361,9 @@ def token_shift(
 
 
 def angles(position_ids: Tensor, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [.., T, dim / 2] in `dtype` of a rotary embedding at position_ids
-    [.., T] int64.
+    """Return cos and sin of a rotary embedding, [.., T, dim / 2] in `dtype`.
+
+    Positions are position_ids [.., T] int64.
 
     Angles are computed in float64: in float32 the angle at position one million is off by
     0.03 rad.
@@ -365,8 +374,9 @@ def angles(position_ids: Tensor, rotary: Rotary, dtype: torch.dtype) -> tuple[Te
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply a rotary embedding to x [B, T, H, D], rotating halves against each other
-    (RoFormer; Llama's layout).
+    """Apply a rotary embedding to x [B, T, H, D].
+
+    It rotates halves of a head against each other (RoFormer; Llama's layout).
 
     With cos and sin [T, half] or [B, T, half], the first 2·half channels of each head are
     rotated; the others do not change.

@@ -1,5 +1,6 @@
-"""Low-rank adapters of a frozen model (LoRA, arXiv 2106.09685): each projection adds s (x
-Aᵀ) Bᵀ.
+"""Low-rank adapters of a frozen model (LoRA, arXiv 2106.09685).
+
+Each projection adds s (x Aᵀ) Bᵀ to its output.
 
 A [r, inputs] and B [outputs, r] are parameters next to the weight, and are split like it: B
 by rows, A by columns. Projections that form one matrix in a Hugging Face folder share A,
@@ -73,8 +74,10 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def adaptable(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the weights that may have adapters (of projections and experts), and the other
-    trainable parameters."""
+    """Return the weights that may have adapters, and the other trainable parameters.
+
+    Weights of projections and of experts may have adapters.
+    """
     weights = []
     for path, module in model.named_modules():
         if isinstance(module, Projection):
@@ -102,8 +105,7 @@ def fitting(names: Iterable[str], patterns: Collection[str]) -> list[str]:
 
 
 def described(model: nn.Module) -> str:
-    """Describe for people what is adapted, trained or out of reach, by name and share of
-    the base."""
+    """Describe what is adapted, trained or out of reach, by share of the base."""
     own = dict(model.named_parameters())
     base = {name: p for name, p in own.items() if "lora_" not in name}
     total = sum(p.numel() for p in base.values())
@@ -130,8 +132,9 @@ def described(model: nn.Module) -> str:
 
 
 def check_adapters(base: nn.Module, options: Adapter, multiple: int = 1) -> None:
-    """Raise ValueError if a pattern matches nothing in a model, or the rank exceeds a
-    projection's inputs.
+    """Raise ValueError if a pattern matches nothing, or the rank is too high.
+
+    The rank must not exceed a projection's number of inputs.
 
     Args:
         multiple: the rank must be a multiple of this for adapters of experts.

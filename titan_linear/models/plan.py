@@ -75,22 +75,21 @@ class BatchPlan:
         )
 
     def angles(self, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [.., T, half] in `dtype`, computed when a layer first asks for
-        them."""
+        """Return cos and sin [.., T, half] in `dtype`, computed on first request."""
         if (rotary, dtype) not in self._angles:
             self._angles[rotary, dtype] = angles(self.position_ids, rotary, dtype)
         return self._angles[rotary, dtype]
 
     def prepare(self, rotaries: Iterable[Rotary], dtype: torch.dtype) -> None:
-        """Compute these angles before any layer asks for them, so that compiled code only
-        reads them."""
+        """Compute these angles in advance, so that compiled code only reads them."""
         for rotary in rotaries:
             self.angles(rotary, dtype)
 
 
 class Later(NamedTuple):
-    """The token k positions later in the same document, k = 1, 2, …; beyond the end, token
-    0 without a label.
+    """The token k positions later in the same document, k = 1, 2, …
+
+    Beyond the document's end, it is token 0 without a label.
 
     In prefix trees, several tokens may follow a token. Tokens, labels and weights are then
     not shifted. Instead, the hidden states are shifted to the next token on each path, k

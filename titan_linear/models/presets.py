@@ -66,8 +66,9 @@ def preset(name: str, flavor: str) -> ModelConfig:
 
 
 def resized(model: ModelConfig, keys: Mapping[str, Any]) -> ModelConfig:
-    """Return the model with the sizes, the pattern, and the mixers' and experts' options
-    given in [model].
+    """Return the model with the changes given by the keys of [model].
+
+    These are sizes, the pattern, and options of mixers and experts.
 
     Args:
         keys: keys of [model]. Keys that are not fields of the model or of its parts are
@@ -144,8 +145,10 @@ def _entry(entry: Entry | str, bases: Mapping[str, MixerOptions], given: Mapping
 
 
 def _mixer(base: MixerOptions | str, given: Mapping[str, Any]) -> Any:
-    """Return a mixer with the options that the keys give; a name stands for a mixer without
-    a base."""
+    """Return a mixer with the options that the keys give.
+
+    A name stands for a mixer without a base.
+    """
     name = base if isinstance(base, str) else base.name
     return _with_options(
         MIXERS[name], None if isinstance(base, str) else base, given.get(name, {}), f"model.{name}"
@@ -153,8 +156,9 @@ def _mixer(base: MixerOptions | str, given: Mapping[str, Any]) -> Any:
 
 
 def _with_options(kind: type[Options], base: Any, given: Mapping[str, Any], where: str) -> Options:
-    """Return `base`, or the defaults if it is None, with the given options; "" stands for
-    None.
+    """Return `base`, or the defaults if it is None, with the given options.
+
+    The value "" stands for None.
 
     Args:
         where: name of the table in messages.

@@ -1,5 +1,6 @@
-"""Rotary frequencies, and their scaling to contexts beyond pretraining, by transformers'
-names.
+"""Rotary frequencies, and their scaling to contexts beyond pretraining.
+
+Types and fields have the names of transformers.
 
 This file imports nothing of this package, because modeling_titan_linear.py takes a copy of
 it along.
@@ -32,8 +33,9 @@ USES = {
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Scaling that divides low frequencies, which turn seldom in the pretraining's context,
-    by a factor.
+    """Scaling of rotary frequencies.
+
+    Frequencies that turn seldom in the pretraining's context are divided by a factor.
 
     "linear" divides all frequencies (position interpolation, Chen et al. 2023). The others
     divide frequencies below some number of turns (Llama 3.1; YaRN, Peng et al. 2023, eqs.
@@ -93,8 +95,7 @@ class RopeScaling:
         )
 
     def on_cos_and_sin(self) -> float:
-        """Return the factor by which YaRN lets scores grow, once for the query and once for
-        the key."""
+        """Return the factor by which YaRN lets scores grow, once each for query and key."""
         if self.rope_type != "yarn" or self.attention_factor is not None:
             return 1.0 if self.attention_factor is None else self.attention_factor
         up, down = (

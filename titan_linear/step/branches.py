@@ -26,8 +26,7 @@ def has_trees(batch: Batch) -> bool:
 
 
 def with_branches(local: LocalBatch, batch: Batch) -> LocalBatch:
-    """Append the labels and columns of branches to the labels and columns of this rank's
-    tokens."""
+    """Append the labels and columns of branches to this rank's labels and columns."""
     rows, targets = branches_of(batch, local.context)
     labels = torch.cat([local.labels, batch.tokens[:, targets]], 1)
     columns = {}

@@ -1,5 +1,4 @@
-"""Conversion of a data-parallel rank's micro-batch on the host into this rank's part on its
-device.
+"""Conversion of a micro-batch on the host into this rank's part on its device.
 
 It runs in four stages:
 
@@ -215,16 +214,17 @@ def cut(batch: Batch, context: CPContext) -> LocalBatch:
 
 
 def of_fragments(x: Tensor, context: CPContext) -> Tensor:
-    """Select this rank's fragments: [1, T, ...] → [1, T_local, ...], or [depth, T] →
-    [depth, T_local]."""
+    """Select this rank's fragments.
+
+    Shapes are [1, T, ...] → [1, T_local, ...], or [depth, T] → [depth, T_local].
+    """
     if context.ranks.world_size == 1:
         return x
     return torch.cat([x[:, start:end] for start, end in context.fragments], 1)
 
 
 def later_of(batch: Batch, depth: int) -> Later:
-    """Return the tokens, labels and weights k = 1 … depth positions later in each token's
-    document: [depth, T].
+    """Return the tokens, labels and weights k = 1 … depth positions later, [depth, T].
 
     The result covers the whole stream: later tokens may lie on any rank, so this runs
     before the cut.
@@ -252,8 +252,9 @@ def cut_later(later: Later, context: CPContext) -> Later:
 
 
 def _programs(model: ModelConfig, ranks: int, device: torch.device) -> tuple[int, ...]:
-    """Return the number of programs that scan one entry, for each kind of mixer; empty
-    without a GPU.
+    """Return the number of programs that scan one entry, for each kind of mixer.
+
+    The result is empty without a GPU.
 
     Args:
         ranks: number of ranks that share the value heads.

@@ -1,5 +1,4 @@
-"""Micro-batches of each step: read, cut and moved to the rank's device before they are
-needed."""
+"""Micro-batches of each step, read, cut and moved to the device before they are needed."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ NO_DOCUMENTS = Documents(0, 0, 0)
 
 @dataclass(frozen=True)
 class FeedStats:
-    """Totals of some steps over all ranks, and the time this rank's host spent feeding
-    them."""
+    """Totals of some steps over all ranks, and the time spent by this rank's host."""
 
     steps: int = 0
     valid: int = 0  # tokens with a label
@@ -50,8 +48,7 @@ class FeedStats:
     most_pairs: float = 0.0
 
     def work_balance(self, ranks: int) -> float:
-        """Return the busiest rank's pairs divided by the mean over the `ranks` that share
-        them; 1 is even."""
+        """Return the busiest rank's pairs divided by the mean over `ranks`; 1 is even."""
         return self.most_pairs * ranks / self.documents.pairs
 
     def __add__(self, more: FeedStats) -> FeedStats:
@@ -109,8 +106,7 @@ class Feed:
     _pairs: float = 0.0
 
     def prefetch(self) -> None:
-        """Fetch the next step's batches, start counting its tokens, and move its first
-        micro-batch."""
+        """Fetch the next step's batches, start to count its tokens, move its first batch."""
         if self._ahead is None:
             with self._timed():
                 batches = [next(self.batches) for _ in range(self.micro_steps)]
@@ -166,8 +162,7 @@ class Feed:
                 self._ahead.counting.wait()
 
     def take(self, prefetch: bool = False) -> FeedStats:
-        """Return the totals of the steps whose micro-batches were requested since the last
-        call.
+        """Return the totals of the micro-batches requested since the last call.
 
         Every rank calls this, and may `prefetch` first. Ranks synchronize, but no longer
         than counting the next step's tokens takes.
@@ -183,8 +178,11 @@ class Feed:
 
 
 def _counts(batch: Batch) -> list[float]:
-    """Count a batch: label weight, labels, tokens if trees were packed separately, and the
-    fields of `Documents`."""
+    """Count what is in a batch.
+
+    The counts are: label weight, labels, tokens if trees were packed separately, and the
+    fields of `Documents`.
+    """
     labels = batch.columns["weights"] > 0
     nodes = batch.nodes
     # Each leaf's document from the root to the leaf.

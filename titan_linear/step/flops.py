@@ -89,8 +89,7 @@ def token_flops(module: nn.Module, frozen: bool = False) -> int:
 
 
 def peak_tflops(config: Config, device: torch.device) -> float | None:
-    """Return the peak TFLOP/s of one GPU: metrics.peak_tflops, or the known rate of its
-    name.
+    """Return the peak TFLOP/s of one GPU: metrics.peak_tflops, or the known rate.
 
     None: the rate is unknown, or compute is not bfloat16.
     """
@@ -109,8 +108,10 @@ def no_peak(config: Config, device: torch.device) -> str:
 
 
 def known_peak(name: str) -> float | None:
-    """Return the peak TFLOP/s of a whole GPU with this name; None if unknown or a part of a
-    GPU (MIG)."""
+    """Return the peak TFLOP/s of a whole GPU with this name.
+
+    None: unknown, or a part of a GPU (MIG).
+    """
     if "MIG" in name:
         return None
     return next(

@@ -50,8 +50,9 @@ HOST_BLOCK = 1 << 16
 
 
 class ComputeCopies:
-    """Copies of a model's parameters in the compute dtype, except those kept in float32 or
-    wider.
+    """Copies of a model's parameters in the compute dtype.
+
+    Parameters that are kept in float32 or wider have no copies.
 
     Inside `with`, the modules hold the copies. Copies of parameters that have changed are
     refreshed on entry; AdamW writes the copies of large tensors itself. On exit, the
@@ -78,8 +79,7 @@ class ComputeCopies:
         ]
 
     def current(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return the copy, or None if there is none or the parameter has changed since it
-        was made."""
+        """Return the parameter's copy if it has one and has not changed since, else None."""
         made = self.versions.get(parameter) == parameter._version
         return self.copy_of[parameter] if made else None
 
@@ -199,8 +199,10 @@ class AdamW(torch.optim.Optimizer):
             copies.written([x for x, copy in zip(parameters, current) if copy is not None])
 
     def _tensors(self, parameters: list[nn.Parameter], *names: str) -> list[list[Tensor]]:
-        """Return this rank's parts of the parameters, gradients, and the named states,
-        which begin at 0."""
+        """Return this rank's parts of parameters, gradients and the named states.
+
+        States begin at 0.
+        """
         lists: list[list[Any]] = [parameters, [p.grad for p in parameters]]
         for name in names:
             for p in parameters:
@@ -222,8 +224,9 @@ def is_large(p: Tensor) -> bool:
 
 
 class Muon(AdamW):
-    """Muon for groups that have a "momentum" (matrices and stacks of them); AdamW for the
-    others.
+    """Muon for groups that have a "momentum", AdamW for the others.
+
+    Groups with a "momentum" contain matrices and stacks of matrices.
 
     Each rank applies momentum to its part of the gradient. The result is orthogonalized as
     whole matrices by torch's Muon, in bfloat16 as there. Updates are scaled to the size of
@@ -254,8 +257,7 @@ class Muon(AdamW):
             weight.add_(direction.to(weight.device), alpha=-group["lr"] * update_scale(shape))
 
     def directions(self, group: Group) -> list[Tensor]:
-        """Return this rank's parts of the orthogonal matrices, after momentum has been
-        updated.
+        """Return this rank's parts of the orthogonal matrices, after updating momentum.
 
         All ranks must call this.
         """
@@ -267,8 +269,10 @@ class Muon(AdamW):
         return self.matrices.apply(orthogonalised, mixed)
 
     def scaled_directions(self, group: Group) -> dict[nn.Parameter, Tensor]:
-        """Return the directions scaled as they are added to the weights at a rate of 1, in
-        the weights' dtype."""
+        """Return the directions as they are added to the weights at a rate of 1.
+
+        They are scaled, and in the weights' dtype.
+        """
         directions = zip(group["params"], self.matrices.shapes, self.directions(group), strict=True)
         return {p: x.to(local_tensor(p)) * update_scale(shape) for p, shape, x in directions}
 
@@ -290,14 +294,18 @@ def orthogonalised(matrices: list[Tensor]) -> list[Tensor]:
 
 
 def update_scale(shape: torch.Size) -> float:
-    """Return the scale that gives an orthogonal [R, C] elements as large as AdamW's
-    updates, 0.2 on average."""
+    """Return the scale that makes an orthogonal [R, C] as large as AdamW's updates.
+
+    Elements are then 0.2 on average.
+    """
     return 0.2 * math.sqrt(max(shape))
 
 
 def build_optimizer(model: nn.Module, config: Optimizer) -> AdamW:
-    """Build the run's optimizer, with weight decay for matrices only (not norms, biases,
-    A_log or dt_bias)."""
+    """Build the run's optimizer.
+
+    Weight decay is for matrices only, not for norms, biases, A_log and dt_bias.
+    """
     matrices = hidden_matrices(model) if config.name == "muon" else {}
     # Group the other parameters by weight decay and mesh.
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
@@ -331,8 +339,7 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> AdamW:
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return, by name, the trainable matrices between embedding and head, and stacks of
-    them.
+    """Return, by name, the trainable matrices (or stacks) between embedding and head.
 
     These are the weights of linear layers, and the parameters that modules list in
     `hidden_matrices`.
@@ -356,8 +363,10 @@ def exchange_device(tensor: Tensor) -> torch.device:
 
 
 def learning_rate(step: int, peak: float, config: LRScheduler, steps: int) -> float:
-    """Return the learning rate of step `step` (from 1): warmup, constant, decay. It depends
-    on nothing else."""
+    """Return the learning rate of step `step` (from 1): warmup, constant, decay.
+
+    It depends on nothing else.
+    """
     total = config.total_steps or steps
     if step <= config.warmup_steps:
         return peak * step / config.warmup_steps
@@ -503,8 +512,7 @@ class Reading(NamedTuple):
 
 
 class Moment:
-    """The moment at which the device finishes all work queued so far; on a CPU, the current
-    time."""
+    """The moment at which the device finishes all work queued so far; on a CPU: now."""
 
     def __init__(self, device: torch.device):
         self.time = time.perf_counter()
@@ -525,8 +533,10 @@ class Moment:
 
 
 class HostCopy:
-    """A step's numbers in transit from the device to the host, which need not wait until it
-    calls `wait`."""
+    """A step's numbers in transit from the device to the host.
+
+    The host need not wait for them until it calls `wait`.
+    """
 
     def __init__(self, step: StepNumbers, *seen: Tensor):
         numbers = torch.cat([torch.stack([*step[:3], *step.reports]), *seen])

@@ -1,5 +1,4 @@
-"""Forward and backward passes of micro-batches, which yield a step's loss, part by part,
-and its gradients."""
+"""Forward and backward passes of micro-batches: a step's loss, part by part, and gradients."""
 
 from __future__ import annotations
 
@@ -53,8 +52,11 @@ class Forward:
             self.inside = inside.pop_all()
 
     def backward(self) -> Tensor:
-        """Return this rank's part of the loss and of its reports, and accumulate gradients
-        as sums over the step."""
+        """Accumulate gradients, as sums over the step.
+
+        Returns:
+            This rank's part of the loss and of its reports.
+        """
         # A separate autograd thread would double the host's time.
         with self.inside, torch.autograd.set_multithreading_enabled(False):
             self.loss.flatten()[0].backward()
@@ -69,8 +71,7 @@ class Forward:
 def with_reference(
     model: Decoder, batch: LocalBatch, precision: AbstractContextManager[object]
 ) -> LocalBatch:
-    """Add the column of the base model's log-probability of each label, if the loss reads
-    it."""
+    """Add the base model's log-probability of each label as a column, if the loss reads it."""
     if not (model.config.adapter and model.config.adapter.base_is_reference):
         return batch
     of_labels = partial(logprobs, ids=batch.labels.flatten())

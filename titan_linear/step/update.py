@@ -1,5 +1,4 @@
-"""The end of an optimizer step: from each rank's gradients to weights on which all ranks
-agree."""
+"""The end of an optimizer step: from each rank's gradients to weights that all share."""
 
 from __future__ import annotations
 
@@ -109,8 +108,7 @@ class Update:
 def gradient_sums(
     model: nn.Module, dims: ParallelDims
 ) -> list[tuple[list[nn.Parameter], dist.ProcessGroup]]:
-    """Return the parameters whose gradients FSDP does not sum, each list with the group
-    that sums them.
+    """Return the parameters whose gradients FSDP does not sum, by the group that does.
 
     The first list holds parameters left out of FSDP, summed over the ranks that FSDP would
     have used. The second holds parameters that every tp rank has whole, summed over tp.
@@ -134,8 +132,10 @@ def sum_gradients(sums: list[tuple[list[nn.Parameter], dist.ProcessGroup]]) -> N
 
 
 def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of these parameters. Gradients in host memory are summed on the
-    device of their mesh."""
+    """Sum the gradients of these parameters.
+
+    Gradients in host memory are summed on the device of their mesh.
+    """
     for alike in by_kind(gradients(parameters)):
         # Flatten the gradients of one dtype and device, sum them, and copy the sums back.
         grads = list(map(local_tensor, alike))
@@ -165,8 +165,7 @@ def counted_parameters(model: nn.Module, dims: ParallelDims) -> list[nn.Paramete
 
 @torch.no_grad()
 def move_selection_biases(model: nn.Module, numbers: StepNumbers) -> None:
-    """Adjust the selection biases of experts by `bias_update_rate`, then reset the
-    counters.
+    """Adjust the experts' selection biases by `bias_update_rate`, then reset the counters.
 
     Experts that received less than their share of the step's tokens get a higher bias, the
     others a lower one (DeepSeek-V3, section 2.1.2). This takes one collective. As with

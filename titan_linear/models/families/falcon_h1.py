@@ -1,5 +1,7 @@
-"""Falcon-H1: parallel Mamba-2 and attention, then a SwiGLU; constant factors on most
-projections (muP)."""
+"""Falcon-H1: parallel Mamba-2 and attention, then a SwiGLU; muP factors.
+
+Constant factors scale most projections.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,10 @@ def _head_dim(key: Keys) -> int:
 
 
 def _read_norm(key: Keys) -> Json:
-    """Read whether the output has a norm. It must follow the gate, which is not the default
-    of transformers."""
+    """Read whether the output has a norm.
+
+    The norm must follow the gate, which is not the default of transformers.
+    """
     if normed := key("mamba_rms_norm", False):
         only("mamba_norm_before_gate", False).read(
             Keys({"mamba_norm_before_gate": True, **key.config})

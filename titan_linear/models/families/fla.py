@@ -1,5 +1,6 @@
-"""Models of flash-linear-attention: KDA or Gated DeltaNet, with softmax layers where `attn`
-lists them.
+"""Models of flash-linear-attention: KDA or Gated DeltaNet, with optional softmax layers.
+
+Softmax layers are listed in `attn`.
 
 The folders that we write also open without that library, through modeling_titan_linear.py
 (see remote.py).

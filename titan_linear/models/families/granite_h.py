@@ -1,5 +1,7 @@
-"""Granite 4 hybrids: Mamba-2 or attention, then experts and a shared MLP, or the MLP alone;
-constant factors."""
+"""Granite 4 hybrids: Mamba-2 or attention, then experts and a shared MLP.
+
+Some have the MLP alone. Constant factors scale embedding, branches and logits.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,7 @@ MAMBA2 = Part(
 
 
 def _write_expand(model: ModelConfig) -> Json:
-    """Write Mamba-2's width as a multiple of the model's, which is an integer in
-    transformers."""
+    """Write Mamba-2's width divided by the model's, an integer in transformers."""
     widths = [mixer.heads * mixer.head_dim for mixer in model.mixers if isinstance(mixer, Mamba2)]
     return {"mamba_expand": widths[0] // model.dim} if widths else {}
 

@@ -218,8 +218,7 @@ def experts(
     otherwise: Callable[[ModelConfig], Json] = lambda model: {},
     **fixed: object,
 ) -> Row:
-    """Map the experts, if the model has any (`given`); otherwise write the keys of
-    `otherwise`."""
+    """Map the experts if `given`; otherwise write the keys of `otherwise`."""
     options = Part(MoEConfig, *rows, **fixed)
     return Row(
         lambda key: {"moe": options.read(key)} if given(key) else {},

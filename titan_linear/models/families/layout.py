@@ -1,5 +1,6 @@
-"""Building blocks of Hugging Face families: layouts of tensors, and a table of the keys of
-config.json (keys.py).
+"""Building blocks of Hugging Face families: layouts of tensors, and a table of keys.
+
+The table of the keys of config.json is described in keys.py.
 
 Our names are the names in `Decoder`; names of a layer's parameters are relative to the
 layer. Folders may spell a part of a model in several ways. It then has several layouts: the
@@ -20,8 +21,7 @@ from titan_linear.models.mixers import MIXERS
 
 @dataclass(frozen=True)
 class Layout:
-    """States that our parameters `ours`, interleaved group by group, equal the tensors
-    `theirs`, concatenated."""
+    """Equality of our parameters, interleaved by group, with concatenated tensors."""
 
     ours: tuple[str, ...]
     # A name with {e} stands for one tensor per expert.

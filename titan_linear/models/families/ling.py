@@ -1,5 +1,7 @@
-"""Ling 3: Kimi Delta Attention with bounded gates, latent attention with positions and
-gated heads, experts."""
+"""Ling 3: Kimi Delta Attention with bounded gates, latent attention, and experts.
+
+Latent attention has positions and gated heads.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""MiniMax-01: Lightning and softmax attention, each followed by experts; a branch adds to
-its normalized input."""
+"""MiniMax-01: Lightning and softmax attention, each followed by experts.
+
+A branch adds to its normalized input.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Nemotron-H and Nemotron 3: each layer is Mamba-2, attention, a squared-ReLU MLP or
-experts."""
+"""Nemotron-H and Nemotron 3, whose layers have one branch each.
+
+A layer is Mamba-2, attention, a squared-ReLU MLP or experts.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Qwen3-Next and Qwen3.5: Gated DeltaNet and gated attention, with experts in the larger
-models."""
+"""Qwen3-Next and Qwen3.5: Gated DeltaNet and gated attention; large models have experts."""
 
 from __future__ import annotations
 

@@ -66,8 +66,10 @@ class LightningMixer(RecurrentMixer):
         return chunk_simple_gla(*inputs, g_gamma=self._decays(inputs), scale=1.0, **how)
 
     def _decays(self, inputs: Inputs) -> Tensor:
-        """Return the log decays of this rank's heads: slope · 2^(−8 h / heads) for head h =
-        1, 2, …"""
+        """Return the log decays of this rank's heads.
+
+        They are slope · 2^(−8 h / heads) for head h = 1, 2, …
+        """
         q, *_ = inputs
         own = q.shape[2]
         first = 0 if self.ranks is None else self.ranks.rank * own
@@ -95,8 +97,10 @@ class Lightning(RecurrentOptions):
         return {self.op: {"K": self.head_dim, "V": self.head_dim}}
 
     def flops(self, documents: Documents) -> int:
-        """Return the FLOPs of the chunked form: 4 K V per token for the state, 4 K per pair
-        of a chunk, for each head."""
+        """Return the FLOPs of the chunked form.
+
+        Each head takes 4 K V per token for the state, and 4 K per pair of a chunk.
+        """
         return (
             4
             * self.heads

@@ -1,5 +1,7 @@
-"""Mamba-2 (Transformers are SSMs, section 7): a state that only decays, at input-dependent
-rates."""
+"""Mamba-2 (Transformers are SSMs, section 7).
+
+Its state only decays, at rates that depend on the input.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,10 @@ class GroupedRMSNorm(nn.Module):
         self.ranks: Ranks | None = None
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        """Normalize x, z [.., dim]. A tensor-parallel rank has whole groups, or its part of
-        the only group."""
+        """Normalize x, z [.., dim].
+
+        A tensor-parallel rank has whole groups, or its part of the only group.
+        """
         wide = gated(x, z)
         grouped = wide.unflatten(-1, (-1, min(self.width, wide.shape[-1])))
         squares = grouped.square().sum(-1, keepdim=True)
@@ -120,8 +124,10 @@ class Mamba2Mixer(RecurrentMixer):
             self.split = {**self.split, **dict.fromkeys(of_groups, 0)}
 
     def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, Tensor]:
-        """Return x [B, T, heads, P], dt [B, T, heads], B and C [B, T, G, N]; and z [B, T,
-        heads·P]."""
+        """Return the recurrence's inputs and z [B, T, heads·P].
+
+        The inputs are x [B, T, heads, P], dt [B, T, heads], B and C [B, T, G, N].
+        """
         projections = (self.x_proj, self.b_proj, self.c_proj, self.z_proj, self.dt_proj)
         x_dim, b_dim, c_dim, z_dim, heads = (len(p.weight) for p in projections)
         xbc, z, dt = cut(project(x, *projections), x_dim + b_dim + c_dim, z_dim, heads)

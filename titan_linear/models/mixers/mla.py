@@ -88,8 +88,9 @@ class MLAMixer(nn.Module):
         return {"attention_entropy": attention_entropy(q, k, window.plan.cu_seqlens)}
 
     def _queries_and_latents(self, x: Tensor, plan: BatchPlan) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [B, T, H, nope + shared], latents [B, T, rank] and shared keys [B, T,
-        shared].
+        """Return queries, latents [B, T, rank] and shared keys [B, T, shared].
+
+        Queries are [B, T, H, nope + shared].
 
         Queries and shared keys are rotated, latents normalized.
         """

@@ -1,5 +1,8 @@
-"""Common parts of the mixers of linear layers: inputs from x, a recurrence over them, an
-output; and telemetry."""
+"""Common parts of the mixers of linear layers.
+
+A mixer computes inputs from x, runs a recurrence over them, and computes an output.
+Telemetry is here too.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +51,15 @@ class RecurrentMixer(nn.Module):
         self.cp_method = "kcp"
 
     def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:
-        """Apply the mixer: x [B, T, dim] -> [B, T, dim]. A cache of earlier tokens is
-        updated in place."""
+        """Apply the mixer: x [B, T, dim] -> [B, T, dim].
+
+        A cache of earlier tokens is updated in place.
+        """
         inputs, gate = self._inputs(x, plan, cache)
         return self._output(self._carried(inputs, plan, cache), gate)
 
     def _carried(self, inputs: Inputs, plan: BatchPlan, cache: Cache) -> Tensor:
-        """Return the recurrence's output, continuing from the cache's state, which is
-        updated."""
+        """Return the recurrence's output, continuing from the cache, which is updated."""
         if cache is None:
             o, _ = self._recurrence(inputs, plan)
         else:
@@ -66,8 +70,9 @@ class RecurrentMixer(nn.Module):
     def _inputs(
         self, x: Tensor, plan: BatchPlan, cache: Cache, *taken: Tensor
     ) -> tuple[Inputs, Any]:
-        """Compute the recurrence's inputs [B, T, ...], and what `_output` also needs: an
-        output gate [B, T, ...].
+        """Compute the recurrence's inputs [B, T, ...], and an output gate [B, T, ...].
+
+        The gate is whatever else `_output` needs.
 
         Args:
             taken: values of the first layer, for mixers that take them.
@@ -153,8 +158,9 @@ class RecurrentMixer(nn.Module):
         cache: Cache,
         norm_dim: int | None = None,
     ) -> list[Tensor]:
-        """Apply several convolutions and a silu as one convolution, with one halo under
-        context parallelism.
+        """Apply several convolutions, then a silu, as one convolution.
+
+        It has one halo under context parallelism.
 
         Args:
             x: [B, T, D], the inputs of these convolutions, concatenated.
@@ -180,8 +186,10 @@ class RecurrentMixer(nn.Module):
 
 
 def _share(o: Tensor, alone: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sums of squares by head [heads], of o − alone and of o, for o and alone [.,
-    heads, V]."""
+    """Return sums of squares by head [heads], of o − alone and of o.
+
+    o and alone are [., heads, V].
+    """
     # The dtype of the norms widens without copies.
     norms = partial(torch.linalg.vector_norm, dim=(0, 2), dtype=widened(o.dtype))
     return norms(o - alone).square(), norms(o).square()

@@ -64,8 +64,10 @@ class LowRank(nn.Module):
 
 
 class HeadNorm(LayerNorm):
-    """A LayerNorm of each head, with a weight and a bias for each channel.  [.., heads, V]
-    -> [.., heads·V]"""
+    """A LayerNorm of each head: [.., heads, V] -> [.., heads·V].
+
+    Each channel has a weight and a bias.
+    """
 
     split = {"weight": 0, "bias": 0}
 

@@ -1,5 +1,7 @@
-"""The gated short convolution of LFM2: y = C ⊙ conv(B ⊙ x), where B, C and x are
-projections of the input."""
+"""The gated short convolution of LFM2: y = C ⊙ conv(B ⊙ x).
+
+B, C and x are projections of the layer's input.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ from titan_linear.ops.runtime.support import Choice
 
 
 class ShortConvMixer(nn.Module):
-    """Gated short convolution. The cache holds `conv` [B, channels, W−1], the convolution's
-    last inputs."""
+    """Gated short convolution.
+
+    The cache holds `conv` [B, channels, W−1], the convolution's last inputs.
+    """
 
     split = {
         **dict.fromkeys(("b_proj.weight", "c_proj.weight", "x_proj.weight", "conv1d.weight"), 0),
@@ -42,8 +46,10 @@ class ShortConvMixer(nn.Module):
         self.implementations: dict[str, Choice] = {}
 
     def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:
-        """Apply the mixer: x [B, T, dim] -> [B, T, dim]. A cache of earlier tokens is
-        updated in place."""
+        """Apply the mixer: x [B, T, dim] -> [B, T, dim].
+
+        A cache of earlier tokens is updated in place.
+        """
         B, C, x = project_each(x, self.b_proj, self.c_proj, self.x_proj)
         y = convolve(
             B * x, self.conv1d.weight, cache, "conv", self.implementations, **plan.documents

@@ -1,4 +1,6 @@
-"""MLPs, one per file: options, module, what its ops need, and how its hidden channels are
+"""MLPs, one per file.
+
+A file has the options, the module, what its ops need, and how its hidden channels are
 split.
 
 A layer of a model has a mixer, an MLP, or both (`ModelConfig.layers`).

@@ -92,8 +92,9 @@ class ReLU2(nn.Module):
 
 
 class ShiftedReLU2(ReLU2):
-    """ReLU2 of x mixed with the previous token: RWKV-7's channel mixing (arXiv 2503.14456,
-    section 4).
+    """ReLU2 of x mixed with the previous token.
+
+    This is RWKV-7's channel mixing (arXiv 2503.14456, section 4).
 
     The cache holds `mlp_shift` [B, dim, 1], the last token's x.
     """

@@ -1,5 +1,6 @@
-"""Mixture of experts: a router sends each token to `top_k` of many MLPs; a shared expert
-takes every token.
+"""Mixture of experts.
+
+A router sends each token to `top_k` of many MLPs, and one shared expert takes every token.
 
 There are two ways to balance the experts' loads. The load-balance loss (Switch
 Transformers, section 2.2) is computed per stream, so that it does not depend on how streams
@@ -219,8 +220,10 @@ class Experts(nn.Module):
         return self._linear(hidden, down, counts, copies)
 
     def _linear(self, x: Tensor, name: str, counts: Tensor, copies: Copies | None = None) -> Tensor:
-        """Multiply by a weight and add its adapter's contribution; `copies` sums the rows
-        of each token."""
+        """Multiply by a weight and add its adapter's output.
+
+        With `copies`, the rows of each token are summed.
+        """
         y = grouped_linear(x, getattr(self, name).flatten(1, -2), counts, self._impls, copies)
         if name not in self.lora:
             return y
@@ -239,8 +242,10 @@ class Experts(nn.Module):
 
 
 class LocalDispatch:
-    """The `dispatch` of a rank that has all experts, and the interface that `MoE` expects
-    of any other."""
+    """The `dispatch` of a rank that has all experts.
+
+    It also defines the interface that `MoE` expects of any other dispatch.
+    """
 
     def __init__(
         self,
@@ -267,8 +272,10 @@ class LocalDispatch:
         return self.x, self.copies, self.weights, self.counts
 
     def back(self, y: Tensor) -> Tensor:
-        """Return Σ weight · output of each token given to `__init__`, [N, dim], from the
-        experts' outputs."""
+        """Return Σ weight · output of each token given to `__init__`, [N, dim].
+
+        y is the output of the experts.
+        """
         return y
 
 
@@ -293,8 +300,9 @@ class MoE(nn.Module):
         )
 
     def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Output:
-        """Apply the layer: x [B, T, dim] -> [B, T, dim], and this rank's part of the
-        load-balance loss.
+        """Apply the layer: x [B, T, dim] -> [B, T, dim].
+
+        The output includes this rank's part of the load-balance loss.
 
         The latter is None where it is not wanted.
         """

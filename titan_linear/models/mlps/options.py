@@ -18,8 +18,9 @@ class MLPOptions(ABC):
 
     @abstractmethod
     def build(self, dim: int, depth: float = 0.0) -> nn.Module:
-        """Build the module: forward(x [B, T, dim], plan, cache) -> [B, T, dim] or an
-        `Output`.
+        """Build the module.
+
+        It computes forward(x [B, T, dim], plan, cache) -> [B, T, dim] or an `Output`.
 
         It may have the same attributes as a mixer (`MixerOptions.build`).
 
@@ -34,5 +35,7 @@ class MLPOptions(ABC):
     @property
     @abstractmethod
     def split_counts(self) -> dict[str, int]:
-        """Counts of what `split` splits, by name for messages: each must be a multiple of
-        the tensor-parallel degree."""
+        """Counts of what `split` splits, by name for messages.
+
+        Each count must be a multiple of the tensor-parallel degree.
+        """
