@@ -128,10 +128,10 @@ def explain(error: BaseException) -> tuple[int, str]:
 def report(error: BaseException) -> int:
     """Print why this process ends, here and in torchrun's summary.
 
+    Call it in `except`.
+
     Returns:
         The exit code.
-
-    Call it in `except`.
     """
     code, line = explain(error)
     # These errors have been reported, or the user asked for them.

@@ -208,8 +208,6 @@ def ignore_warnings_of_torch() -> None:
     """Ignore warnings about torch's own code, and about lone processes.
 
     A lone process intentionally runs without torch.distributed.
-
-    The latter is intended.
     """
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -40,8 +40,7 @@ class Documents(NamedTuple):
 
         Args:
             cu_seqlens: [N+1] int boundaries, on the host.
-            above: number of tokens that precede each document in the document that it
-                continues.
+            above: number of earlier tokens that each document continues (in prefix trees).
         """
         n = np.diff(cu_seqlens.astype(np.int64))
         last = n % CHUNK
@@ -122,7 +121,9 @@ class MixerOptions(ABC):
         return 0
 
     def scan_programs(self, ranks: int) -> int | None:
-        """Return the number of programs of a kernel scan over one entry, or None.
+        """Return the number of programs of a kernel scan over one entry.
+
+        None: the mixer has no scan.
 
         Args:
             ranks: number of ranks that share the heads.
@@ -140,7 +141,7 @@ class MixerOptions(ABC):
     def indivisible_heads(self, ranks: int) -> str | None:
         """Return the heads that an all-to-all over `ranks` ranks cannot split.
 
-        None: it can split them.
+        The text is worded for a message. None: it can split all of them.
         """
         return next(
             (f"{count} {what}" for what, count in self.head_counts.items() if count % ranks), None

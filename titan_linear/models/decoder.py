@@ -195,9 +195,8 @@ class Head(nn.Module):
     ) -> Tensor:
         """Compute logits or a loss: x [B, T, dim] -> logits [B, T, vocab] or `loss`.
 
-        A loss is in float32 or wider.
-
-        With a split vocabulary, the result is this rank's part of the loss.
+        A loss is in float32 or wider. With a split vocabulary, the result is this rank's part
+        of the loss.
 
         Args:
             branches: rows that the loss reads again, behind all others.

@@ -52,9 +52,8 @@ HOST_BLOCK = 1 << 16
 class ComputeCopies:
     """Copies of a model's parameters in the compute dtype.
 
-    Parameters that are kept in float32 or wider have no copies.
-
-    Inside `with`, the modules hold the copies. Copies of parameters that have changed are
+    Parameters that are kept in float32 or wider have no copies. Inside `with`, the modules
+    hold the copies. Copies of parameters that have changed are
     refreshed on entry; AdamW writes the copies of large tensors itself. On exit, the
     gradients that backward left on the copies move to the parameters. A second gradient is
     added in the parameters' dtype.
@@ -296,7 +295,7 @@ def orthogonalised(matrices: list[Tensor]) -> list[Tensor]:
 def update_scale(shape: torch.Size) -> float:
     """Return the scale that makes an orthogonal [R, C] as large as AdamW's updates.
 
-    Elements are then 0.2 on average.
+    The root mean square of its elements is then 0.2.
     """
     return 0.2 * math.sqrt(max(shape))
 

@@ -90,9 +90,8 @@ class MLAMixer(nn.Module):
     def _queries_and_latents(self, x: Tensor, plan: BatchPlan) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, latents [B, T, rank] and shared keys [B, T, shared].
 
-        Queries are [B, T, H, nope + shared].
-
-        Queries and shared keys are rotated, latents normalized.
+        Queries are [B, T, H, nope + shared]. Queries and shared keys are rotated, latents
+        normalized.
         """
         q = self.q_proj(x).unflatten(-1, (-1, self.q_dim))
         latent, shared = self.kv_a_proj(x).split(self.latent_dims, -1)

@@ -302,9 +302,8 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Output:
         """Apply the layer: x [B, T, dim] -> [B, T, dim].
 
-        The output includes this rank's part of the load-balance loss.
-
-        The latter is None where it is not wanted.
+        The output includes this rank's part of the load-balance loss, or None where it is
+        not wanted.
         """
         flat = x.flatten(0, 1)
         # Route the tokens and count the loads.

@@ -22,7 +22,7 @@ class MLPOptions(ABC):
 
         It computes forward(x [B, T, dim], plan, cache) -> [B, T, dim] or an `Output`.
 
-        It may have the same attributes as a mixer (`MixerOptions.build`).
+        The module may have the same attributes as a mixer (`MixerOptions.build`).
 
         Args:
             depth: share of the layers that precede it, for initial values.
