@@ -2,10 +2,13 @@
 
 Documents come in pairs: a chosen one, then a rejected one.
 
-The loss is −log σ(β (r_chosen − r_rejected) − margin), where a document's reward is r = Σ_t
-(log p − log p_reference). `length_normalised` replaces the sum by the mean, and
-`reference_free` leaves out the reference. With both and a margin this is SimPO (Meng et al.
-2024). The weight of a pair is the sum of its tokens' weights.
+The loss is −log σ(β (r_chosen − r_rejected) − margin). A document's reward is
+
+    r = Σ_t (log p − log p_reference).
+
+`length_normalised` replaces the sum by the mean, and `reference_free` leaves out the
+reference. With both and a margin this is SimPO (Meng et al. 2024). The weight of a pair is
+the sum of its tokens' weights.
 """
 
 from __future__ import annotations
