@@ -323,8 +323,8 @@ class Parallelism(Section):
     context_parallel_degree: Number = 1
     """Ranks that share one stream."""
     context_parallel_layout: Literal["contiguous", "zigzag"] = "contiguous"
-    """One fragment of each stream per rank (contiguous), or two mirrored ones (zigzag), which balance ring attention;
-    other methods are balanced in both, and linear layers are faster in the first."""
+    """One fragment of each stream per rank (contiguous), or two mirrored ones (zigzag), which balance attention by ring
+    or all-gather; all-to-all is balanced in both, and linear layers are faster in the first."""
     context_parallel_method: Literal["auto", "ring", "allgather", "ulysses", "ulysses+ring"] = (
         "auto"
     )

@@ -136,8 +136,8 @@ def choose_method(
 
     "ulysses" where W divides the key heads, or where several ranks share each key head and send no more than the
     all-gather would: all ranks have equal work, whatever the documents and the layout, and memory does not grow with W.
-    Else "allgather" while slices of one key head keep within `GATHER_LIMIT`: all ranks have equal work again, blocks
-    are larger than the ring's, and one call computes all documents. Else "ulysses+ring" where the ranks of a node can
+    Else "allgather" while slices of one key head keep within `GATHER_LIMIT`: blocks are larger than the ring's, and one
+    call computes all documents. Else "ulysses+ring" where the ranks of a node can
     share the heads: each sends only its share to other nodes. Else "ring". Prefix trees, which no ring knows, are
     gathered. The choice depends on shapes alone, so every rank makes the same.
     """
@@ -157,8 +157,6 @@ def pairs_computed(cp: CPContext, method: str) -> float:
     its node's).
 
     method: one of `METHODS`."""
-    if method == "allgather":
-        return cp.gathered.pairs[1].tolist()[cp.ranks.rank]
     own = pairs_by_rank(entries(cp.cut), cp.ranks.world_size, causal=True).tolist()
     ranks = {"ulysses": cp.ranks.world_size, "ulysses+ring": cp.ranks.node_size}.get(method, 1)
     first = cp.ranks.rank - cp.ranks.rank % ranks

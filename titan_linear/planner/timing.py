@@ -176,12 +176,12 @@ class Clock:
                 )
 
     def _attention(self, cost: Attention) -> float:
-        pairs_of_ranks, _ = self.gathered.pairs.tolist()
+        pairs_of_ranks = self.gathered.pairs.tolist()
         match cost.keys:
             case None:
                 pairs = sum(pairs_of_ranks)  # all tokens, but fewer heads
-            case Gathered(pairs=pairs):  # balanced
-                pass
+            case Gathered():
+                pairs = max(pairs_of_ranks)  # the others wait for it
             case Ring(stride=stride):
                 # of the ranks that are one on it
                 pairs = sum(pairs_of_ranks[self.batch.cp - stride :])

@@ -186,12 +186,13 @@ class BatchSharding:
 
     def uneven(self, tokens: int) -> str | None:
         """Return the startup message if some ranks will wait for others, else None."""
-        rings = {"ring": self.dims.cp, "ulysses+ring": self.dims.cp // self.node_size}
-        W = max((rings[method] for method in self.methods(tokens) if method in rings), default=1)
+        cp = self.dims.cp
+        parts = {"allgather": cp, "ring": cp, "ulysses+ring": cp // self.node_size, "ulysses": 1}
+        W = max((parts[method] for method in self.methods(tokens)), default=1)
         if self.layout != "contiguous" or W == 1:
             return None
         return (
-            f"attention by ring over contiguous fragments: of one document a rank computes {(2 * W - 1) / W:.2f} times "
+            f"attention over contiguous fragments: of one document a rank computes {(2 * W - 1) / W:.2f} times "
             'the mean, and the others wait; parallelism.context_parallel_layout = "zigzag" shares it equally'
         )
 

@@ -55,7 +55,6 @@ class SoftmaxTables:
     ring: Rectangles | None
     allgather: GatheredSpans | None
     nodes: CPContext | None  # of a stream that nodes share as ranks do, for a ring of nodes
-    pairs_per_row: int
 
 
 @dataclass(eq=False)
@@ -74,7 +73,7 @@ class CPContext:
 
     @property
     def gathered(self) -> GatheredSpans:
-        """For causal attention in which queries and keys travel to the rank that computes. ValueError: not planned."""
+        """For causal attention in which keys travel to the ranks that need them. ValueError: not planned."""
         return _planned(self.softmax.allgather, "allgather")
 
     @property
@@ -111,7 +110,7 @@ class CPContext:
     def full_gathered(self) -> GatheredSpans:
         """`gathered` for attention without a causal mask."""
         place = self.ranks.rank, self.ranks.world_size
-        spans = gathered_spans(self.cut, *place, self.softmax.pairs_per_row, causal=False)
+        spans = gathered_spans(self.cut, *place, causal=False)
         return to_device(spans, self.cu_seqlens.device)
 
     def mark_dynamic(self) -> None:
@@ -123,7 +122,7 @@ class CPContext:
             *(c.entry_slots for c in chains),
         ]
         if self.softmax.allgather is not None:
-            spans, _, keys, _ = self.softmax.allgather
+            spans, keys, _ = self.softmax.allgather
             counted += [spans.q, spans.q_cpu, spans.k, spans.k_cpu, keys.pieces, keys.sent]
         counted += [self.stream.cu_seqlens, self.stream.cu_seqlens_cpu]
         for boundaries in (self.tables.boundaries, self.stream):

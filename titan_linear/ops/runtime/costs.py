@@ -23,7 +23,6 @@ class Gathered(NamedTuple):
     nbytes: int  # as of a ring
     share: float  # of what comes, in parts of this rank's own
     slices: int
-    pairs: int  # of query and key, on the rank that computes most
 
 
 class Attention(NamedTuple):
