@@ -26,8 +26,9 @@ class ChunkTable(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Entries cut into segments, which a scan with few heads runs in parallel; each segment
-    has its own chunks.
+    """Entries cut into segments, which a scan with few heads runs in parallel.
+
+    Each segment has its own chunks.
     """
 
     cu_seqlens: Tensor  # [S+1] int32
@@ -61,8 +62,8 @@ class Boundaries:
     paths: Paths | None = None
     # Chunk tables made in advance, by number of tokens per chunk.
     chunks: Mapping[int, ChunkTable] = field(default_factory=dict)
-    # Segments made in advance, by number of programs of a scan over one entry (HV · V /
-    # 64). None: entries are not cut in any batch.
+    # Segments made in advance, by number of programs of a scan over one entry
+    # (HV · V / 64). None: entries are not cut in any batch.
     segments: Mapping[int, Segments | None] = field(default_factory=dict)
     _derived: dict[Any, Any] = field(default_factory=dict, repr=False)
 

@@ -1,5 +1,6 @@
-"""Construction of a `CPContext` from the documents of a packed stream: the cut among ranks,
-and all tables that layers need.
+"""Construction of a `CPContext` from the documents of a packed stream.
+
+It cuts the stream among ranks, and computes all tables that layers need.
 """
 
 from __future__ import annotations

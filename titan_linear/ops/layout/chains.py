@@ -1,9 +1,9 @@
-"""Tables of KCP (ops/exchange/kcp.py): which rank needs the state and transition of which
-fragment.
+"""Tables of KCP (ops/exchange/kcp.py): which rank needs which fragment's state and
+transition.
 
 A chain of fragments begins where a document begins, and its first fragment needs no M. M is
-needed only for a fragment that one document enters, fills and leaves. With two contiguous
-ranks there is no such fragment.
+needed only for a fragment that one document enters, fills and leaves. Two contiguous ranks
+never have such a fragment.
 
 The shapes of the tables do not depend on the documents, so that compiled code sees a single
 shape; unused rows are −1.

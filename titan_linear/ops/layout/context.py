@@ -1,12 +1,11 @@
-"""Ownership of tokens under context parallelism: the single place that knows which rank
-owns which tokens.
+"""Ownership of tokens under context parallelism.
 
-A packed stream of documents is cut into *fragments*, contiguous ranges of global tokens.
-Each rank owns one fragment ("contiguous") or two ("zigzag") of every stream. Everything
-that crosses a cut reads a `CPContext`: batch sharding, positions, the convolution's halo,
-the states of the linear layers, and softmax attention. The context is computed once per
-batch on the CPU, with all tables that layers need in forward and backward, and reaches the
-device in one copy.
+This is the only place that knows which rank owns which tokens. A packed stream of documents
+is cut into *fragments*, contiguous ranges of global tokens. Each rank owns one fragment
+("contiguous") or two ("zigzag") of every stream. Everything that crosses a cut reads a
+`CPContext`: batch sharding, positions, the convolution's halo, the states of the linear
+layers, and softmax attention. The context is computed once per batch on the CPU, with all
+tables that layers need in forward and backward, and reaches the device in one copy.
 """
 
 from __future__ import annotations
@@ -66,8 +65,9 @@ class SoftmaxTables:
 
 @dataclass(eq=False)
 class CPContext:
-    """This rank's part of a packed stream, and what its layers need to know about the rest
-    (see `build_cp_context`).
+    """This rank's part of a packed stream, and what its layers need to know about the rest.
+
+    `build_cp_context` builds it.
     """
 
     ranks: RankGroup
@@ -85,14 +85,17 @@ class CPContext:
     @property
     def gathered(self) -> GatheredSpans:
         """Tables for causal all-gather attention, where queries and keys travel to the rank
-        that computes. Raises ValueError if it was not planned.
+        that computes.
+
+        Raises ValueError if it was not planned.
         """
         return _planned(self.softmax.allgather, "allgather")
 
     @property
     def of_nodes(self) -> CPContext:
-        """Context in which each node counts as one rank, in the same group. Raises
-        ValueError if it was not planned.
+        """Context in which each node counts as one rank, in the same group.
+
+        Raises ValueError if it was not planned.
         """
         return _planned(self.softmax.nodes, "ulysses+ring")
 
@@ -167,8 +170,9 @@ class CPContext:
                 yield from (*tree.points, *tree.children, *tree.fold, tree.starts, tree.ends)
 
     def halo_of(self, width: int) -> HaloRoutes:
-        """Return routes of the `width` tokens before each fragment: the planned routes if
-        the width matches, or routes made once and kept.
+        """Return routes of the `width` tokens before each fragment.
+
+        These are the planned routes if the width matches, or routes made once and kept.
         """
         tables = self.tables
         if tables.halo is not None and tables.conv1d_kernel_size == width + 1:

@@ -1,4 +1,6 @@
-"""Checks of document boundaries as users pass them, before anything is derived from them."""
+"""Checks of document boundaries as users pass them, before anything is derived from
+them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def distinct(edges: np.ndarray) -> np.ndarray:
 
 
 def check_shape(name: str, cu_seqlens: Tensor) -> None:
-    """Check everything about boundaries that can be checked without reading their values."""
+    """Check everything about boundaries that can be checked without reading their
+    values.
+    """
     dtype = cu_seqlens.dtype
     integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
     if not integer or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:

@@ -1,6 +1,4 @@
-"""How ranks share packed streams: fragments, their owners, the documents at their two ends,
-and the tokens before them.
-"""
+"""Cuts of packed streams among ranks: fragments, their owners, and the tokens before them."""
 
 from __future__ import annotations
 
@@ -161,7 +159,9 @@ def cut_streams(
 
 
 def owned(fragments: Fragments, rank: int) -> Fragments:
-    """Return the fragments of `rank` by slot, the order in which its tokens lie in memory."""
+    """Return the fragments of `rank` by slot, the order in which its tokens lie in
+    memory.
+    """
     return tuple(sorted((f for f in fragments if f.rank == rank), key=lambda f: f.slot))
 
 

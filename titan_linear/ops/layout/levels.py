@@ -1,4 +1,4 @@
-"""KCP in levels: groups of ranks such that every rank receives and folds equally much, and
+"""KCP in levels: groups of ranks in which every rank receives and folds equally much, and
 little.
 
 A block of neighboring ranks acts on the state as a fragment does: by a pair (S_ext, M),
@@ -13,8 +13,10 @@ composed from the pairs of its ranks. States can therefore cross W ranks level b
 Going up, each rank composes the pairs of a level's members into the pair of their block. At
 the top it folds through the members. Going down, it folds through the members of each lower
 level, from the state that enters their block. Finally the ranks that divided the heads send
-the states back. A chain of products is as long as the levels are wide, instead of the
-number of ranks. What a rank sends and receives is the same for all ranks and documents.
+the states back.
+
+The length of a chain of products is given by the widths of the levels instead of the number
+of ranks. What a rank sends and receives is the same for all ranks and documents.
 
 Where chains are short, each rank's pairs go directly to the ranks that fold them
 (layout/chains.py), in one message. `route` chooses the faster way from a message's latency,

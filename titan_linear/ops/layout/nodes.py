@@ -28,7 +28,9 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class Nodes:
-    """The nodes of a stream's trees. A document that shares nothing is a tree of one node."""
+    """The nodes of a stream's trees. A document that shares nothing is a tree of one
+    node.
+    """
 
     edges: ndarray  # [N+1] int64, first token of each node, then the stream's length
     parents: ndarray  # [N] int64, −1: no parent
@@ -158,7 +160,7 @@ class Nodes:
 
         Returns:
             for each range the number of its path, its first token, and the token after its
-                last.
+            last.
         """
         number, nodes = self.on_paths(self.at(start))
         last = np.append(number[1:] != number[:-1], True)

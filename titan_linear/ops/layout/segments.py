@@ -1,4 +1,6 @@
-"""Entries cut into chunks, and into segments that a scan with few heads runs in parallel."""
+"""Entries cut into chunks, and into segments that a scan with few heads runs in
+parallel.
+"""
 
 from __future__ import annotations
 

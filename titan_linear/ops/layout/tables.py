@@ -1,5 +1,5 @@
-"""Tables of a batch: trees of named tuples, computed with NumPy on the host, then moved to
-the device in one copy.
+"""Tables of a batch: trees of named tuples, made with NumPy and moved to the device in one
+copy.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def two_or_more(rows: np.ndarray) -> np.ndarray:
 
 
 def to_device(tree: T, device: torch.device) -> T:
-    """Return the tree (named tuples, dataclasses, lists, dicts, tensors) with its tensors
-    on `device`, contiguous as kernels read them.
+    """Return the tree with its tensors on `device`, contiguous as kernels read them.
 
-    Fields of type `OnHost` stay. Tensors reach a GPU through one pinned buffer, which is
-    copied while the host continues.
+    A tree consists of named tuples, dataclasses, lists, dicts and tensors. Fields of type
+    `OnHost` stay on the CPU. Tensors reach a GPU through one pinned buffer, which is copied
+    while the host continues.
     """
     if device.type == "cpu":
         return _mapped(tree, Tensor.contiguous)
