@@ -1,7 +1,7 @@
-"""Communication between the ranks of a group: exchanges, and gathers and sums as operators,
-each of which is one call in compiled code.
+"""Communication between the ranks of a group: exchanges, gathers and sums.
 
-Groups are passed by name, because operators cannot take the group itself.
+Gathers and sums are operators, each of which is one call in compiled code. Groups are
+passed by name, because operators cannot take the group itself.
 """
 
 from __future__ import annotations

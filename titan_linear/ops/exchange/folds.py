@@ -92,8 +92,8 @@ def fold_runs(runs: Runs, start: Tensor | None, reverse: bool) -> Tensor:
 
 
 def compose_runs(runs: Runs, reverse: bool) -> tuple[Tensor, Tensor]:
-    """Compose the blocks of each run into one block: S_ext [runs, HV, K, V] and M [runs,
-    HV, ...], where it passes them on.
+    """Compose the blocks of each run into one block: S_ext [runs, HV, K, V] and M
+    [runs, HV, ...], where it passes them on.
 
     M is the transition of the forward direction, in reverse too.
     """

@@ -1,5 +1,5 @@
-"""Halos: tokens before a fragment that a causal convolution needs, fetched from the ranks
-that own them.
+"""Halos: tokens before a fragment that a causal convolution needs, from the ranks that own
+them.
 
 Where fragments are shorter than the halo, these tokens come from several fragments. The
 routes follow from the fragments, once per batch (ops/layout/fragments.py).

@@ -1,11 +1,11 @@
-"""KCP: context parallelism for recurrences where a fragment acts on the state as S ↦ M S +
-S_ext.
+"""KCP: context parallelism for recurrences with an affine action on the state.
 
-Each rank computes (S_ext, M) of its own fragments. An exchange brings every rank the pairs
-of its chains. A fold in the order of the document gives the state that enters each of its
-fragments (Kimi Context Parallel, "CP Architecture"). Backward walks in the other direction
-with Mᵀ. Nothing here is specific to one recurrence. Where a state only decays, M is
-diagonal, and its diagonal, or one number for all of it, is exchanged.
+A fragment acts on the state as S ↦ M S + S_ext. Each rank computes (S_ext, M) of its own
+fragments. An exchange brings every rank the pairs of its chains. A fold in the order of the
+document gives the state that enters each of its fragments (Kimi Context Parallel, "CP
+Architecture"). Backward walks in the other direction with Mᵀ. Nothing here is specific to
+one recurrence. Where a state only decays, M is diagonal, and its diagonal, or one number
+for all of it, is exchanged.
 
 The messages between ranks follow from the fragments, once per batch (ops/layout/chains.py).
 """
@@ -46,7 +46,7 @@ def incoming_states(
 
     Returns:
         [slots, *, K, V]. The fold runs in float64, or in float32 where each product is
-            three products of parts.
+        three products of parts.
     """
     return kcp_incoming(S_ext, M, list(chains), group, reverse)
 

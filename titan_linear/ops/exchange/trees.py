@@ -1,11 +1,10 @@
-"""KCP along the paths of prefix trees: S ↦ M S + S_ext at each point, from the roots down
-(ops/layout/trees.py).
+"""KCP along the paths of prefix trees (ops/layout/trees.py).
 
-Backward goes from the leaves up. The gradient of the state that leaves a point is a sum
-over all entries that begin from it: of dS_ext and, if the entry is a point, also of Mᵀ
-times the gradient of the state that leaves it. All ranks gather the S_ext and M of shared
-points, and sum their gradients over ranks. Everything else stays on its rank. The fold runs
-in float64.
+Forward, each point applies S ↦ M S + S_ext, from the roots down. Backward goes from the
+leaves up. The gradient of the state that leaves a point is a sum over all entries that
+begin from it: of dS_ext and, if the entry is a point, also of Mᵀ times the gradient of the
+state that leaves it. All ranks gather the S_ext and M of shared points, and sum their
+gradients over ranks. Everything else stays on its rank. The fold runs in float64.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""All-to-all over heads (DeepSpeed Ulysses, Jacobs et al. 2023): exchange a part of the
-tokens for a part of the heads.
+"""All-to-all over heads (DeepSpeed Ulysses, Jacobs et al. 2023).
 
-Between `tokens_to_heads` and `heads_to_tokens` a rank holds the whole stream, in global
-order, for H/W heads. Any single-device operation that treats heads independently runs
-unchanged: softmax attention here, and the linear layers, where this method serves for
-comparison.
+Ranks exchange a part of the tokens for a part of the heads. Between `tokens_to_heads` and
+`heads_to_tokens` a rank holds the whole stream, in global order, for H/W heads. Any
+single-device operation that treats heads independently runs unchanged: softmax attention
+here, and the linear layers, where this method serves for comparison.
 """
 
 from __future__ import annotations
@@ -179,7 +178,9 @@ def to_global_order(x: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def to_rank_order(x: Tensor, order: Sequence[int], world_size: int) -> Tensor:
-    """Turn [T, ...] in global order → [W, T_local, ...]: the inverse of `to_global_order`."""
+    """Turn [T, ...] in global order → [W, T_local, ...]: the inverse of
+    `to_global_order`.
+    """
     if list(order) != list(range(len(order))):
         blocks = x.unflatten(0, (len(order), -1))
         x = torch.cat([blocks[i] for i in sorted(range(len(order)), key=order.__getitem__)])
