@@ -71,7 +71,9 @@ class Product(NamedTuple):
 
 
 class Grouped(NamedTuple):
-    """A product [m, k] @ [k, n] in bfloat16, where each group of rows has its own matrix."""
+    """A product [m, k] @ [k, n] in bfloat16, where each group of rows has its own
+    matrix.
+    """
 
     m: int
     n: int

@@ -2,8 +2,9 @@
 
 A region, in training one layer, runs twice: in forward, and again in backward to recompute
 what its own backward needs. Inside a region a kept function runs once; the second time it
-returns the result of the first. Everything else is recomputed. `activation_checkpoint.mode`
-= "selective" keeps (operators declare it where they are defined, by `kept_by`):
+returns the result of the first. Everything else is recomputed.
+`activation_checkpoint.mode` = "selective" keeps (operators declare it where they are
+defined, by `kept_by`):
 
     recurrences             o, and what backward saves in any case: chunk matrices, or states of
     segments; under context parallelism also the states received
@@ -194,11 +195,10 @@ def operator(
     mutates: Sequence[str] = (),
     **spec: Any,
 ) -> Callable[..., Any]:
-    """Register `fn` as torch.ops.titan_linear.<name>, and return a function that calls it,
-    whose `.overload` is the operator.
+    """Register `fn` as torch.ops.titan_linear.<name>, and return a function that calls it.
 
-    The operator runs on any device and has no gradient of its own: `register_autograd` adds
-    one, and `autograd.Function`s may call it.
+    The function's `.overload` is the operator. The operator runs on any device and has no
+    gradient of its own: `register_autograd` adds one, and `autograd.Function`s may call it.
 
     Args:
         fn: the implementation. Its annotations define the schema. Its first argument is a

@@ -1,6 +1,4 @@
-"""Arguments of an op's call: a recurrence's tensors and switches, states, and the
-boundaries of entries.
-"""
+"""Arguments of an op's call: tensors and switches of a recurrence, states, and boundaries."""
 
 from __future__ import annotations
 
@@ -46,7 +44,9 @@ class DecayInputs(NamedTuple):
 
 class DPLRInputs(NamedTuple):
     """Inputs of a recurrence whose transition is a diagonal matrix plus a matrix of rank
-    one, or their gradients.
+    one.
+
+    The same tuple holds their gradients.
     """
 
     q: Tensor  # [T, H, K]
@@ -174,7 +174,7 @@ def check_chunk_size(chunk_size: int) -> None:
 
 def swapped(states: Tensor | None, v_first: bool) -> Tensor | None:
     """Transpose states between [N, HV, V, K] and [N, HV, K, V] if `v_first`; otherwise
-    return them unchanged.
+    return them.
     """
     return states.transpose(-1, -2).contiguous() if v_first and states is not None else states
 
@@ -182,8 +182,9 @@ def swapped(states: Tensor | None, v_first: bool) -> Tensor | None:
 def boundaries_of(
     x: Tensor, cu_seqlens: Tensor | None, cp: CPContext | None, cu_seqlens_cpu: Tensor | None = None
 ) -> Boundaries:
-    """Return the boundaries in x [B, T, ...] of this rank's entries (context parallelism),
-    packed documents, or batch rows.
+    """Return the boundaries of the entries in x [B, T, ...].
+
+    Entries are this rank's entries (context parallelism), packed documents, or batch rows.
     """
     if cp is not None:
         return cp.stream if cp.ranks.world_size == 1 else cp.tables.boundaries
@@ -221,8 +222,9 @@ def check_boundaries(
 
 
 def refuse(remedy: str, **given: object) -> None:
-    """Raise ValueError for arguments of FLA's functions that are not supported here, if
-    they are not None or False.
+    """Raise ValueError for arguments of FLA's functions that are not supported here.
+
+    None and False are accepted.
     """
     for name, value in given.items():
         if value is not None and value is not False:
@@ -238,8 +240,9 @@ def check_cp(
     cu_seqlens: Tensor | None,
     cp: CPContext,
 ) -> None:
-    """Raise ValueError for arguments that recurrent ops do not support with a cp_context; x
-    [B, T, ...] is the op's argument `name`.
+    """Raise ValueError for arguments that recurrent ops do not support with a cp_context.
+
+    x [B, T, ...] is the op's argument `name`.
     """
     if cu_seqlens is not None:
         raise ValueError(
@@ -257,8 +260,9 @@ def check_cp(
 
 
 def check_usable(cp: CPContext, name: str, x: Tensor) -> None:
-    """Raise ValueError for a context that has several ranks but no group, or whose tables
-    are on another device than x, the argument `name`.
+    """Raise ValueError for a context that cannot be used with x, the argument `name`.
+
+    Its tables are on another device than x, or it has several ranks but no group.
     """
     if cp.cu_seqlens.device != x.device:
         raise ValueError(

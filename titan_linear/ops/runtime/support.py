@@ -1,12 +1,16 @@
-"""Choice of the implementation that runs an op: the fastest supported one, or the reason
-against the requested one.
+"""Choice of the implementation that runs an op.
 
-Each op declares its own implementations (`Op`); ops/registry.py is the table of all ops.
+This is the fastest implementation that is supported, or the requested one, or an error with
+the reason against it. Each op declares its own implementations (`Op`); ops/registry.py is
+the table of all ops.
+
 `parallelize` decides for a run: modules hold the choices and pass them to their ops as
 `impl`, and the run prints and saves them. An op that is called directly, with a name,
 decides at every call. Softmax attention always chooses its kernel at each call, by lengths
-(`block_kernel`). "auto" takes the fastest implementation that is supported, and never
-fails. Naming an implementation that is not supported is a ValueError with the reason.
+(`block_kernel`).
+
+"auto" takes the fastest implementation that is supported, and never fails. Naming an
+implementation that is not supported is a ValueError with the reason.
 """
 
 from __future__ import annotations
@@ -57,8 +61,9 @@ Remark = Callable[[Target, Mapping[str, str | None]], str]
 
 
 def on_gpu(t: Target) -> str | None:
-    """Require a GPU. The meta device stands for a GPU: calls on it are only planned
-    (planner/counting.py).
+    """Require a GPU.
+
+    The meta device stands for a GPU: calls on it are only planned (planner/counting.py).
     """
     return (
         None
@@ -169,7 +174,9 @@ class Op:
         return self.implementations[name].load()
 
     def reason_against(self, name: str, target: Target) -> str | None:
-        """Return why implementation `name` does not support `target`, or None if it does."""
+        """Return why implementation `name` does not support `target`, or None if it
+        does.
+        """
         checks = self.implementations[name].needs
         return next((reason for check in checks if (reason := check(target))), None)
 
@@ -253,7 +260,9 @@ def one_dtype(*tensors: Tensor) -> torch.dtype | None:
 
 
 def without_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `fn` to run with autocast off, which would round the operands of its products."""
+    """Wrap `fn` to run with autocast off, which would round the operands of its
+    products.
+    """
 
     @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
