@@ -20,8 +20,8 @@ def attention(
     """Compute o = softmax(scale · q kᵀ + mask) v in fp64, differentiable by autograd, with
     memory of order Tq·Tk.
 
-    Arguments and result match `titan_linear.ops.attention`: q [B, Tq, Hq, D], k [B, Tk,
-    Hkv, D], v [B, Tk, Hkv, Dv], o [B, Tq, Hq, Dv] (fp64).
+    Arguments and result match `titan_linear.ops.attention`: q [B, Tq, Hq, D], k
+    [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o [B, Tq, Hq, Dv] (fp64).
     """
     q, k, v = (x.double() for x in (q, k, v))
     groups = q.shape[2] // k.shape[2]

@@ -36,8 +36,7 @@ def activate_backward(
     else:
         positive = F.relu(wide)
         dy, x = 2 * dx * positive, positive.square()
-    # Without weights return the activations; with weights return the weights' gradient
-    # instead.
+    # The second result is x if there are no weights, and otherwise the weights' gradient.
     if weights is None:
         return dy.to(y.dtype), x.to(y.dtype)
     return (weights[..., None] * dy).to(y.dtype), (dx * x).sum(-1).to(weights.dtype)

@@ -1,21 +1,24 @@
-"""Softmax attention over blocks: a block is a rectangle without a mask, or has a causal
-mask aligned to its end.
+"""Softmax attention over blocks.
 
-The mask of packed, causal attention is never built. A packed stream is one causal square
-per document. Under context parallelism a *span* consists of some queries of a document and,
-as keys, the document up to the last of these queries: causal, aligned to the end, as in
-decoding (Tq < Tk). Kernels that take packed sequences compute all spans in one call. A
-block gives its output and its log-sum-exp (LSE) over its own keys, and blocks over the same
-queries merge exactly (Milakov & Gimelshein 2018; Dao et al. 2022):
+A block is a rectangle without a mask, or has a causal mask aligned to its end. The mask of
+packed, causal attention is never built. A packed stream is one causal square per document.
+Under context parallelism a *span* consists of some queries of a document and, as keys, the
+document up to the last of these queries: causal, aligned to the end, as in decoding
+(Tq < Tk). Kernels that take packed sequences compute all spans in one call.
+
+A block gives its output and its log-sum-exp (LSE) over its own keys, and blocks over the
+same queries merge exactly (Milakov & Gimelshein 2018; Dao et al. 2022):
 
     lse = log(exp lse_a + exp lse_b),   o = o_a · exp(lse_a − lse) + o_b · exp(lse_b − lse).
 
-In backward every block takes the *merged* o and lse. p = exp(scores − lse) and δ = rowsum(o
-· do) are then right for the whole row, and dq, dk, dv of the blocks simply add.
+In backward every block takes the *merged* o and lse. p = exp(scores − lse) and
+δ = rowsum(o · do) are then right for the whole row, and dq, dk, dv of the blocks simply
+add.
 
-Only `block_kernel` decides which kernel computes a block (attention_kernels.py). Shapes
-here: q [B, Tq, Hq, D], k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o like q with Dv, lse [B, Hq,
-Tq] in fp32 (fp64 for fp64).
+Only `block_kernel` decides which kernel computes a block (attention_kernels.py).
+
+Shapes: q [B, Tq, Hq, D], k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o like q with Dv, lse
+[B, Hq, Tq] in fp32 (fp64 for fp64).
 """
 
 from __future__ import annotations
@@ -42,11 +45,10 @@ from titan_linear.ops.torch.attention_kernels import (
 
 
 class Attention(torch.autograd.Function):
-    """Attention by one of three pairs of operators, for local, ring and all-gather
-    attention.
+    """Attention by a pair of operators, of local, ring or all-gather attention.
 
-        (q, k, v, *where, scale, causal) -> o, lse
-        (do, q, k, v, o, lse, *where, scale, causal) -> dq, dk, dv
+    (q, k, v, *where, scale, causal) -> o, lse
+    (do, q, k, v, o, lse, *where, scale, causal) -> dq, dk, dv
     """
 
     @staticmethod
@@ -175,12 +177,11 @@ def attend_spans_backward(x: Rows, scale: float, causal: bool, spans: Spans | No
 
 
 def merge_(o: Tensor, lse: Tensor, o_block: Tensor, lse_block: Tensor) -> None:
-    """Merge a block into o [B, Tq, Hq, Dv] and lse [B, Hq, Tq], in place. On a GPU, o of
-    half precision must be contiguous.
+    """Merge a block into o [B, Tq, Hq, Dv] and lse [B, Hq, Tq], in place.
 
-    Each row must have seen a key in `lse` or in `lse_block`. Callers begin with the
-    squares, in which each token sees itself, so every row has a key and needs no special
-    case.
+    On a GPU, o of half precision must be contiguous. Each row must have seen a key in `lse`
+    or in `lse_block`. Callers begin with the squares, in which each token sees itself, so
+    every row has a key and needs no special case.
     """
     if o.is_cuda and o.dtype != lse.dtype:
         from titan_linear.ops.triton import merge  # Triton is available on Linux only
@@ -225,8 +226,8 @@ class _OnPaths(torch.autograd.Function):
 def local_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, documents: Boundaries | None
 ) -> Tensor:
-    """Compute o [B, Tq, Hq, Dv] from q [B, Tq, Hq, D], k [B, Tk, Hkv, D] and v [B, Tk, Hkv,
-    Dv].
+    """Compute o [B, Tq, Hq, Dv] from q [B, Tq, Hq, D], k [B, Tk, Hkv, D] and v
+    [B, Tk, Hkv, Dv].
     """
     spans = [] if documents is None else documents.spans.tensors()
     # In prefix trees with many branches, keys are copied from each span's path.
@@ -241,8 +242,9 @@ def local_attention(
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, spans: list[Tensor], scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return o, shaped like q with Dv, and lse [B, Hq, Tq]. spans: the fields of `Spans`,
-    or empty for a whole batch.
+    """Return o, shaped like q with Dv, and lse [B, Hq, Tq].
+
+    spans: the fields of `Spans`, or empty for a whole batch.
     """
     o, lse = attend_spans(q, k, v, scale, causal, Spans(*spans) if spans else None)
     return o.contiguous(), lse.contiguous()

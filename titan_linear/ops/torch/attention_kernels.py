@@ -1,5 +1,4 @@
-"""Kernels that compute a block of softmax attention, and the table of which kernel runs
-where.
+"""Kernels that compute a block of softmax attention, and the table of where each one runs.
 
 Each kernel returns o and its log-sum-exp and, in backward, dq, dk and dv from the merged o
 and lse. Shapes are as in attention.py.
@@ -44,7 +43,9 @@ TO_THE_END = ("flash4", "flash")
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which blocks merge and gradients add up: fp32, or fp64 for fp64."""
+    """Return the dtype in which blocks merge and gradients add up: fp32, or fp64 for
+    fp64.
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -384,29 +385,25 @@ ATTENTION = Op(
 def block_kernel(
     device: torch.device, dtype: torch.dtype, D: int, Dv: int, Tq: int, Tk: int
 ) -> str:
-    """Return the name of the kernel that computes a block of these shapes (`ATTENTION` has
-    the conditions).
+    """Return the name of the kernel that computes a block of these shapes.
 
-    "flash4": FlashAttention-4 where it is installed (bf16, fp16; ops/torch/flash4.py): the
-    fastest, for any lengths.
+    `ATTENTION` has the conditions.
 
-    "cpu": PyTorch's flash attention for the CPU.
-
-    "cudnn": cuDNN's attention, PyTorch's fastest on Hopper (bf16, fp16; D, Dv <= 128, or
-    256 with as many keys as queries). It takes 55 ms for 32768 causal tokens of 32 heads of
-    128, forward and backward, where flash takes 94 ms (H200); with MLA's widths of 192 and
-    128, 76 and 161 ms. But it compiles a plan for every new pair of lengths (0.15 s). So it
-    is used for lengths that recur in every batch, multiples of 128 (whole fragments, whole
-    streams), and not for the lengths of documents. Its dq is not bitwise repeatable, so it
-    is not used under torch.use_deterministic_algorithms.
-
-    "flash": FlashAttention-2, through its function for packed sequences (bf16, fp16; D, Dv
-    <= 256).
-
-    "efficient": PyTorch's memory-efficient attention (fp32; D, Dv <= 256), whose products
-    are as exact as fp32 products: each is three products of parts in tf32.
-
-    "tiled": matrix products in tiles of 128 queries: fp64 on CUDA, and wider heads.
+    - "flash4": FlashAttention-4 where it is installed (bf16, fp16; ops/torch/flash4.py). It
+      is the fastest, for any lengths.
+    - "cpu": PyTorch's flash attention for the CPU.
+    - "cudnn": cuDNN's attention, PyTorch's fastest on Hopper (bf16, fp16; D, Dv <= 128, or
+      256 with as many keys as queries). For 32768 causal tokens of 32 heads of 128 it takes
+      55 ms, forward and backward, where flash takes 94 ms (H200); with MLA's widths of 192
+      and 128 it takes 76 ms, and flash 161 ms. But it compiles a plan for every new pair of
+      lengths (0.15 s). So it is used for lengths that recur in every batch, multiples of 128
+      (whole fragments, whole streams), and not for the lengths of documents. Its dq is not
+      bitwise repeatable, so it is not used under torch.use_deterministic_algorithms.
+    - "flash": FlashAttention-2, through its function for packed sequences (bf16, fp16; D,
+      Dv <= 256).
+    - "efficient": PyTorch's memory-efficient attention (fp32; D, Dv <= 256). Its products
+      are as exact as fp32 products: each is three products of parts in tf32.
+    - "tiled": matrix products in tiles of 128 queries: fp64 on CUDA, and wider heads.
     """
     recurring = Tq % CUDNN_MULTIPLE == 0 and Tk % CUDNN_MULTIPLE == 0
     return attention_kernel(device, dtype, D, Dv, recurring, square=Tq == Tk).implementation

@@ -1,9 +1,9 @@
-"""Chunked recurrences in plain PyTorch, in stages: prepare → boundary → scan → output, and
-their adjoints.
+"""Chunked recurrences in plain PyTorch, in stages, with the stages' adjoints.
 
-A matrix state S [K, V] passes through chunks of C tokens, each inside one entry (a
-document, or part of one). For every recurrence, `prepare` computes R rows per chunk (its
-tokens, or two rows for each of them) with which
+The stages are prepare → boundary → scan → output. A matrix state S [K, V] passes through
+chunks of C tokens, each inside one entry (a document, or part of one). For every
+recurrence, `prepare` computes R rows per chunk (its tokens, or two rows for each of them)
+with which
 
     scan      v_new = u − w S    S ← decay ⊙ S + kgᵀ v_new
     output    o = qg S + aqk v_new + skip
@@ -177,7 +177,7 @@ def carry(
 
     Returns:
         the states before each chunk [NC, HV, K, V], and the states after the last chunks
-            [N, HV, K, V].
+        [N, HV, K, V].
     """
     # Number of chunks of the same entry that come earlier in the direction of the walk.
     earlier = chunks.before
@@ -210,7 +210,7 @@ def output(p: Prepared, s: Scanned) -> Tensor:
 
 
 def boundary(p: Prepared, chunks: Chunks, entry: int) -> Tensor:
-    """Return S_ext [HV, K, V] of an entry: its end state is M S + S_ext for any S that
+    """Return S_ext [HV, K, V] of an entry: the end state is M S + S_ext for any S that
     enters.
     """
     of_entry = chunks.of_entry(entry)
@@ -235,8 +235,9 @@ def transition(p: Prepared, chunks: Chunks, entry: int) -> Tensor:
 
 
 def boundary_backward(p: Prepared, do: Tensor, chunks: Chunks, entry: int) -> Tensor:
-    """Return dS_ext [HV, K, V] of an entry: the gradient of its incoming state if its
-    outgoing state had no gradient.
+    """Return dS_ext [HV, K, V] of an entry.
+
+    This is the gradient of its incoming state if its outgoing state had no gradient.
     """
     of_entry = chunks.of_entry(entry)
     if p.w is None:
@@ -249,8 +250,8 @@ def boundary_backward(p: Prepared, do: Tensor, chunks: Chunks, entry: int) -> Te
 
 
 def _decayed_sum(added: Tensor, decay: Tensor) -> Tensor:
-    """Apply S ← decay ⊙ S + added over n chunks from S = 0: added [n, HV, K, V], decay [n,
-    HV, K or 1] -> [HV, K, V].
+    """Apply S ← decay ⊙ S + added over n chunks from S = 0: added [n, HV, K, V], decay
+    [n, HV, K or 1] -> [HV, K, V].
     """
     # The product of all later decays, which act on what a chunk adds.
     later = torch.cat([decay[1:], torch.ones_like(decay[:1])]).flip(0).cumprod(0).flip(0)
@@ -260,12 +261,15 @@ def _decayed_sum(added: Tensor, decay: Tensor) -> Tensor:
 def backward(
     p: Prepared, s: Scanned, do: Tensor, d_final: Tensor, chunks: Chunks
 ) -> tuple[Prepared, Tensor]:
-    """Return the adjoint of scan and output: gradients of everything that `prepare`
-    returned, and of the initial state [N, HV, K, V].
+    """Run the adjoint of scan and output.
 
     Args:
         do: [NC, HV, C, V].
         d_final: [N, HV, K, V], the gradient of the final states.
+
+    Returns:
+        gradients of everything that `prepare` returned, and of the initial state
+        [N, HV, K, V].
     """
     # Gradients of v_new and of each chunk's state through the outputs.
     dv, dS_direct = p.aqk.mT @ do, p.qg.mT @ do

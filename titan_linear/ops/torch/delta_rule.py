@@ -1,8 +1,8 @@
-"""The chunked delta rule in plain PyTorch: its `prepare`, for the stages of
-torch/chunked.py, and its step.
+"""The chunked delta rule in plain PyTorch.
 
-With G the cumulative log gate inside a chunk and A = (I + tril(β (K⊙e^G)(K⊙e^−G)ᵀ, −1))⁻¹
-(Kimi Linear, section 3):
+This file has its `prepare`, for the stages of torch/chunked.py, and its step. With G the
+cumulative log gate inside a chunk and A = (I + tril(β (K⊙e^G)(K⊙e^−G)ᵀ, −1))⁻¹ (Kimi
+Linear, section 3):
 
     w = A β (K⊙e^G)   u = A β V   kg = K⊙e^{G_last−G}
     qg = scale·Q⊙e^G   aqk = scale·tril((Q⊙e^G)(K⊙e^−G)ᵀ)
@@ -35,8 +35,8 @@ def prepare(
     scale: float,
     safe_gate: bool,
 ) -> Prepared:
-    """Compute everything that is local to a chunk from q, k [T,H,K]; v [T,HV,V]; g [T,HV,K
-    or 1], log gates; beta [T,HV].
+    """Compute everything that is local to a chunk from q, k [T,H,K]; v [T,HV,V]; g
+    [T,HV,K or 1], log gates; beta [T,HV].
     """
     groups = v.shape[1] // q.shape[1]
     # Split the tokens into chunks [NC, HV, C, K], and repeat q and k for the heads of v.
@@ -62,15 +62,14 @@ def solved(L: Tensor, *right: Tensor) -> tuple[Tensor, ...]:
 
 
 def pair_products(rows: Tensor, k: Tensor, g: Tensor, safe_gate: bool) -> Tensor:
-    """Compute Σ_c rows_ic k_jc e^{G_ic − G_jc} [NC, n·HV, C, C], valid for j ≤ i, for rows
-    [NC, n·HV, C, K] of n kinds.
+    """Compute Σ_c rows_ic k_jc e^{G_ic − G_jc}, valid for j ≤ i: -> [NC, n·HV, C, C].
 
-    With one channel, the scores are multiplied by e^{G_i − G_j}. Otherwise rows are taken
-    in blocks of SUB, and the gate of the block's first row is the reference R: e^{G_i − R}
-    and, for earlier columns, e^{R − G_j} are both at most 1. Columns of the block itself
-    have e^{R − G_j} up to e^{5·15} under the promise g ≥ −5, which float32 can represent.
-    Without this promise they are summed channel by channel, with exponents that never
-    exceed 0.
+    The rows [NC, n·HV, C, K] are of n kinds. With one channel, the scores are multiplied by
+    e^{G_i − G_j}. Otherwise rows are taken in blocks of SUB, and the gate of the block's
+    first row is the reference R: e^{G_i − R} and, for earlier columns, e^{R − G_j} are both
+    at most 1. Columns of the block itself have e^{R − G_j} up to e^{5·15} under the promise
+    g ≥ −5, which float32 can represent. Without this promise they are summed channel by
+    channel, with exponents that never exceed 0.
     """
     n = rows.shape[1] // k.shape[1]
     if g.shape[-1] == 1:
@@ -106,8 +105,9 @@ def _own_block(rows: Tensor, k: Tensor, g: Tensor) -> Tensor:
 def step(inputs: Inputs, options: DeltaRuleOptions, S: Tensor) -> tuple[Tensor, Tensor]:
     """Process one token of each of N sequences: return o [N, HV, V] and the next states.
 
-    S [N, HV, K, V] is read in one pass and written in another. With S' = e^g S: u = β (v −
-    S'ᵀk),  S ← S' + k uᵀ,  o = Sᵀq = S'ᵀq + (k·q) u.
+    S [N, HV, K, V] is read in one pass and written in another. With S' = e^g S:
+
+        u = β (v − S'ᵀk),   S ← S' + k uᵀ,   o = Sᵀq = S'ᵀq + (k·q) u
     """
     q, k, v, g, beta = normalise(inputs, options)
     # [N, HV, K]
@@ -133,8 +133,9 @@ def l2norm(x: Tensor) -> Tensor:
 
 
 def normalise(inputs: Inputs, options: DeltaRuleOptions) -> list[Tensor]:
-    """Return the inputs in the dtype of the computation, with β and g [T, HV, K or 1], a
-    log gate, as `options` define them.
+    """Return the inputs in the dtype of the computation.
+
+    β and the log gate g [T, HV, K or 1] are computed as `options` define them.
     """
     wide = torch.promote_types(inputs.q.dtype, torch.float32)
     q, k, v, g, beta = (x.to(wide) for x in inputs[:5])

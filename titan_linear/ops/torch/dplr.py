@@ -1,5 +1,6 @@
-"""The chunked recurrence whose transition is diagonal plus low rank (RWKV-7), S ← e^g ⊙ S +
-b (aᵀS) + k vᵀ.
+"""The chunked recurrence whose transition is diagonal plus low rank (RWKV-7).
+
+    S ← e^g ⊙ S + b (aᵀS) + k vᵀ
 
 With G the cumulative log decay inside a chunk, a token reads y = aᵀS of the state before
 it. All reads of a chunk solve

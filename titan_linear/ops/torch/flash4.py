@@ -1,18 +1,18 @@
-"""FlashAttention-4 (`flash-attn-4` on PyPI). All calls to it are in this module, because
-its entry points are private and its API is young.
+"""FlashAttention-4 (`flash-attn-4` on PyPI).
 
-Nothing is taken on trust. `installed` requires a version that this module was written for.
-`problem` compares a small packed case, forward and backward, with exact attention on the
-GPU at hand. If either finds a fault, PyTorch's kernels run.
+All calls to it are in this module, because its entry points are private and its API is
+young. Nothing is taken on trust. `installed` requires a version that this module was
+written for. `problem` compares a small packed case, forward and backward, with exact
+attention on the GPU at hand. If either finds a fault, PyTorch's kernels run.
 
-Shapes: q [B, Tq, Hq, D], k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o like q with Dv, lse [B,
-Hq, Tq] fp32. For packed sequences B = 1, and `varlen` has the boundaries of q and of k,
+Shapes: q [B, Tq, Hq, D], k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o like q with Dv, lse
+[B, Hq, Tq] fp32. For packed sequences B = 1, and `varlen` has the boundaries of q and of k,
 [N+1] int32 on the device, and the length of the longest of each. The causal mask is aligned
 to the end. D and Dv must be widths that `widths` returns: the backward pass supports no
 others.
 
-A row that is not finite also spoils neighboring documents: masked keys have weight 0, and 0
-· NaN is NaN.
+A row that is not finite also spoils neighboring documents: masked keys have weight 0, and
+0 · NaN is NaN.
 """
 
 from __future__ import annotations

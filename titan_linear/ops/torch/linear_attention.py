@@ -1,5 +1,6 @@
-"""Linear attention with a log decay per head, S ← e^g S + k vᵀ, o = scale·Sᵀ q, and its
-state-space form (SSD).
+"""Linear attention with a log decay per head, and its state-space form (SSD).
+
+    S ← e^g S + k vᵀ   o = scale·Sᵀ q
 
 In a chunk with G the cumulative log decay (Transformers are SSMs, section 6):
 
