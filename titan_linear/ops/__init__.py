@@ -1,4 +1,7 @@
-"""Ops on packed documents, with the names and shapes of flash-linear-attention. See each function's docstring."""
+"""Ops on packed documents, with the names and argument shapes of flash-linear-attention.
+
+The functions' docstrings describe arguments, results and errors.
+"""
 
 from titan_linear.ops.attention import attention
 from titan_linear.ops.convolution import causal_conv1d
@@ -9,7 +12,8 @@ from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.simple_gla import chunk_simple_gla
 from titan_linear.ops.ssd import chunk_ssd
 
-__all__ = [  # without it "import *" binds the name torch to ops.torch
+# Without __all__, "import *" would bind the name torch to ops.torch.
+__all__ = [
     "CPContext",
     "attention",
     "build_cp_context",

@@ -43,30 +43,40 @@ def attention(
     method: str = "auto",
     impl: str = "auto",
 ) -> Tensor:
-    """o = softmax(scale · q kᵀ + mask) v, with memory linear in T, in any float dtype.
+    """Compute o = softmax(scale · q kᵀ + mask) v, with memory linear in T, in any float
+    dtype.
 
     Args:
-        q: [B, Tq, Hq, D]; Hq is a multiple of Hkv, and query head h reads key head h // (Hq/Hkv).
-        k: [B, Tk, Hkv, D]. With the causal mask Tq <= Tk, and the mask is aligned to the end (decoding).
+        q: [B, Tq, Hq, D]. Hq is a multiple of Hkv, and query head h reads key head h //
+            (Hq/Hkv).
+        k: [B, Tk, Hkv, D]. The causal mask needs Tq <= Tk and is aligned to the end
+            (decoding).
         v: [B, Tk, Hkv, Dv].
-        scale: of the scores, above 0; D^-½ by default.
-        cu_seqlens: [N+1] int boundaries of packed documents (B = 1, Tq = Tk). Attention stays inside a document.
-            It is read on the host: give it on the CPU to spare CUDA a synchronisation.
-        parents: [N] int, prefix trees: the document of `cu_seqlens` that each one continues, or −1.
-        first_key: [B] int, decoding (Tq = 1) a batch of texts of different lengths, aligned to the end: the keys of row
-            b before first_key[b] are padding.
-        cp_context: the tensors are this rank's tokens (B = 1, Tq = Tk), the documents are the context's, and the
-            result is what one device would give for these tokens, gradients included. Nothing is copied to the host.
-        method: how ranks communicate: "ring", "allgather", "ulysses", "ulysses+ring" (see `ops/exchange/`), or "auto"
-            (see `choose_method`). It matters only with a `cp_context` of several ranks.
-        impl: "torch", or "auto", which means the same here.
+        scale: factor on the scores, above 0; D^-½ by default.
+        causal: whether a token sees only tokens up to itself.
+        cu_seqlens: [N+1] int boundaries of packed documents (B = 1, Tq = Tk). Attention
+            stays inside a document. The host reads the boundaries: pass them on the CPU to
+            avoid a CUDA synchronization.
+        parents: [N] int, for prefix trees: the index of the document of `cu_seqlens` that
+            each document continues, or −1.
+        first_key: [B] int, for decoding (Tq = 1) a batch of texts of different lengths,
+            aligned to the end. The keys of row b before first_key[b] are padding.
+        cp_context: context parallelism. The tensors are this rank's tokens
+            (B = 1, Tq = Tk), and the context holds the documents. The result is what one
+            device would compute for these tokens, gradients included. Nothing is copied to
+            the host.
+        method: how ranks communicate: "ring", "allgather", "ulysses", "ulysses+ring" (see
+            `ops/exchange/`), or "auto" (see `choose_method`). It matters only with a
+            `cp_context` of several ranks.
+        impl: "torch" or "auto", which mean the same here.
 
     Returns:
         o [B, Tq, Hq, Dv] in q's dtype.
 
     Raises:
-        ValueError: an argument does not fit the others; the message names it.
+        ValueError: an argument does not fit the others; the message names the argument.
     """
+    # Check the arguments, and turn prefix trees into a context.
     _check_tensors(q, k, v, causal)
     if impl not in IMPLS:
         raise ValueError(
@@ -82,15 +92,18 @@ def attention(
         raise ValueError(
             f"scale = {scale} must be above 0 and finite: some kernels give NaN for another"
         )
+    # Decoding: one query per row, whose keys begin at first_key.
     if first_key is not None:
         if cu_seqlens is not None or cp_context is not None:
             raise ValueError(
                 "first_key must not be given with cu_seqlens or cp_context: it is for decoding a batch"
             )
         return _decode(q, k, v, scale, first_key)
+    # One device: a dense batch, or packed documents.
     if cp_context is None:
         documents = None if cu_seqlens is None else _documents(cu_seqlens, q, k)
         return local_attention(q, k, v, scale, causal, documents)
+    # Context parallelism; a context of one rank holds the whole stream.
     _check_context(cp_context, cu_seqlens, q, k, causal)
     if cp_context.ranks.world_size == 1:
         return local_attention(q, k, v, scale, causal, cp_context.stream)
@@ -108,7 +121,9 @@ def _chosen(cp: CPContext, q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, scale: float, first_key: Tensor) -> Tensor:
-    """Attend with the one query of each row to the row's keys from first_key on: o [B, 1, Hq, Dv]."""
+    """Attend with the single query of each row to the row's keys from first_key on -> o
+    [B, 1, Hq, Dv].
+    """
     B, Tq, Tk = q.shape[0], q.shape[1], k.shape[1]
     if Tq != 1 or first_key.shape != (B,) or first_key.is_floating_point():
         given = f"{first_key.dtype} {tuple(first_key.shape)}"
@@ -132,17 +147,30 @@ def choose_method(
     dtype: torch.dtype,
     trees: bool = False,
 ) -> str:
-    """The method that "auto" stands for. tokens: those of all W ranks, `node_size` to a node; width = D + Dv.
+    """Return the method that "auto" stands for.
 
-    "ulysses" where W divides the key heads, or where several ranks share each key head and send no more than the
-    all-gather would: all ranks have equal work, whatever the documents and the layout, and memory does not grow with W.
-    Else "allgather" while slices of one key head keep within `GATHER_LIMIT`: blocks are larger than the ring's, and one
-    call computes all documents. Else "ulysses+ring" where the ranks of a node can
-    share the heads: each sends only its share to other nodes. Else "ring". Prefix trees, which no ring knows, are
-    gathered. The choice depends on shapes alone, so every rank makes the same.
+    It is "ulysses" where W divides the key heads, or where several ranks share each key
+    head and this sends no more than an all-gather would: all ranks then have equal work,
+    whatever the documents and the layout, and memory does not grow with W.
+    Otherwise it is "allgather", as long as the slices of one key head stay within
+    `GATHER_LIMIT`: blocks are larger than the ring's, and one call computes all documents.
+    Otherwise it is "ulysses+ring" where the ranks of a node can share the heads: each rank
+    sends only its share to other nodes. The last resort is "ring".
+    Prefix trees use "ulysses" or "allgather", because the ring methods do not support them.
+    The choice depends on shapes alone, so every rank makes the same one.
+
+    Args:
+        W: number of ranks.
+        node_size: number of ranks per node.
+        tokens: number of tokens on all W ranks together.
+        Hq, Hkv: numbers of query heads and key heads.
+        width: D + Dv.
+        dtype: dtype of keys and values.
+        trees: whether the documents are prefix trees.
     """
     copies = key_head_copies(Hq, Hkv, W)
-    # q, o and W heads' K|V of 1/W of the stream, against all its K|V
+    # Ulysses sends q, o and the K|V of W heads for 1/W of the stream; an all-gather sends
+    # the K|V of the whole stream.
     sends_less = Hq + W <= W * Hkv
     if copies == 1 or (copies and sends_less):
         return "ulysses"
@@ -152,11 +180,16 @@ def choose_method(
 
 
 def pairs_computed(cp: CPContext, method: str) -> float:
-    """Number of pairs of query and key under the causal mask that this rank computes, summed over heads and divided by
-    their number: a rank that has a W-th of the heads ("ulysses") counts a W-th of all pairs ("ulysses+ring": of
-    its node's).
+    """Count the query-key pairs under the causal mask that this rank computes, summed over
+    its heads and divided by the number of all heads.
 
-    method: one of `METHODS`."""
+    A rank that has 1/W of the heads ("ulysses") counts 1/W of all pairs; with
+    "ulysses+ring", 1/node_size of its node's pairs.
+
+    Args:
+        method: one of `METHODS`.
+    """
+    # The ranks that share the heads share the sum of their pairs.
     own = pairs_by_rank(entries(cp.cut), cp.ranks.world_size, causal=True).tolist()
     ranks = {"ulysses": cp.ranks.world_size, "ulysses+ring": cp.ranks.node_size}.get(method, 1)
     first = cp.ranks.rank - cp.ranks.rank % ranks
@@ -198,7 +231,7 @@ def _check_one_stream(what: str, q: Tensor, k: Tensor) -> None:
 
 
 def _documents(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> Boundaries:
-    """The documents of a packed stream on one device; empty ones are left out."""
+    """Return the documents of a packed stream on one device, without empty ones."""
     _check_one_stream("cu_seqlens", q, k)
     on_host = torch.from_numpy(
         distinct(checked("cu_seqlens", cu_seqlens, q.shape[1])).astype(np.int32)

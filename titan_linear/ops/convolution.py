@@ -1,4 +1,7 @@
-"""The short causal convolution of the linear-attention layers: the public function, and the one in plain PyTorch."""
+"""The short causal convolution of the linear-attention layers.
+
+This file has the public function and its implementation in plain PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,13 @@ from titan_linear.ops.triton.configs import with_kernels
 
 
 def _triton() -> Any:
-    from titan_linear.ops.triton.conv1d import packed_conv1d  # Triton is available on Linux only
+    # Triton is available on Linux only.
+    from titan_linear.ops.triton.conv1d import packed_conv1d
 
     return packed_conv1d
 
 
-MAX_WIDTH = 8  # W of the kernels
+MAX_WIDTH = 8  # largest W of the kernels
 CONVOLUTION = Op(
     "causal_conv1d", with_kernels(_triton, lambda: torch_conv1d, dims_up_to(MAX_WIDTH, "W"))
 )
@@ -58,20 +62,33 @@ def causal_conv1d(
     parents: Tensor | None = None,
     impl: str | Choice = "auto",
 ) -> tuple[Tensor | tuple[Tensor, ...], Tensor | None]:
-    """y_t = act(Σ_j weight[:, j] · x_{t−W+1+j} + bias), channel by channel, within each sequence or packed document.
+    """Run the short causal convolution, channel by channel, within each sequence or packed
+    document.
 
-    Arguments are those of FLA's function of this name, except that states are narrower (docs/ops.md); those not listed
-    are those of delta_rule.py. Returns y [B, T, D] in x's dtype and, if asked for, each document's last inputs.
+        y_t = act(Σ_j weight[:, j] · x_{t−W+1+j} + bias)
+
+    The arguments match FLA's function of the same name, except that states are narrower
+    (docs/ops.md). The header of delta_rule.py describes the arguments not listed here.
 
     Args:
-        x: [B, T, D]; weight: [D, W]; bias: [D].
-        initial_state: [N, D, W−1], the last inputs before each sequence or document; zeros by default.
-        activation: None, "silu" or "swish" (the same).
+        x: [B, T, D].
+        weight: [D, W].
+        bias: [D].
+        initial_state: [N, D, W−1], the last inputs before each sequence or document; zeros
+            by default.
+        activation: None, "silu", or "swish" (the same as "silu").
         residual, backend, chunk_indices: must be None.
-        widths: of up to three parts of D, such as q, k and v: y is returned as these parts, apart in Triton too.
-        norm_dim: K, for `widths` of q, k and v: q and k ← y / sqrt(Σ y² + 1e-6), where the sum is over a head of K
-            channels, as `use_qk_l2norm_in_kernel` of the delta rules.
+        widths: widths of up to three parts of D, such as q, k and v. y is returned as these
+            parts, which are separate tensors in Triton too.
+        norm_dim: K, with `widths` of q, k and v: q and k are divided by sqrt(Σ y² + 1e-6),
+            where the sum is over a head of K channels, as with `use_qk_l2norm_in_kernel` of
+            the delta rules.
+
+    Returns:
+        y [B, T, D] in x's dtype and, if `output_final_state` is set, each document's last
+        inputs [N, D, W−1].
     """
+    # Check the arguments.
     refuse("add it to y", residual=residual)
     refuse("impl chooses", backend=backend)
     refuse(
@@ -92,6 +109,8 @@ def causal_conv1d(
                 f"weight has W = {W}; cp_context was built with conv1d_kernel_size = {built}"
             )
     _check_state(initial_state, check_boundaries(B, T, cu_seqlens, cu_seqlens_cpu), D, W)
+    # Fetch the inputs that precede each entry: from the caller, from other ranks, or from
+    # the parent node.
     flat = x.flatten(0, 1)
     initial = None if initial_state is None else States(initial_state)
     boundaries = boundaries_of(x, cu_seqlens, cp_context, cu_seqlens_cpu)
@@ -101,6 +120,7 @@ def causal_conv1d(
         and (cp_context.ranks.world_size > 1 or boundaries.tree is not None)
     ):
         flat, initial = _with_halo(flat, W - 1, boundaries, cp_context)
+    # Run the implementation, and restore the batch dimension.
     convolve = CONVOLUTION.load(CONVOLUTION.implementation(impl, x.device, x.dtype, W=W))
     bias = None if bias is None else bias.contiguous()
     options = ConvolutionOptions(activation is not None, output_final_state, parts, norm_dim)
@@ -112,9 +132,13 @@ def causal_conv1d(
 def _with_halo(
     flat: Tensor, width: int, boundaries: Boundaries, cp_context: CPContext
 ) -> tuple[Tensor, States]:
-    """flat [T, D], and for each entry its last `width` inputs before it, on other ranks or at the node's parent."""
+    """Return flat [T, D] and, for each entry, the `width` inputs before it.
+
+    They come from other ranks, or from the node's parent in prefix trees.
+    """
     slots, rows = cp_context.cut.slots, cp_context.tables.forward_chains.entry_slots
-    if boundaries.tree is not None:  # each entry has a halo
+    # In prefix trees every entry has a halo of its own.
+    if boundaries.tree is not None:
         slots, rows = len(boundaries), None
     flat, halo = with_halo(
         flat, cp_context.halo_of(width), slots, width, cp_context.ranks.group_name
@@ -123,7 +147,9 @@ def _with_halo(
 
 
 def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[int, int, int, int]:
-    """(B, T, D, W). Raise ValueError unless x is [B, T, D], weight [D, W] and bias [D]."""
+    """Return (B, T, D, W). Raise ValueError unless x is [B, T, D], weight [D, W] and bias
+    [D].
+    """
     if x.dim() != 3 or 0 in x.shape:
         raise ValueError(f"x {tuple(x.shape)} must be [B, T, D], none of them 0")
     B, T, D = x.shape
@@ -157,29 +183,33 @@ def _check_parts(parts: list[int], D: int, norm_dim: int | None) -> None:
         )
 
 
-# --- In plain PyTorch, differentiable by autograd --------------------------------------------------------------------
+# --- In plain PyTorch, differentiable by autograd -----------------------------------------
 
 
 class Rows(NamedTuple):
-    """Row numbers when every entry is laid out after its W−1 earlier tokens."""
+    """Row numbers in a layout where each entry follows its W−1 earlier tokens."""
 
-    past: Tensor  # [N·(W−1)] int64, the entries' earlier tokens
-    own: Tensor  # [T] the entries' tokens
-    last: Tensor  # [N, W−1] the last W−1 rows of each entry and its earlier tokens
+    past: Tensor  # [N·(W−1)] int64: rows of the entries' earlier tokens
+    own: Tensor  # [T]: rows of the entries' tokens
+    last: Tensor  # [N, W−1]: last W−1 rows of each entry, earlier tokens included
 
 
 def lay_out(boundaries: Boundaries, W: int) -> Rows:
+    # Entry n begins n·(W−1) rows later than in the stream; its own tokens another W−1 rows
+    # later.
     edges = torch.tensor(boundaries.on_host())
     device = boundaries.cu_seqlens.device
     N, lengths = len(edges) - 1, edges.diff()
-    past = torch.arange(N)[:, None] * (W - 1) + edges[:-1, None] + torch.arange(W - 1)  # [N, W−1]
+    # [N, W−1]
+    past = torch.arange(N)[:, None] * (W - 1) + edges[:-1, None] + torch.arange(W - 1)
     own = torch.arange(int(edges[-1])) + torch.repeat_interleave(
         torch.arange(1, N + 1), lengths
     ) * (W - 1)
     return Rows(*(i.to(device) for i in (past.flatten(), own, past + lengths[:, None])))
 
 
-@torch.compiler.disable  # it works on the host
+# The compiler leaves it out because it works on the host.
+@torch.compiler.disable
 @without_autocast
 def torch_conv1d(
     x: Tensor,
@@ -189,11 +219,19 @@ def torch_conv1d(
     boundaries: Boundaries,
     options: ConvolutionOptions,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """x [T,D], weight [D,W], initial [.,D,W−1] or None (zeros) -> y, [T, width] for each of `widths`, and the entries'
-    last inputs [N,D,W−1].
+    """Convolve every entry in one call of conv1d, with each entry laid out after its W−1
+    earlier tokens.
 
-    Every entry is laid out after its W−1 earlier tokens; then one convolution computes all of them.
+    Args:
+        x: [T, D].
+        weight: [D, W].
+        initial: [., D, W−1], or None for zeros.
+
+    Returns:
+        y, a tensor [T, width] for each of `widths`, and the entries' last inputs
+        [N, D, W−1] if they are needed.
     """
+    # Lay out each entry after its earlier tokens (zeros by default).
     past, own, last = boundaries.derived(lay_out, weight.shape[1])
     wide = torch.promote_types(x.dtype, torch.float32)
     rows = x.new_zeros(len(own) + len(past), x.shape[1]).index_copy(0, own, x)
@@ -201,10 +239,11 @@ def torch_conv1d(
         rows = rows.index_copy(
             0, past, initial.of_entries(len(boundaries)).transpose(1, 2).flatten(0, 1).to(x.dtype)
         )
-    # [1, D, rows−W+1]
+    # Convolve all rows at once [1, D, rows−W+1], and keep the rows of the entries' tokens.
     y = F.conv1d(rows.T.to(wide).unsqueeze(0), weight.to(wide).unsqueeze(1), groups=x.shape[1])
     y = y[0].T.index_select(0, own - (weight.shape[1] - 1))
     y = y if bias is None else y + bias.to(wide)
+    # Apply the activation, and normalize the heads of q and k.
     parts = (F.silu(y) if options.silu else y).split(options.widths, 1)
     if options.norm_dim is not None:
         q, k, v = parts

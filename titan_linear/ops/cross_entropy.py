@@ -1,4 +1,7 @@
-"""Losses of a long stream without all its logits: head and loss are computed together, a chunk of tokens at a time."""
+"""Losses of a long stream without all its logits.
+
+The head and the loss are computed together, one chunk of tokens at a time.
+"""
 
 from __future__ import annotations
 
@@ -14,58 +17,71 @@ from titan_linear.ops.runtime.operators import check_first_derivative
 from titan_linear.ops.runtime.support import Choice, Op
 from titan_linear.ops.triton.configs import with_kernels
 
-IGNORE = -100  # the label that losses leave out
-ELSEWHERE = -1  # an id in another rank's part of the vocabulary
+IGNORE = -100  # label of tokens that losses leave out
+ELSEWHERE = -1  # stands for an id in another rank's part of the vocabulary
 
 
 def tokens_at_once(chunk: int, rows: int) -> int:
-    """`chunk`; if 0, of this many rows of the vocabulary, 2,048, or more up to 2²⁸ logits: small chunks take the host
-    longer than the device."""
+    """Return the number of tokens per chunk: `chunk`, or a default if it is 0.
+
+    The default for a vocabulary of `rows` rows is 2,048 tokens, or more as long as a chunk
+    has at most 2²⁸ logits: small chunks take the host longer than the device.
+    """
     return chunk or max(2048, 1 << (2**28 // rows).bit_length() - 1)
 
 
 class Rows(NamedTuple):
-    """What a loss may know of the logits z of some tokens, [n, vocab]."""
+    """Per-token statistics of the logits z [n, vocab], from which a loss computes its
+    terms.
+    """
 
-    picked: Tensor  # [n, k] z of each token's ids, its label first
-    lse: Tensor  # [n] log Σ exp z
-    mean: Tensor | None  # [n] of z, if asked for
-    entropy: Tensor | None  # [n] of softmax z, likewise; it has no gradient
-    # [n, vocab], this rank's part; they have none either, and are there for the call
+    picked: Tensor  # [n, k]: z of each token's ids, the label first
+    lse: Tensor  # [n]: log Σ exp z
+    mean: Tensor | None  # [n]: mean of z, if requested
+    entropy: Tensor | None  # [n]: entropy of softmax z, if requested; without a gradient
+    # [n, vocab]: this rank's part of z, without a gradient, valid only during the call
     logits: Tensor
 
     @property
     def logprobs(self) -> Tensor:
-        """[n, k]"""
+        """Log-probabilities of the ids [n, k]."""
         return self.picked - self.lse.unsqueeze(1)
 
 
-# The terms of tokens [n] of a sum; or [n, m], of which only the first is a loss.
+# Returns the terms of a slice of tokens: [n], or [n, m], of which only the first column is
+# a loss.
 Terms = Callable[[Rows, slice], Tensor]
 
 
 class Sum(NamedTuple):
-    """A sum over tokens."""
+    """One sum over tokens: hidden states, ids, and the terms to add up."""
 
     x: Tensor  # [T, D]
     ids: Tensor  # [T, k]
     terms: Terms
-    statistics: bool = False  # rows have mean and entropy
+    statistics: bool = False  # whether rows have mean and entropy
     token_losses: Tensor | None = None
-    rows: Rows | None = None  # of all tokens, where they are known
+    rows: Rows | None = None  # rows of all tokens, if they have been computed already
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkedLogits:
-    """x Wᵀ, of which at most [chunk, vocab] exist at a time (0: `tokens_at_once`). x [T, D], weight [vocab, D].
+    """The logits x Wᵀ, of which at most [chunk, vocab] exist at a time.
 
-    ranks: those that share the vocabulary. Each has vocab / size rows of W, in rank order, and all have the same x and
-    ids. Logits are not exchanged. The first rank's sums are those of all; a rank's dx is what its rows contribute: both
-    are terms of sums over the ranks.
-    token_losses: [≤ T], receives each label's −log p, with zeros where there is none (and on ranks but the first).
-    impl: "torch", "triton", or "auto" (ops/runtime/support.py).
-    more: of other hidden states. `sum` has their gradients, in the same memory, and not their values. (A loss takes one
-    sum with gradients.)
+    Args:
+        x: [T, D] hidden states.
+        weight: [vocab, D], or this rank's vocab / size rows of it.
+        chunk: tokens per chunk; 0: `tokens_at_once` chooses.
+        ranks: the ranks that share the vocabulary, with the rows of W in rank order; all
+            have the same x and ids. Logits are not exchanged. Only the first rank's sums
+            are non-zero and count for all ranks. Each rank's dx is the contribution of its
+            rows. Both must be summed over the ranks.
+        token_losses: [≤ T], receives −log p of each label, and zero where a token has no
+            label (and on all ranks but the first).
+        impl: "torch", "triton", or "auto" (ops/runtime/support.py).
+        more: sums over other hidden states. `sum` computes their gradients, in the same
+            memory, but does not return their values. (A loss calls `sum` with gradients
+            once.)
     """
 
     x: Tensor
@@ -79,12 +95,18 @@ class ChunkedLogits:
     def sum(
         self, ids: Tensor, terms: Terms, statistics: bool = False, rows: Rows | None = None
     ) -> Tensor:
-        """Σ_t of the terms of tokens with a label, in float32 or wider; they are differentiated as functions of `Rows`.
+        """Sum the terms of all tokens that have a label, in float32 or wider.
 
-        ids [T] or [T, k]: the label (−100: none), then others, whose logits the terms read. If gradients are
-        wanted, each chunk's are computed in forward, while its logits exist, so that backward only scales them.
-        statistics: rows have mean and entropy. rows: what `rows` gave of these ids, so that logits need not be read for
-        it again.
+        The terms are differentiated as functions of `Rows`. If gradients are wanted,
+        forward computes each chunk's gradients while its logits exist, so that backward
+        only scales them.
+
+        Args:
+            ids: [T] or [T, k]: the label (−100: none), then other ids whose logits the
+                terms read.
+            statistics: whether rows have mean and entropy.
+            rows: result of the method `rows` for these ids, so that the statistics are not
+                computed from the logits again.
         """
         name = CROSS_ENTROPY.implementation(self.impl, self.x.device, self.x.dtype)
         own = Sum(self.x, ids.view(len(ids), -1), terms, statistics, self.token_losses, rows)
@@ -94,7 +116,9 @@ class ChunkedLogits:
 
     @torch.no_grad()
     def rows(self, ids: Tensor, statistics: bool = False) -> Rows:
-        """Of all tokens, as the terms of `sum` have them of some, without logits and gradients."""
+        """Return the `Rows` of all tokens, as `sum` passes them to the terms, but without
+        logits and gradients.
+        """
         parts = []
 
         def keep(rows: Rows, tokens: slice) -> Tensor:
@@ -109,14 +133,22 @@ class ChunkedLogits:
 
     @torch.no_grad()
     def top(self, ids: Tensor, k: int, vocab_size: int) -> tuple[Tensor, ...]:
-        """log p of ids, as of `sum`, where these are none anything; and the k likeliest ids below `vocab_size` of each
-        token and their log-probabilities, [T, k] each, the likeliest first."""
+        """Return log-probabilities of ids, and the k most likely ids of each token.
+
+        Returns:
+            log p of `ids` (undefined where an id is negative), in the shape of `ids`; then
+            [T, k] int32 ids below `vocab_size`, the most likely first; and their
+            log-probabilities [T, k].
+        """
         parts = []
         before = self.ranks.rank * len(self.weight) if self.ranks else 0
 
         def keep(rows: Rows, tokens: slice) -> Tensor:
+            # Padding of the vocabulary must not be among the most likely ids.
             rows.logits[:, max(vocab_size - before, 0) :] = float("-inf")
             picked, its_ids = largest(rows.logits, min(k, len(self.weight)))
+            # Each rank finds its k best; the best of all ranks' candidates follow from
+            # these.
             if self.ranks:
                 of_ranks = (picked, its_ids + before)
                 of_ranks = (
@@ -137,8 +169,12 @@ class ChunkedLogits:
 
 
 def largest(x: Tensor, k: int, block: int = 128) -> tuple[Tensor, Tensor]:
-    """`x.topk(k)` of x [n, m]: they lie in the k blocks whose maxima are the largest, or behind the whole blocks. topk
-    itself reads all of x several times."""
+    """Return `x.topk(k)` of x [n, m], faster than torch.topk, which reads all of x several
+    times.
+
+    The k largest numbers lie in the k blocks with the largest maxima, or in the remainder
+    after the last full block.
+    """
     n, m = x.shape
     whole = m // block * block
     if whole <= 4 * k * block:
@@ -159,13 +195,15 @@ def weighted(factor: float, weights: Tensor, rows: Rows, tokens: slice) -> Tenso
 
 
 def _triton() -> Any:
-    from titan_linear.ops.triton import cross_entropy  # there is Triton only on Linux
+    from titan_linear.ops.triton import cross_entropy  # Triton is available on Linux only
 
     return cross_entropy.row_statistics, cross_entropy.logits_gradient
 
 
 def _row_statistics(logits: Tensor, more: bool) -> Tensor:
-    """Log-sum-exp of each row; with `more` also its mean, and its mean under softmax: [1 or 3, n]."""
+    """Return the log-sum-exp of each row and, with `more`, its mean and its mean under
+    softmax: [1 or 3, n].
+    """
     lse = logits.logsumexp(-1)
     if not more:
         return lse.unsqueeze(0)
@@ -175,13 +213,16 @@ def _row_statistics(logits: Tensor, more: bool) -> Tensor:
 def _logits_gradient(
     d: Tensor, logits: Tensor, lse: Tensor, target: Tensor, a: Tensor, b: Tensor | None, c: Tensor
 ) -> None:
-    """d: a softmax + b, and c more in the target's column; overwrites the logits, which d may be. a, b, c [n]."""
+    """Write d = a · softmax + b, plus c in the target's column; a, b and c are [n].
+
+    Overwrites the logits. `d` may be the same tensor as `logits`.
+    """
     logits.sub_(lse.unsqueeze(-1)).exp_().mul_(a.unsqueeze(-1))
     logits[torch.arange(len(d), device=d.device), target.clamp(min=0)] += c.where(target >= 0, 0)
     d.copy_(logits if b is None else logits.add_(b.unsqueeze(-1)))
 
 
-# The dtype of the choice is that of the hidden states; logits are wider.
+# Implementations are chosen by the dtype of the hidden states; logits are wider.
 CROSS_ENTROPY = Op(
     "cross_entropy",
     with_kernels(_triton, lambda: (_row_statistics, _logits_gradient), slower="slower"),
@@ -189,14 +230,16 @@ CROSS_ENTROPY = Op(
 
 
 def _logits(x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
-    """x Wᵀ accumulated and kept in `wide`: rounding logits of 10 to bfloat16 would cost 0.04 nats each."""
+    """Compute x Wᵀ, accumulated and kept in `wide`: rounding logits of 10 to bfloat16 would
+    cost 0.04 nats each.
+    """
     if x.is_cuda and x.dtype != wide:
         return torch.mm(x, weight.T, out_dtype=wide)
     return x.to(wide) @ weight.T.to(wide)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, in total's dtype."""
+    """Compute total += a b in total's dtype."""
     if total.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
@@ -204,7 +247,9 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _of_all(statistics: Tensor, picked: Tensor, logits: Tensor, ranks: Ranks | None) -> Rows:
-    """Rows over the whole vocabulary. statistics [1 or 3, n], picked [n, k]: of the part that this rank has."""
+    """Return rows over the whole vocabulary from the statistics [1 or 3, n] and picked
+    [n, k] of this rank's part of it.
+    """
     if ranks is None:
         lse, *means = statistics
     else:
@@ -213,14 +258,17 @@ def _of_all(statistics: Tensor, picked: Tensor, logits: Tensor, ranks: Ranks | N
         )
         lse = parts[:, 0].logsumexp(0)
         picked = parts[:, len(statistics) :].sum(0).T
-        shares = torch.exp(parts[:, 0] - lse)  # of the probability, [size, n]
+        # [size, n]: each rank's share of the probability.
+        shares = torch.exp(parts[:, 0] - lse)
         means = [parts[:, 1].mean(0), (parts[:, 2] * shares).sum(0)] if len(statistics) > 1 else []
     mean, entropy = (means[0], lse - means[1]) if means else (None, None)
     return Rows(picked, lse, mean, entropy, logits)
 
 
 def _own_ids(ids: Tensor, rows: int, ranks: Ranks | None) -> Tensor:
-    """Ids as rows of this rank's part of the vocabulary; −1 for those in other ranks' parts."""
+    """Turn ids into row numbers of this rank's part of the vocabulary; ids of other ranks'
+    parts become −1.
+    """
     if ranks is None:
         return ids
     own = ids - ranks.rank * rows
@@ -230,9 +278,11 @@ def _own_ids(ids: Tensor, rows: int, ranks: Ranks | None) -> Tensor:
 def _differentiated(
     terms: Terms, rows: Rows, tokens: slice, none: Tensor, wanted: bool
 ) -> tuple[Tensor, Rows | None]:
-    """The terms of a chunk, zero where `none` [n], and the derivatives of their sum."""
+    """Return the terms of a chunk, zero where `none` [n] is set, and the derivatives of
+    their sum.
+    """
     leaves = [x if x is None else x.detach().requires_grad_(wanted) for x in rows[:3]]
-    # On a thread of its own, autograd would keep the host busy twice as long.
+    # With a separate autograd thread the host would be busy twice as long.
     with torch.set_grad_enabled(wanted), torch.autograd.set_multithreading_enabled(False):
         values = terms(Rows(*[*leaves, *rows[3:]]), tokens)
         values = values.masked_fill(none.view(-1, *[1] * (values.dim() - 1)), 0)
@@ -252,7 +302,9 @@ def _summed(
     head: ChunkedLogits,
     name: str,
 ) -> Tensor:
-    """A sum, and its gradients: of x in `dx`, of the weight added to `dweight`, where they are wanted."""
+    """Return a sum; write the gradient of x to `dx` and add the weight's gradient to
+    `dweight`, if they are given.
+    """
     x, ids = of.x, of.ids
     wide = torch.promote_types(x.dtype, torch.float32)
     row_statistics, logits_gradient = CROSS_ENTROPY.load(name)
@@ -261,6 +313,7 @@ def _summed(
     chunk = tokens_at_once(head.chunk, len(weight))
     for start in range(0, len(x), chunk):
         tokens = slice(start, start + chunk)
+        # Compute the chunk's logits, and their statistics unless these are given.
         logits = _logits(x[tokens], weight, wide)
         target = _own_ids(ids[tokens].long(), len(weight), head.ranks)
         if of.rows is None:
@@ -268,19 +321,24 @@ def _summed(
             rows = _of_all(row_statistics(logits, of.statistics), picked, logits, head.ranks)
         else:
             rows = Rows(*(x if x is None else x[tokens] for x in of.rows[:4]), logits=logits)
+        # Evaluate the terms, and differentiate them with respect to the statistics.
         none = ids[tokens, 0] == IGNORE
         values, by = _differentiated(of.terms, rows, tokens, none, dx is not None)
         total = total + values.sum(0) * counts
         if of.token_losses is not None and counts:
-            into = of.token_losses[tokens]  # of tokens, which further rows may follow
+            # x may have more rows than `token_losses`.
+            into = of.token_losses[tokens]
             into.copy_(cross_entropy(rows, tokens).masked_fill(none, 0)[: len(into)])
+        # Turn the derivatives into the logits' gradient, then into gradients of x and of
+        # the weight.
         if dx is not None:
             b = (
                 None
                 if by.mean is None
                 else by.mean / (len(weight) * (head.ranks.size if head.ranks else 1))
             )
-            # Of several ids the gradients are added up before they are rounded, where the logits were.
+            # With several ids, gradients are added up before they are rounded, in the
+            # logits' memory.
             d = torch.empty_like(logits, dtype=x.dtype) if target.shape[1] == 1 else logits
             logits_gradient(d, logits, rows.lse, target[:, 0], by.lse, b, by.picked[:, 0])
             if target.shape[1] > 1:
@@ -292,7 +350,7 @@ def _summed(
             if dweight is not None:
                 _add_product(dweight, d.T, x[tokens])
             del d
-        del logits, rows  # before the next chunk's are made
+        del logits, rows  # free them before the next chunk allocates its logits
     return total
 
 
@@ -307,15 +365,18 @@ class _ChunkedSum(torch.autograd.Function):
         grad_enabled: bool,
         *states: Tensor,
     ) -> Tensor:
-        wants_grad = grad_enabled and any(ctx.needs_input_grad)  # needs_input_grad ignores no_grad
+        # needs_input_grad ignores no_grad.
+        wants_grad = grad_enabled and any(ctx.needs_input_grad)
         of_weight = wants_grad and ctx.needs_input_grad[0]
         wide = torch.promote_types(states[0].dtype, torch.float32)
+        # All sums add to one gradient of the weight.
         dweight = torch.zeros_like(weight, dtype=wide) if of_weight else None
         dx = [torch.empty_like(x) if wants_grad else None for x in states]
         totals = [_summed(of, d, dweight, weight, head, name) for of, d in zip(sums, dx)]
         ctx.save_for_backward(dweight, *dx)
         ctx.weight_dtype = weight.dtype
-        # Not total itself: torch 2.11's compiler drops its gradient (ops/recurrence.py). No view: FSDP2 warns of one.
+        # A clone, because torch 2.11's compiler drops the gradient of the total itself
+        # (ops/recurrence.py), and FSDP2 warns about a view.
         return totals[0].clone()
 
     @staticmethod
@@ -324,7 +385,8 @@ class _ChunkedSum(torch.autograd.Function):
         dweight, *dx = ctx.saved_tensors
         scale = scales.flatten()[0]
         if dweight is not None:
-            # Rounded while it is written: the product on its own would be another [vocab, D] in float32.
+            # Round while writing: a separate product would be another [vocab, D] in
+            # float32.
             dweight = torch.mul(
                 dweight, scale, out=torch.empty_like(dweight, dtype=ctx.weight_dtype)
             )

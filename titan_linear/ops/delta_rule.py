@@ -1,20 +1,25 @@
 """The two delta rules, Kimi Delta Attention and Gated DeltaNet: the public functions.
 
-Arguments are those of FLA's functions of these names; docs/ops.md lists the differences. Both take, like the other
-recurrences as far as they have them:
+The arguments match FLA's functions of the same names; docs/ops.md lists the differences.
+Both functions, and the other recurrences as far as these arguments apply to them, take:
 
     scale                        factor on o, K^−½ by default
-    initial_state to cp_method   `Sequences` (runtime/options.py)
-    use_qk_l2norm_in_kernel      q, k ← x / sqrt(Σx² + 1e-6), before the kernels and rounded once; `causal_conv1d` with
-                                 norm_dim does it in its own
-    use_gate_in_kernel           g is raw; the decay is −exp(A_log)·softplus(g + dt_bias), A_log [HV]
+    initial_state to cp_method   see `Sequences` (runtime/options.py)
+    use_qk_l2norm_in_kernel      q, k ← x / sqrt(Σx² + 1e-6), before the kernels and rounded once;
+    `causal_conv1d` with norm_dim does it in its own kernel
+    use_gate_in_kernel           g is raw; the log decay is −exp(A_log)·softplus(g + dt_bias),
+    A_log [HV]
     use_beta_sigmoid_in_kernel   β = sigmoid(beta), with allow_neg_eigval 2·sigmoid(beta)
     disable_recompute            keep intermediates for backward: faster, more memory
-    impl                         "auto", "torch" or "triton". One token per sequence without gradients (decoding) is one
-                                 step of the recurrence in PyTorch
-    return_intermediate_states   must be False, chunk_indices None, chunk_size 64
+    impl                         "auto", "torch" or "triton"; one token per sequence without
+    gradients (decoding) is one step of the recurrence in
+    PyTorch
+    return_intermediate_states   must be False
+    chunk_indices                must be None
+    chunk_size                   must be 64
 
-ValueError: an argument does not fit the others or is not supported; the message names it.
+All raise ValueError if an argument does not fit the others or is not supported; the message
+names the argument.
 """
 
 from __future__ import annotations
@@ -40,13 +45,15 @@ from titan_linear.ops.triton.configs import delta_rule_needs
 
 
 def delta_rule(name: str, family: str) -> Recurrence:
-    """family: of the kernels' configurations (ops/triton/configs.py)."""
+    """Return a delta rule; `family` names the configurations of its kernels
+    (ops/triton/configs.py).
+    """
     implementations = rules(TorchDeltaRule, *delta_rule_needs(family))
     return Recurrence(name, implementations, ("A_log", "dt_bias"), step)
 
 
 def normed(given: Inputs) -> Inputs:
-    """With q and k divided by their norms."""
+    """Return the inputs with q and k divided by their norms."""
     return given._replace(q=l2norm(given.q), k=l2norm(given.k))
 
 
@@ -58,13 +65,17 @@ def _run(
     sequences: Sequences,
     impl: str | Choice,
 ) -> Result:
-    """normalise: q and k, before any kernel."""
+    """Check the inputs and run the recurrence; `normalise` divides q and k by their norms
+    before any kernel.
+    """
     _check_inputs(given, options)
     return run(recurrence, normed(given) if normalise else given, options, sequences, impl)
 
 
 def _check_inputs(given: Inputs, options: DeltaRuleOptions) -> None:
-    """Raise ValueError for shapes and switches that do not fit; the message says what would."""
+    """Raise ValueError for shapes and switches that do not fit; the message gives the
+    remedy.
+    """
     q, k, v, g, beta, A_log, dt_bias = given
     B, T, HV, K, _ = check_queries(q, k, v)
     for name, x, shape in (
@@ -85,14 +96,14 @@ def _check_inputs(given: Inputs, options: DeltaRuleOptions) -> None:
         raise ValueError("dt_bias comes with use_gate_in_kernel = True; give both or neither")
 
 
-# --- Kimi Delta Attention --------------------------------------------------------------------------------------------
+# --- Kimi Delta Attention -----------------------------------------------------------------
 
 
 KDA = delta_rule("chunk_kda", family="kda")
 
 
 def is_bound(lower_bound: float) -> bool:
-    """Whether the kernels take this lower bound of a gate's log decay."""
+    """Whether the kernels support this lower bound of a gate's log decay."""
     return -5 <= lower_bound < 0
 
 
@@ -140,18 +151,32 @@ def chunk_kda(
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
 ) -> Result:
-    """S_t = (I − β_t k_t k_tᵀ) Diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ;  o_t = scale·S_tᵀ q_t  (Kimi Linear, eq. 1).
+    """Run Kimi Delta Attention (Kimi Linear, eq. 1).
 
-    Args (the others: at the top of this file):
-        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H; beta: [B, T, HV].
-        g: [B, T, HV, K], natural logs of the decay (≤ 0), or raw gates with use_gate_in_kernel; dt_bias: [HV·K].
-        safe_gate: the caller promises g ≥ −5, which permits a faster method. Without it results are right for any
-            g ≤ 0, −∞ too (Triton raises a g below −87 to −87, after which 1e-38 of a state is left).
-        lower_bound: in [−5, 0), implies safe_gate; with use_gate_in_kernel the decay is then
-            lower_bound·sigmoid(exp(A_log)·(g + dt_bias)), and A_log may be left out: the rate exp(A_log) is then 1.
+        S_t = (I − β_t k_t k_tᵀ) Diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ
+        o_t = scale·S_tᵀ q_t
 
-    Returns: o [B, T, HV, V] in v's dtype; final states [N, HV, K, V] float32 (float64 for float64 inputs) or None.
+    The header of this file describes the arguments not listed here.
+
+    Args:
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V], HV a multiple of H.
+        g: [B, T, HV, K], natural logs of the decay (≤ 0), or raw gates with
+            use_gate_in_kernel.
+        beta: [B, T, HV].
+        dt_bias: [HV·K].
+        safe_gate: promises that g ≥ −5, which allows a faster method. Without it results
+            are right for any g ≤ 0, including −∞ (Triton raises a g below −87 to −87, which
+            leaves 1e-38 of a state).
+        lower_bound: in [−5, 0), implies safe_gate. With use_gate_in_kernel the log decay is
+            then lower_bound·sigmoid(exp(A_log)·(g + dt_bias)). Without A_log the rate
+            exp(A_log) is 1.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype; final states [N, HV, K, V] float32 (float64 for
+        float64 inputs) or None.
     """
+    # Check the arguments, and fill in A_log.
     refuse(
         "leave it out, only o and final states are returned",
         return_intermediate_states=return_intermediate_states,
@@ -160,6 +185,7 @@ def chunk_kda(
     _check_gates(g, dt_bias, lower_bound, use_gate_in_kernel)
     if A_log is None and lower_bound is not None:
         A_log = g.new_zeros(g.shape[2], dtype=torch.promote_types(g.dtype, torch.float32))
+    # Group the arguments, and run the recurrence.
     options = DeltaRuleOptions(
         scale=scale_of(scale, q),
         gate_in_kernel=use_gate_in_kernel,
@@ -182,7 +208,7 @@ def chunk_kda(
     return _run(KDA, inputs, use_qk_l2norm_in_kernel, options, sequences, impl)
 
 
-# --- Gated DeltaNet --------------------------------------------------------------------------------------------------
+# --- Gated DeltaNet -----------------------------------------------------------------------
 
 
 GDN = delta_rule("chunk_gated_delta_rule", family="gdn")
@@ -215,13 +241,17 @@ def chunk_gated_delta_rule(
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
 ) -> Result:
-    """S_t = exp(g_t) (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ;  o_t = scale·S_tᵀ q_t  (Gated Delta Networks, eq. 10).
+    """Run Gated DeltaNet (Gated Delta Networks, eq. 10).
 
-    As `chunk_kda`, with one gate per head: g [B, T, HV], dt_bias [HV].
+        S_t = exp(g_t) (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ
+        o_t = scale·S_tᵀ q_t
 
-    Results are right for any g ≤ 0, −∞ too. Triton raises a g below −87 to −87, after which 1e-38 of a state is left,
-    and sums gates over chunks of 64: a token that follows, in its chunk, n tokens that forget everything has a relative
-    error of n · 5e-6.
+    The arguments match those of `chunk_kda`, with one gate per head: g [B, T, HV],
+    dt_bias [HV].
+
+    Results are right for any g ≤ 0, including −∞. Triton raises a g below −87 to −87, which
+    leaves 1e-38 of a state, and sums gates over chunks of 64 tokens: a token that comes
+    after n tokens of its chunk that forget everything has a relative error of n · 5e-6.
     """
     refuse(
         "leave it out, chunks are found from cu_seqlens on the device", chunk_indices=chunk_indices

@@ -1,4 +1,6 @@
-"""Recurrences whose transition is diagonal plus low rank, among them RWKV-7's: the public functions."""
+"""Public functions of the recurrences whose transition is diagonal plus low rank, including
+RWKV-7.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,10 @@ from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.torch.dplr import TorchDPLR, step
 from titan_linear.ops.triton.configs import delta_rule_needs, without_kernels
 
-SAFE = -5.0  # the bound of the log decays that `safe_gate` promises
-RWKV7_BOUND = -2.0  # of those of RWKV-7, for which a chunk needs no sub-blocks
-RWKV7_DECAY = -math.exp(-0.5)  # the bound of the model's own
+# Lower bounds of log decays.
+SAFE = -5.0  # promised by `safe_gate`
+RWKV7_BOUND = -2.0  # required by chunk_rwkv7, whose chunks need no sub-blocks above it
+RWKV7_DECAY = -math.exp(-0.5)  # of the RWKV-7 model's decays
 
 DPLR = Recurrence("chunk_dplr_delta_rule", without_kernels(lambda: TorchDPLR), (), step)
 RWKV7 = Recurrence(
@@ -57,20 +60,28 @@ def chunk_dplr_delta_rule(
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
 ) -> Result:
-    """S_t = Diag(exp gk_t) S_{t−1} + b_t (a_tᵀ S_{t−1}) + k_t v_tᵀ;  o_t = scale·S_tᵀ q_t.
+    """Run a recurrence whose transition is diagonal plus low rank.
 
-    Arguments are those of FLA's function of this name; the ones not listed are those of delta_rule.py.
+        S_t = Diag(exp gk_t) S_{t−1} + b_t (a_tᵀ S_{t−1}) + k_t v_tᵀ
+        o_t = scale·S_tᵀ q_t
+
+    The arguments match FLA's function of the same name. The header of delta_rule.py
+    describes the arguments not listed here.
 
     Args:
-        q, k, a, b: [B, T, H, K]; v: [B, T, H, V].
-        gk: [B, T, H, K], natural logs of the decay, ≤ 0, −∞ too.
-        safe_gate, lower_bound: promises that gk ≥ −5, and that gk ≥ lower_bound; a bound of −5 or more saves work.
+        q, k, a, b: [B, T, H, K].
+        v: [B, T, H, V].
+        gk: [B, T, H, K], natural logs of the decay, ≤ 0, including −∞.
+        safe_gate: promises that gk ≥ −5.
+        lower_bound: promises that gk ≥ lower_bound. A bound of −5 or more saves work.
 
-    Returns: o [B, T, H, V] in v's dtype; final states [N, H, K, V] float32 (float64 for float64 inputs) or None.
+    Returns:
+        o [B, T, H, V] in v's dtype; final states [N, H, K, V] float32 (float64 for float64
+        inputs) or None.
 
     Raises:
-        ValueError: an argument does not fit the others or is not supported; the message names it. Values of gk are
-            checked only where they are on the CPU.
+        ValueError: an argument does not fit the others or is not supported; the message
+            names the argument. Values of gk are checked only if they are on the CPU.
     """
     check_chunk_size(chunk_size)
     least = _promised(safe_gate, lower_bound)
@@ -113,9 +124,13 @@ def chunk_rwkv7(
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
 ) -> Result:
-    """RWKV-7's recurrence: `chunk_dplr_delta_rule` with q = r and log decays gk = w, which lie in [−2, 0], or with
-    `use_gate_in_kernel` the model's, −e^{−1/2} σ(w), whatever `lower_bound` is, which stays a promise. Other arguments
-    are those of FLA's function of this name."""
+    """Run RWKV-7's recurrence: `chunk_dplr_delta_rule` with q = r and log decays gk = w in
+    [−2, 0].
+
+    With `use_gate_in_kernel`, w holds logits and the log decays are the model's, −e^{−1/2}
+    σ(w), whatever `lower_bound` is: it remains a promise about the log decays. The other
+    arguments match FLA's function of the same name.
+    """
     check_chunk_size(chunk_size)
     least = max(RWKV7_BOUND, _promised(safe_gate, lower_bound))
     rate = RWKV7_DECAY if use_gate_in_kernel else None
@@ -136,7 +151,7 @@ def chunk_rwkv7(
 
 
 def _promised(safe_gate: bool, lower_bound: float | None) -> float:
-    """The least log decay that there may be."""
+    """Return the lowest log decay that the caller allows."""
     if lower_bound is not None and not lower_bound < 0:
         raise ValueError(
             f"lower_bound = {lower_bound}: must be below 0, as log decays are; leave it out for none"
@@ -145,8 +160,12 @@ def _promised(safe_gate: bool, lower_bound: float | None) -> float:
 
 
 def _check(recurrence: Recurrence, given: DPLRInputs, least: float | None) -> None:
-    """Raise ValueError for shapes that do not fit, and for log decays on the CPU that do not lie in [least, 0]; least:
-    None for logits."""
+    """Raise ValueError for shapes that do not fit, and for log decays on the CPU outside
+    [least, 0].
+
+    Args:
+        least: lowest log decay allowed; None if gk holds logits.
+    """
     q, k, v, *_, gk = given
     check_queries(q, k, v)
     if v.shape[2] != q.shape[2]:

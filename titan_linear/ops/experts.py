@@ -1,5 +1,8 @@
-"""Ops of a mixture of experts: copies of tokens for experts, their products and activations, sums of what they give,
-and means over whole streams."""
+"""Ops of a mixture of experts.
+
+These are routing, copies of tokens for experts, products and activations of experts, sums
+of the experts' outputs, and means over whole streams.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,15 @@ from titan_linear.ops.runtime.support import (
 from titan_linear.ops.torch import experts as in_torch
 from titan_linear.ops.triton.configs import with_kernels
 
-# --- Routing ---------------------------------------------------------------------------------------------------------
+# --- Routing ------------------------------------------------------------------------------
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x [N, D], weight [E, D] -> x weightᵀ [N, E] in float32 or wider.
+    """Return x weightᵀ [N, E] in float32 or wider, for x [N, D] and weight [E, D].
 
-    In bfloat16, products are exact on tensor cores, and summed in float32; the logits' gradient is two numbers in
-    bfloat16, which leave 2⁻¹⁶ of it out.
+    In bfloat16, products are exact on tensor cores and are summed in float32. Backward
+    splits the logits' gradient into two bfloat16 numbers, which loses a relative 2⁻¹⁶ of
+    it.
     """
     return _Logits.apply(x, weight)
 
@@ -50,6 +54,8 @@ class _Logits(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if x.dtype != torch.bfloat16:
             return wide_product(d, weight).to(x.dtype), wide_product(d.T, x).to(weight.dtype)
+        # Split d into its rounded value and the remainder, so that both products run on
+        # tensor cores.
         high = d.to(x.dtype)
         parts = torch.cat([high, (d - high).to(x.dtype)], 1)  # [N, 2 E]
         dweight = wide_product(parts.T, x).unflatten(0, (2, -1)).sum(0)
@@ -62,7 +68,7 @@ def _wide_fake(a: Tensor, b: Tensor) -> Tensor:
 
 @operator(fake=_wide_fake, cost=lambda outputs, a, b: costs.Grouped(len(a), b.shape[1], len(b)))
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32 or wider."""
+    """Compute a @ b in float32 or wider."""
     if a.is_cuda and a.dtype == torch.bfloat16:
         return torch.mm(a, b, out_dtype=torch.float32)
     wide = torch.promote_types(a.dtype, torch.float32)
@@ -74,31 +80,41 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
     kept_by=("selective",),
 )
 def top_k(scores: Tensor, k: int, passes: str) -> Tensor:
-    """The indices [N, k] of the k largest of scores [N, E], largest first; of equal ones the lowest comes first."""
+    """Return the indices [N, k] of the k largest of scores [N, E], the largest first; ties
+    go to the lowest index.
+    """
     return COPIES.load(passes).top_k(scores.contiguous(), k)
 
 
-# --- Copies ----------------------------------------------------------------------------------------------------------
+# --- Copies -------------------------------------------------------------------------------
 
 
 class Copies(NamedTuple):
-    """Up to k copies of each of N tokens, one per row: row slots[n, j] is token n's j-th copy, which is not there where
-    that is -1; order[row] = n · k + j."""
+    """Up to k copies of each of N tokens, one per row.
+
+    Row slots[n, j] is the j-th copy of token n, or −1 if the copy does not exist.
+    order[row] = n · k + j.
+    """
 
     slots: Tensor  # [N, k] int64
     order: Tensor  # [rows] int64
 
 
 def loads(experts: Tensor, num_experts: int) -> Tensor:
-    """[num_experts] int64, the number of copies for each."""
+    """Return the number of copies for each expert, [num_experts] int64."""
     chosen = experts.flatten()
     return chosen.new_zeros(num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
 
 
 def by_expert(experts: Tensor, num_experts: int, rows: int) -> Copies:
-    """Rows sorted by expert and, for each expert, by token. experts [N, k] int64, -1: no copy; rows: all others."""
+    """Return rows sorted by expert and, for each expert, by token.
+
+    Args:
+        experts: [N, k] int64, −1: no copy.
+        rows: number of copies that exist.
+    """
     here = experts >= 0
-    # which a GPU sorts in two passes
+    # A GPU sorts int16 keys in two passes.
     keys = experts.where(here, num_experts).flatten().to(torch.int16)
     order = keys.sort(stable=True).indices
     return Copies(inverse(order).view_as(experts).where(here, -1), order[:rows])
@@ -106,27 +122,36 @@ def by_expert(experts: Tensor, num_experts: int, rows: int) -> Copies:
 
 @operator(fake=torch.empty_like)
 def inverse(order: Tensor) -> Tensor:
-    """The permutation that undoes one. Compiled for a CPU, it was fused with what reads it and came out as zeros."""
+    """Return the permutation that undoes `order`.
+
+    It is an operator because the CPU compiler fused it with its reader and returned zeros.
+    """
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def by_slot(slots: Tensor, rows: int) -> Copies:
-    """slots: as in `Copies`; those that are -1 go to a last row, which is cut off."""
+    """Return the copies of these slots (see `Copies`); entries of −1 go to an extra last
+    row, which is cut off.
+    """
     places = torch.arange(slots.numel(), device=slots.device)
     order = places.new_empty(rows + 1).scatter_(0, slots.where(slots >= 0, rows).flatten(), places)
     return Copies(slots, order[:rows])
 
 
 def spread(x: Tensor, copies: Copies, impl: str | Choice = "auto") -> Tensor:
-    """The copies of x [N, D] -> [rows, D]. Differentiable in x; a token's gradients are added up in float32 or wider,
-    in the order of its copies."""
+    """Copy x [N, D] into rows [rows, D]. Differentiable in x.
+
+    Backward adds up a token's gradients in float32 or wider, in the order of its copies.
+    """
     return _Pass.apply(
         x, copies.slots, len(copies.order), COPIES.implementation(impl, x.device, x.dtype), False
     )
 
 
 def collect(y: Tensor, copies: Copies, impl: str | Choice = "auto") -> Tensor:
-    """x[n] = Σ_j y[slots[n, j]] in float32 or wider, in the order of j. y [rows, D] -> [N, D] in y's dtype."""
+    """Compute x[n] = Σ_j y[slots[n, j]] in float32 or wider, in the order of j: y [rows, D]
+    -> [N, D] in y's dtype.
+    """
     return _Pass.apply(
         y, copies.slots, len(copies.order), COPIES.implementation(impl, y.device, y.dtype), True
     )
@@ -135,15 +160,19 @@ def collect(y: Tensor, copies: Copies, impl: str | Choice = "auto") -> Tensor:
 def activate(
     y: Tensor, weights: Tensor, copies: Copies, gated: bool, impl: str | Choice = "auto"
 ) -> Tensor:
-    """weights · silu(gate) · up of rows y [rows, 2 H] if gated, gates first, or weights · relu(y)² of y [rows, H], in
-    float32 or wider. weights [N, k] of each token's copies -> [rows, H]. Differentiable in y and weights."""
+    """Apply the experts' activation, weighted, in float32 or wider: -> [rows, H].
+
+    If gated, y is [rows, 2 H], gates first, and the result is weights · silu(gate) · up.
+    Otherwise y is [rows, H], and the result is weights · relu(y)². weights [N, k] are the
+    weights of each token's copies. Differentiable in y and weights.
+    """
     return _Activate.apply(
         y, weights, *copies, gated, COPIES.implementation(impl, y.device, y.dtype)
     )
 
 
 class _Pass(torch.autograd.Function):
-    """`collect` if `sums`, else `spread`: each is the other's gradient."""
+    """Apply `collect` if `sums`, else `spread`: each is the other's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor, rows: int, name: str, sums: bool) -> Tensor:
@@ -184,7 +213,8 @@ class _Activate(torch.autograd.Function):
         dy, dweights = COPIES.load(ctx.name).activate_backward(
             y, of_rows, dx.contiguous(), ctx.gated
         )
-        return dy, F.pad(dweights, (0, 1))[slots], *[None] * 4  # slots of -1 read the 0
+        # Slots of −1 read the padded zero.
+        return dy, F.pad(dweights, (0, 1))[slots], *[None] * 4
 
 
 def _triton() -> Any:
@@ -196,15 +226,17 @@ def _triton() -> Any:
 COPIES = Op("expert_copies", with_kernels(_triton, lambda: in_torch, slower="slower"))
 
 
-# --- Products --------------------------------------------------------------------------------------------------------
+# --- Products -----------------------------------------------------------------------------
 
 
 class Products(NamedTuple):
-    """With one matrix per group of rows; a group's rows are adjacent, and groups in order."""
+    """Matrix products with one matrix per group of rows; rows of a group are adjacent, and
+    groups are in order.
+    """
 
     # x [M, I], weight [E, O, I], counts [E] -> [M, O]
     linear: Callable[[Tensor, Tensor, Tensor], Tensor]
-    # dy [M, O], x [M, I], counts [E] -> [E, O, I], sums over rows
+    # dy [M, O], x [M, I], counts [E] -> [E, O, I], summed over the rows of each group
     outer: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -216,13 +248,24 @@ def grouped_linear(
     copies: Copies | None = None,
     keep: bool = True,
 ) -> Tensor:
-    """y_i = W_e x_i for rows x_i of group e; rows of a group are adjacent, and groups are in order.
+    """Compute y_i = W_e x_i for the rows x_i of group e; rows of a group are adjacent, and
+    groups are in order.
 
-    x [M, I], weight [E, O, I], counts [E] int64 that sum to M -> y [M, O]; with `copies` sums over each token's rows,
-    [N, O]. Differentiable in x and weight. impls: of products and of passes over rows (GROUPED_LINEAR, COPIES). keep:
-    what selective checkpointing does with y.
-    In bfloat16 on CUDA it is one kernel of PyTorch if I and O are multiples of 8; else a loop over groups, for which,
-    on CUDA, the host waits for the counts.
+    Differentiable in x and weight. In bfloat16 on CUDA it is one kernel of PyTorch if I and
+    O are multiples of 8. Otherwise it loops over groups; on CUDA the host then waits for
+    the counts.
+
+    Args:
+        x: [M, I].
+        weight: [E, O, I].
+        counts: [E] int64, the rows of each group; they sum to M.
+        impls: implementations of the products and of the passes over rows (GROUPED_LINEAR,
+            COPIES).
+        copies: if given, the result is summed over each token's rows.
+        keep: whether selective checkpointing keeps y.
+
+    Returns:
+        y [M, O], or [N, O] with `copies`.
     """
     products, passes = impls
     _, O, I = weight.shape
@@ -264,7 +307,7 @@ class _Linear(torch.autograd.Function):
         return dx, outer_product(dy, x, counts, ctx.products) if of_weight else None, *[None] * 5
 
 
-# In `fake`, len() would fix a size that varies.
+# Fakes read sizes from .shape: len() would make a varying size a constant in compiled code.
 
 
 def _product_fake(
@@ -276,7 +319,9 @@ def _product_fake(
 def _product(
     x: Tensor, weight: Tensor, counts: Tensor, slots: Tensor | None, products: str, passes: str
 ) -> Tensor:
-    """As `grouped_linear`; rows as wide as tokens lie only inside."""
+    """Compute `grouped_linear`; the rows [M, O] before the sum exist only inside this
+    call.
+    """
     y = GROUPED_LINEAR.load(products).linear(x, weight, counts)
     return y if slots is None else COPIES.load(passes).collect(y, slots)
 
@@ -305,7 +350,7 @@ grouped_product = operator(_product, name="grouped_product", **_spec)
     cost=lambda outputs, dy, x, **_: costs.Grouped(len(x), dy.shape[1], x.shape[1]),
 )
 def outer_product(dy: Tensor, x: Tensor, counts: Tensor, products: str) -> Tensor:
-    """Σ dy_i x_iᵀ over rows of each group: dy [M, O], x [M, I] -> [E, O, I]."""
+    """Compute Σ dy_i x_iᵀ over the rows of each group: dy [M, O], x [M, I] -> [E, O, I]."""
     return GROUPED_LINEAR.load(products).outer(dy, x, counts)
 
 
@@ -332,7 +377,9 @@ def _loop() -> Products:
 
 
 def rows_of_16_bytes(t: Target) -> str | None:
-    """Rows of all matrices, gradients too, must be multiples of 16 bytes; each dim is the length of some rows."""
+    """Require rows of all matrices, including gradients, to be multiples of 16 bytes; each
+    dim is the length of some rows.
+    """
     step = 16 // t.dtype.itemsize
     uneven = (
         f"rows of {n} are no multiple of {step} numbers (16 bytes)"
@@ -355,15 +402,17 @@ GROUPED_LINEAR = Op(
 )
 
 
-# --- Means -----------------------------------------------------------------------------------------------------------
+# --- Means --------------------------------------------------------------------------------
 
 
 @kept
 @torch.no_grad()
 def stream_means(x: Tensor, num_streams: int, cp_context: CPContext | None) -> Tensor:
-    """x [T, E], this rank's tokens, one stream after another -> [num_streams, E], means over whole streams."""
+    """Return means over whole streams [num_streams, E] of x [T, E], this rank's tokens, one
+    stream after another.
+    """
     means = x.unflatten(0, (num_streams, -1)).mean(1)
-    # ranks have equal parts of every stream
+    # Ranks have equal parts of every stream, so the mean of their means is right.
     if cp_context is not None and cp_context.ranks.world_size > 1:
         means = sum_ranks(means, cp_context.ranks.group_name) / cp_context.ranks.world_size
     return means

@@ -1,10 +1,11 @@
-"""The driver of chunked recurrences: it runs the stages of one implementation, with KCP between two of them.
+"""Driver of chunked recurrences: it runs the stages of one implementation, with KCP between
+two of them.
 
     forward    prepare → boundary → [exchange, fold] → scan, output
     backward   prepare again → boundary_backward → [exchange, fold, reversed] → backward
 
-An implementation is a class with the methods of `Rule`. Without context parallelism the two middle steps are left out,
-and the initial state is the caller's.
+An implementation is a class with the methods of `Rule`. Without context parallelism the two
+middle steps are left out, and the caller provides the initial state.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from titan_linear.ops.triton.configs import with_kernels
 
 
 class Rule(Protocol):
-    """The stages of one call, in the order in which the driver runs them."""
+    """Stages of one call, in the order in which the driver runs them."""
 
     def __init__(
         self,
@@ -53,38 +54,59 @@ class Rule(Protocol):
         differentiable: bool,
         kept: Sequence[Tensor] = (),
     ):
-        """Prepare the chunks. `differentiable`: `backward` will be called on this object. `kept`: for an object made in
-        backward, the `kept` of forward's object."""
+        """Prepare the chunks.
 
-    kept: Sequence[Tensor]  # what forward's object hands to the one made in backward
+        Args:
+            differentiable: whether `backward` will be called on this object.
+            kept: for an object created in backward: `kept` of the object that ran forward.
+        """
+
+    # Tensors that forward's object passes to the one created in backward.
+    kept: Sequence[Tensor]
 
     def boundary(self, chains: Chains) -> tuple[Tensor, Tensor]:
-        """S_ext [slots,HV,K,V] and M of each slot's entry, where `chains.wanted` asks for them: the entry's end state
-        is M S + S_ext if S enters it. M is [slots,HV,K,K], or [slots,HV,K or 1] if it is diagonal. K and V of these,
-        and of what is computed from them, may be padded with zeros."""
+        """Return S_ext [slots,HV,K,V] and M of each slot's entry, where `chains.wanted`
+        requests them.
+
+        The entry's end state is M S + S_ext if S enters it. M is [slots,HV,K,K], or
+        [slots,HV,K or 1] if it is diagonal. K and V of these tensors, and of the states
+        computed from them, may be padded with zeros.
+        """
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
-        """o [T,HV,V] and the final states [N,HV,K,V] (empty unless needed), from the initial ones (None: zeros)."""
+        """Return o [T,HV,V] and the final states [N,HV,K,V] (empty unless needed).
+
+        Entries start from the initial states (None: zeros).
+        """
 
     def boundary_backward(self, do: Tensor, chains: Chains) -> Tensor:
-        """dS_ext [slots,HV,K,V]: the gradient of the state that enters each slot's entry if its end state had none."""
+        """Return dS_ext [slots,HV,K,V].
+
+        This is the gradient of the state that enters each slot's entry if its end state had
+        no gradient.
+        """
 
     def backward(
         self, do: Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
     ) -> tuple[AnyInputs, Tensor]:
-        """Gradients of the inputs (None for those not given), and of the initial states [N,HV,K,V] (empty unless
-        needed)."""
+        """Return gradients of the inputs (None for inputs not given) and of the initial
+        states.
+
+        The latter are [N,HV,K,V], or empty unless needed.
+        """
 
 
 @dataclass(frozen=True, eq=False)
 class Recurrence(Op):
     """An op that this driver runs."""
 
-    # inputs [HV·…], the same for all tokens; the others are [T, heads, ...]
+    # Names of the inputs [HV·…] that are the same for all tokens; the others are
+    # [T, heads, ...].
     of_heads: tuple[str, ...]
-    step: Callable[[Any, Any, Tensor], tuple[Tensor, Tensor]]  # (inputs of one token of each of N
-    # sequences, options, S [N,HV,K,V]) -> o [N,HV,V] and the next states
-    # what the op calls its arguments, if not as the inputs here
+    # Computes one token: (inputs of one token of each of N sequences, options, S
+    # [N,HV,K,V]) -> o [N,HV,V] and the next states.
+    step: Callable[[Any, Any, Tensor], tuple[Tensor, Tensor]]
+    # Names of the op's arguments where they differ from the names of the inputs here.
     names: Mapping[str, str] = field(default_factory=dict)
 
     def named(self, argument: str) -> str:
@@ -92,19 +114,24 @@ class Recurrence(Op):
 
 
 def _triton_rule() -> Any:
-    from titan_linear.ops.triton.rules import triton_rule  # Triton is available on Linux only
+    # Triton is available on Linux only.
+    from titan_linear.ops.triton.rules import triton_rule
 
     return triton_rule
 
 
 def rules(torch_rule: type[Rule], *needs: Check) -> dict[str, Implementation]:
-    """The implementations of a recurrence; needs: of the kernels."""
+    """Return the implementations of a recurrence; `needs` are the requirements of the
+    kernels.
+    """
     return with_kernels(_triton_rule, lambda: torch_rule, *needs)
 
 
-@dataclass(eq=False)  # not frozen, as `Boundaries`
+@dataclass(eq=False)  # not frozen, for the reason given at `Boundaries`
 class Call:
-    """One call of the driver, without the tensors that have gradients."""
+    """Everything that one call of the driver needs except the tensors that have
+    gradients.
+    """
 
     inputs: type[AnyInputs]
     implementation: type[Rule]
@@ -115,25 +142,29 @@ class Call:
 
     @property
     def group(self) -> str:
-        """The name of the group of several ranks."""
+        """Name of the process group, or "" for a single rank."""
         return "" if self.cp is None else self.cp.ranks.group_name
 
     @property
     def starts(self) -> Tensor | None:
-        """The row of each entry among the states that enter from others; None: the states are the caller's."""
+        """Row of each entry among the states that enter from other entries or ranks.
+
+        None means that the caller provides the states.
+        """
         if self.boundaries.tree is not None:
             return self.boundaries.tree.starts
         return None if self.cp is None else self.cp.tables.forward_chains.entry_slots
 
 
 class Saved(NamedTuple):
-    """What forward keeps for backward."""
+    """Tensors that forward keeps for backward."""
 
     inputs: AnyInputs
-    # the caller's [N,HV,K,V], or with several ranks those that enter slots [slots,HV,K,V]
+    # The caller's states [N,HV,K,V], or with several ranks the states that enter each slot
+    # [slots,HV,K,V].
     states: Tensor | None
     M: Tensor | None  # [slots,HV,K,K], or [slots,HV,K or 1]
-    kept: tuple[Tensor, ...]  # what the rule keeps
+    kept: tuple[Tensor, ...]  # `kept` of the rule
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return (*self.inputs, self.states, self.M, *self.kept)
@@ -145,7 +176,9 @@ class Saved(NamedTuple):
 
 
 class _Recurrence(torch.autograd.Function):
-    """(initial_state [N,HV,K,V] or None, the fields of `call.inputs`) -> (o, final states)."""
+    """Map (initial_state [N,HV,K,V] or None, the fields of `call.inputs`) to (o, final
+    states).
+    """
 
     @staticmethod
     def forward(
@@ -158,7 +191,8 @@ class _Recurrence(torch.autograd.Function):
         states = initial_state if call.starts is None else entering
         ctx.save_for_backward(*Saved(inputs, states, M, of_rule).tensors())
         ctx.set_materialize_grads(False)
-        # Views: torch 2.11's compiler drops the gradient of an output that is itself an intermediate of this function.
+        # Return views: torch 2.11's compiler drops the gradient of an output that is itself
+        # an intermediate of this function.
         return o.view_as(o), final.view_as(final)
 
     @staticmethod
@@ -166,11 +200,14 @@ class _Recurrence(torch.autograd.Function):
         check_first_derivative()
         call = ctx.call
         inputs, states, M, kept = Saved.of(call.inputs, ctx.saved_tensors)
+        # Prepare the chunks again, unless forward kept its rule.
         rule = ctx.rule or call.implementation(
             inputs, call.options, call.boundaries, differentiable=True, kept=kept
         )
-        ctx.rule = None  # what it holds serves one backward only
+        ctx.rule = None  # its tensors serve a single backward
         do = torch.zeros_like(inputs.v) if do is None else do
+        # Find the gradients of the states that leave entries: from child entries, from
+        # other ranks, or from the caller.
         if tree := call.boundaries.tree:
             dS_ext = rule.boundary_backward(do, tree.children)
             final = States(fold_tree(dS_ext, M, list(tree.fold), call.group, True), tree.ends)
@@ -180,7 +217,8 @@ class _Recurrence(torch.autograd.Function):
             d_leaving = incoming_states(dS_ext, M, chains, call.group, reverse=True)
             final = States(d_leaving, chains.entry_slots)
         else:
-            # compiled code gives empty states an empty gradient
+            # Compiled code passes an empty gradient for empty final states, so ask
+            # `need_final`.
             wanted = call.need_final and d_final is not None
             final = States(d_final.to(state_dtype(inputs))) if wanted else None
         _, need_d_initial, *_ = ctx.needs_input_grad
@@ -192,7 +230,9 @@ _apply_on_host = torch.compiler.disable(_Recurrence.apply)
 
 
 def _function(rule: type[Rule]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What applies `_Recurrence`. The compiler does not look into rules that work on the host."""
+    """Return the function that applies `_Recurrence`. The compiler skips rules that work on
+    the host.
+    """
     on_host = isinstance(rule, type) and issubclass(rule, TorchRule)
     return _apply_on_host if on_host else _Recurrence.apply
 
@@ -202,9 +242,15 @@ Forward = tuple[Tensor, Tensor, Tensor | None, Tensor | None, tuple[Tensor, ...]
 
 @kept
 def _forward(call: Call, inputs: AnyInputs, initial_state: Tensor | None, keep: bool) -> Forward:
-    """o, final states, the states that enter from other ranks, M, what the rule keeps, and the rule if `keep`."""
+    """Run forward up to the final states.
+
+    Returns:
+        o, the final states, the states that enter from other ranks, M, the rule's `kept`,
+        and the rule if `keep`.
+    """
     rule = call.implementation(inputs, call.options, call.boundaries, differentiable=keep)
     states, entering, M = initial_state, None, None
+    # States enter from parent entries, from other ranks, or from the caller.
     if tree := call.boundaries.tree:
         S_ext, M = rule.boundary(tree.points)
         states = entering = fold_tree(S_ext, M, list(tree.fold), call.group, False)
@@ -217,7 +263,9 @@ def _forward(call: Call, inputs: AnyInputs, initial_state: Tensor | None, keep: 
 
 
 def _initial(states: Tensor | None, call: Call, inputs: AnyInputs) -> States | None:
-    """The states from which entries start, in the dtype of states (`state_dtype`)."""
+    """Return the states from which entries start, in the dtype of states
+    (`state_dtype`).
+    """
     if states is None:
         return None
     return States(states.to(state_dtype(inputs)), call.starts)
@@ -230,9 +278,13 @@ def run(
     sequences: Sequences,
     impl: str | Choice,
 ) -> Result:
-    """What the public functions share, once they have checked the shapes of their inputs and filled in `options`.
+    """Run a recurrence: the part that the public functions share.
 
-    given: the caller's inputs, [B, T, ...].
+    The public functions check the shapes of their inputs and fill in `options` before they
+    call this.
+
+    Args:
+        given: the caller's inputs, [B, T, ...].
     """
     (
         initial_state,
@@ -244,6 +296,7 @@ def run(
         cp_method,
         parents,
     ) = sequences
+    # Check the arguments that all recurrences have.
     check_floats(**{recurrence.named(name): x for name, x in given._asdict().items()})
     q, v = given.q, given.v
     cu_seqlens, cp_context = of_trees(parents, cu_seqlens, cp_context, q.device)
@@ -258,15 +311,18 @@ def run(
     name = recurrence.named("initial_state")
     check_floats(**{name: initial_state})
     _check_state(name, initial_state, N, v.shape[2], K, v.shape[3], state_v_first)
+    # Ulysses: exchange tokens for heads, and run the whole stream.
     initial_state = swapped(initial_state, state_v_first)
     several = cp_context is not None and cp_context.ranks.world_size > 1
     if several and cp_method == "ulysses":
         return _over_heads(recurrence, given, options, cp_context, impl), None
+    # Fold the batch into the tokens, and choose the implementation.
     inputs = _each(given, recurrence, lambda x: x.flatten(0, 1), lambda x: x.flatten().contiguous())
     rule = _implementation(recurrence, inputs, impl)
     wants_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*inputs, initial_state)
     )
+    # One token per sequence is one step of the recurrence; all else runs in chunks.
     if q.shape[1] == 1 and cu_seqlens is None and cp_context is None and not wants_grad:
         o, final = _decode(recurrence, inputs, options, initial_state)
     else:
@@ -291,7 +347,9 @@ def _each(
     of_tokens: Callable[[Tensor], Tensor],
     of_heads: Callable[[Tensor], Tensor],
 ) -> AnyInputs:
-    """The inputs, changed by one function or the other; None stays None."""
+    """Apply one function to inputs per token and another to inputs per head; None stays
+    None.
+    """
     changed = {
         name: (of_heads if name in recurrence.of_heads else of_tokens)(x)
         for name, x in inputs._asdict().items()
@@ -309,8 +367,11 @@ def _implementation(recurrence: Recurrence, inputs: AnyInputs, impl: str | Choic
 def _over_heads(
     recurrence: Recurrence, given: AnyInputs, options: AnyOptions, cp: CPContext, impl: str | Choice
 ) -> Tensor:
-    """o by an all-to-all over heads: the rule takes all tokens of this rank's heads, and what these heads have of the
-    inputs that are the same for all tokens, so that no recurrence crosses ranks."""
+    """Compute o by an all-to-all over heads.
+
+    The rule processes all tokens of this rank's heads, with these heads' part of the inputs
+    that are the same for all tokens, so that no state crosses ranks.
+    """
     inputs = _each(
         given,
         recurrence,
@@ -325,7 +386,10 @@ def _over_heads(
 def _decode(
     recurrence: Recurrence, inputs: AnyInputs, options: AnyOptions, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """One token of every sequence: a step of the recurrence itself, since a chunk would be padding but for one row."""
+    """Process one token of every sequence by a single step of the recurrence.
+
+    A chunk would be padding except for one row.
+    """
     dtype = state_dtype(inputs)
     N, HV, V = inputs.v.shape
     K = inputs.q.shape[2]
@@ -340,7 +404,11 @@ def _decode(
 
 
 def check_queries(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
-    """(B, T, HV, K, V). Raise ValueError unless q, k are [B, T, H, K] and v [B, T, HV, V], HV a multiple of H."""
+    """Return (B, T, HV, K, V).
+
+    Raises ValueError unless q, k are [B, T, H, K] and v is [B, T, HV, V], HV a multiple of
+    H.
+    """
     if q.dim() != 4 or k.shape != q.shape or 0 in q.shape:
         raise ValueError(
             f"q {tuple(q.shape)} and k {tuple(k.shape)} must both be [B, T, H, K], none of them 0"

@@ -1,4 +1,4 @@
-"""The table of all ops of which a run chooses the implementation: a new op adds its line here."""
+"""Table of all ops whose implementation a run chooses. A new op adds its line here."""
 
 from __future__ import annotations
 
@@ -27,13 +27,21 @@ OPS = {
 def choose_implementations(
     requests: Mapping[str, Mapping[str, int]], impl: str, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Choice]:
-    """op -> what a run will use, given the dims that it needs of each op: {"chunk_kda": {"K": 128, "V": 128}, ...}.
+    """Choose the implementation of each op that a run uses.
 
-    For attention {"D", "Dv"} that is the kernel of packed documents. It and grouped_linear, for which we have no
-    kernels, take the fastest whatever `impl` says.
+    Attention and grouped_linear, for which we have no kernels of our own, take the fastest
+    whatever `impl` is. For attention with dims {"D", "Dv"} the choice is the kernel for
+    packed documents.
+
+    Args:
+        requests: op -> the dims that the run needs: {"chunk_kda": {"K": 128, "V": 128},
+            ...}.
+
+    Returns:
+        op -> choice.
 
     Raises:
-        ValueError: as `Op.choose`; the message names the key model.impl.
+        ValueError: as in `Op.choose`; the message names the key model.impl.
     """
     choices = {}
     for name, dims in requests.items():
@@ -52,7 +60,10 @@ def choose_implementations(
 
 
 def start_lines(choices: Mapping[str, Choice]) -> list[str]:
-    """What a run prints about its ops: one line for all of them, then one for each that has a remark."""
+    """Return the lines that a run prints about its ops.
+
+    There is one line for all ops, then one for each op with a remark.
+    """
     names = ", ".join(f"{op}: {choice.implementation}" for op, choice in choices.items())
     return [
         f"ops {names}",

@@ -1,4 +1,4 @@
-"""Linear attention with one log decay per head (RetNet, Lightning Attention, Simple GLA), the public function."""
+"""Linear attention with one log decay per head (RetNet, Lightning Attention, Simple GLA)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titan_linear.ops.triton.configs import decay_needs
 
 
 def decaying(op: str, **names: str) -> Recurrence:
-    """A recurrence whose state only decays."""
+    """Return a recurrence whose state only decays."""
     implementations = rules(TorchLinearAttention, *decay_needs())
     return Recurrence(op, implementations, ("A", "D", "dt_bias"), step, names)
 
@@ -40,20 +40,30 @@ def chunk_simple_gla(
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
 ) -> Result:
-    """S_t = exp(g_t) S_{t−1} + k_t v_tᵀ;  o_t = scale·S_tᵀ q_t.
+    """Run linear attention with one log decay per head.
 
-    Arguments are those of FLA's function of this name; the ones not listed are those of delta_rule.py.
+        S_t = exp(g_t) S_{t−1} + k_t v_tᵀ
+        o_t = scale·S_tᵀ q_t
+
+    The arguments match FLA's function of the same name. The header of delta_rule.py
+    describes the arguments not listed here.
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H.
-        g: [B, T, HV], natural logs of the decay, ≤ 0, −∞ too.
-        g_gamma: [HV], the same for all tokens; differentiable, unlike FLA's. Give one of the two.
+        q, k: [B, T, H, K].
+        v: [B, T, HV, V], HV a multiple of H.
+        g: [B, T, HV], natural logs of the decay, ≤ 0, including −∞.
+        g_gamma: [HV], the same log decay for all tokens; differentiable, unlike FLA's. Give
+            either g or g_gamma.
 
-    Returns: o [B, T, HV, V] in v's dtype; final states [N, HV, K, V] float32 (float64 for float64 inputs) or None.
+    Returns:
+        o [B, T, HV, V] in v's dtype; final states [N, HV, K, V] float32 (float64 for
+        float64 inputs) or None.
 
     Raises:
-        ValueError: an argument does not fit the others or is not supported; the message names it.
+        ValueError: an argument does not fit the others or is not supported; the message
+            names the argument.
     """
+    # Check the shapes, and expand one decay per head to all tokens.
     B, T, HV, _, _ = check_queries(q, k, v)
     if (g is None) == (g_gamma is None):
         raise ValueError("give one of g [B, T, HV] and g_gamma [HV]")

@@ -1,4 +1,4 @@
-"""Mamba-2's state-space recurrence (SSD), the public function."""
+"""Public function of Mamba-2's state-space recurrence (SSD)."""
 
 from __future__ import annotations
 
@@ -36,25 +36,37 @@ def chunk_ssd(
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
 ) -> Result:
-    """h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ;  y_t = h_t C_t + D x_t  (Transformers are SSMs, section 7).
+    """Run Mamba-2's state-space recurrence (Transformers are SSMs, section 7).
 
-    Arguments are those of mamba_ssm's `mamba_chunk_scan_combined`, without chunk_size (64), z (gate y) and seq_idx
-    (give cu_seqlens); b is the batch here. The ones not listed are those of delta_rule.py.
+        h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ
+        y_t = h_t C_t + D x_t
+
+    The arguments match mamba_ssm's `mamba_chunk_scan_combined`, without chunk_size (64), z
+    (gate y) and seq_idx (give cu_seqlens). The batch size is b here. The header of
+    delta_rule.py describes the arguments not listed here.
 
     Args:
-        x: [b, T, heads, P]; dt: [b, T, heads]; B, C: [b, T, G, N], where G divides heads.
-        A: [heads], negative; D: [heads] or [heads, P]; dt_bias: [heads].
-        dt_softplus: Δ = clamp(softplus(dt + dt_bias), dt_limit); without it clamp(dt + dt_bias, dt_limit).
+        x: [b, T, heads, P].
+        dt: [b, T, heads].
+        A: [heads], negative.
+        B, C: [b, T, G, N], where G divides heads.
+        D: [heads] or [heads, P].
+        dt_bias: [heads].
+        dt_softplus: Δ = clamp(softplus(dt + dt_bias), dt_limit); without it
+            Δ = clamp(dt + dt_bias, dt_limit).
         dt_limit: lower and upper limit of Δ.
-        initial_states: [n, heads, P, N], one per sequence or packed document; zeros by default.
-        return_final_states: return them.
+        initial_states: [n, heads, P, N], one per sequence or packed document; zeros by
+            default.
+        return_final_states: whether to return the final states.
         cp_method: with cp_context, "kcp", or "ulysses" if the number of ranks divides G.
 
-    Returns: y [b, T, heads, P] in x's dtype; final states [n, heads, P, N] float32 (float64 for float64 inputs), or
-        None.
+    Returns:
+        y [b, T, heads, P] in x's dtype; final states [n, heads, P, N] float32 (float64 for
+        float64 inputs) or None.
 
     Raises:
-        ValueError: an argument does not fit the others or is not supported; the message names it.
+        ValueError: an argument does not fit the others or is not supported; the message
+            names the argument.
     """
     _check(x, dt, A, B, C, D, dt_bias, dt_limit)
     options = DecayOptions(1.0, dt_softplus, tuple(dt_limit), disable_recompute)
@@ -81,7 +93,7 @@ def _check(
     dt_bias: Tensor | None,
     dt_limit: tuple[float, float],
 ) -> None:
-    """Raise ValueError for shapes that do not fit; the message says what would."""
+    """Raise ValueError for shapes that do not fit; the message gives the remedy."""
     if x.dim() != 4 or 0 in x.shape:
         raise ValueError(f"x {tuple(x.shape)} must be [b, T, heads, P], none of them 0")
     b, T, heads, P = x.shape

@@ -1,7 +1,8 @@
 """SwiGLU and the projection that follows it: (silu(factor · gate) · up) Wᵀ (Shazeer 2020).
 
-Of the activations only gate and up are saved for backward, side by side as one product gave them: the pass that
-computes their gradients recomputes the input of the projection.
+The only activations saved for backward are gate and up, side by side as one product
+computed them. The pass that computes their gradients recomputes the input of the
+projection.
 """
 
 from __future__ import annotations
@@ -30,11 +31,20 @@ def swiglu(
     gate_factor: float = 1.0,
     lora_A: Tensor | None = None,
 ) -> Tensor | Pair:
-    """gate_up [.., 2 H], gate before up, weight [D, H] -> [.., D], with lora_A [r, H] also the [.., r] that it gives.
+    """Apply SwiGLU and the projection W: gate_up [.., 2 H], gate before up, weight [D, H]
+    -> [.., D].
+
     Elementwise work is done in float32 or wider.
 
-    impl: "torch", "triton", or "auto" (ops/runtime/support.py). product: of x [.., K] and weight [N, K], x weightᵀ.
-    Raises ValueError for shapes that do not fit, or integers.
+    Args:
+        impl: "torch", "triton", or "auto" (ops/runtime/support.py).
+        product: computes x weightᵀ from x [.., K] and weight [N, K].
+        gate_factor: factor on the gate.
+        lora_A: [r, H]; if given, the result is a pair with the adapter's low-rank product
+            [.., r].
+
+    Raises:
+        ValueError: shapes do not fit, or a tensor has an integer dtype.
     """
     if weight.dim() != 2 or not gate_up.dim() or gate_up.shape[-1] != 2 * weight.shape[1]:
         raise ValueError(
@@ -75,10 +85,14 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, dlow: Tensor | None = None) -> tuple[Tensor | None, ...]:
         check_first_derivative()
         gate_up, weight, lora_A = ctx.saved_tensors
-        dy = dy.to(weight.dtype)  # dy has autocast's dtype if only forward ran in autocast
+        # If only forward ran in autocast, dy has autocast's dtype. The input of the
+        # projection gets gradients from the weight and from the adapter.
+        dy = dy.to(weight.dtype)
         dactivated = ctx.product(dy, weight.T)
         if lora_A is not None:
             dactivated = dactivated + dlow @ lora_A
+        # The kernel recomputes the input of the projection, which the weights' gradients
+        # need.
         backward = SWIGLU.load(ctx.name).activate_backward
         d, activated = backward(
             gate_up.contiguous(), None, dactivated.contiguous(), True, ctx.factor

@@ -1,6 +1,7 @@
-"""What crosses the ranks of a group: exchanges, and gathers and sums as operators, each one call in compiled code.
+"""Communication between the ranks of a group: exchanges, gathers and sums.
 
-Groups are given by name, because operators cannot take the group itself.
+Gathers and sums are operators, each of which is one call in compiled code. Groups are
+passed by name, because operators cannot take the group itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from titan_linear.ops.runtime.operators import operator, register_autograd
 
 
 class Ranks(NamedTuple):
-    """A group of ranks in the form that operators take: its name, its size, and this rank's number in it."""
+    """A group of ranks in the form that operators take: its name, its size, and this rank's
+    number in it.
+    """
 
     group: str
     size: int
@@ -25,24 +28,30 @@ class Ranks(NamedTuple):
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """The group whose `group_name` this is."""
+    """Return the group with this `group_name`."""
     return dist.distributed_c10d._resolve_process_group(name)
 
 
 def all_to_all(x: Tensor, send_sizes: list[int], receive_sizes: list[int], group: str) -> Tensor:
-    """x [Σ send_sizes, ...]: its first send_sizes[0] rows go to rank 0 of the group, the next to rank 1, and so on ->
-    [Σ receive_sizes, ...], the rows received, in rank order. Every rank of the group must call it."""
+    """Exchange rows of x [Σ send_sizes, ...] -> [Σ receive_sizes, ...], the rows received,
+    in rank order.
+
+    The first send_sizes[0] rows go to rank 0 of the group, the next send_sizes[1] to rank
+    1, and so on. Every rank of the group must call it.
+    """
     return start_all_to_all(x, send_sizes, receive_sizes, group)()
 
 
-# The same and other collectives, asynchronous: each returns a function that waits for the result and returns it.
+# Asynchronous collectives: each returns a function that waits for the result and returns
+# it.
 
 
 def start_all_to_all(
     x: Tensor, send_sizes: list[int], receive_sizes: list[int], group: str
 ) -> Callable[[], Tensor]:
     out = x.new_empty(sum(receive_sizes), *x.shape[1:])
-    # Call the group itself: the checks and logs of `dist.all_to_all_single` take as long as launching the exchange.
+    # Call the group directly: the checks and logs of `dist.all_to_all_single` take as long
+    # as launching the exchange.
     return _arrival(
         group_named(group).alltoall_base(out, x, receive_sizes, send_sizes, dist.AllToAllOptions()),
         out,
@@ -50,14 +59,14 @@ def start_all_to_all(
 
 
 def start_all_gather(x: Tensor, group: str) -> Callable[[], Tensor]:
-    """x [n, ...] → [W·n, ...], the rows of all ranks in rank order."""
+    """Gather x [n, ...] → [W·n, ...], the rows of all ranks in rank order."""
     ranks = group_named(group)
     out = x.new_empty(ranks.size() * len(x), *x.shape[1:])
     return _arrival(dist.all_gather_into_tensor(out, x, group=ranks, async_op=True), out)
 
 
 def start_reduce_scatter(x: Tensor, group: str) -> Callable[[], Tensor]:
-    """x [W·n, ...] → [n, ...], this rank's part of the sum over ranks."""
+    """Sum x [W·n, ...] over ranks → [n, ...], this rank's part of the sum."""
     ranks = group_named(group)
     out = x.new_empty(len(x) // ranks.size(), *x.shape[1:])
     return _arrival(dist.reduce_scatter_tensor(out, x, group=ranks, async_op=True), out)
@@ -72,12 +81,19 @@ def _arrival(work: dist.Work, out: Tensor) -> Callable[[], Tensor]:
 
 
 def joined(parts: list[Tensor], like: Tensor) -> Tensor:
-    """Concatenate; a single part is not copied: most chains have one link, and most spans the rows of one rank."""
+    """Concatenate the parts, or return like[:0] without any.
+
+    A single part is not copied: most chains have one link, and most spans have the rows of
+    one rank.
+    """
     return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else like[:0]
 
 
 def add_rows(into: Tensor, rows: Tensor, x: Tensor) -> None:
-    """into[rows] += x, where rows may repeat. On GPUs `index_add_` would add those that do in any order."""
+    """Compute into[rows] += x, where rows may repeat.
+
+    On GPUs `index_add_` would add repeated rows in a varying order.
+    """
     into.index_put_((rows,), x, accumulate=True)
 
 
@@ -93,7 +109,9 @@ def _resized(x: Tensor, dim: int, length: int) -> Tensor:
     cost=costs.exchange("gather"),
 )
 def gather_along(x: Tensor, dim: int, group: str, size: int) -> Tensor:
-    """x [1 .., n, ...] of each rank → [1 .., size · n, ...], in rank order; n is the size of dimension `dim`."""
+    """Gather x [1 .., n, ...] of each rank → [1 .., size · n, ...] in rank order; n is the
+    size of dimension `dim`.
+    """
     out = _resized(x, dim, x.shape[dim] * size)
     dist.all_gather_into_tensor(
         out.flatten(0, dim), x.flatten(0, dim).contiguous(), group=group_named(group)
@@ -107,7 +125,9 @@ def gather_along(x: Tensor, dim: int, group: str, size: int) -> Tensor:
     cost=costs.exchange("scatter"),
 )
 def scatter_along(x: Tensor, dim: int, group: str, size: int) -> Tensor:
-    """x [1 .., size · n, ...] of each rank → [1 .., n, ...], this rank's part of the sum. Adjoint of `gather_along`."""
+    """Sum x [1 .., size · n, ...] over ranks → [1 .., n, ...], this rank's part of the sum.
+    Adjoint of `gather_along`.
+    """
     out = _resized(x, dim, x.shape[dim] // size)
     dist.reduce_scatter_tensor(
         out.flatten(0, dim), x.flatten(0, dim).contiguous(), group=group_named(group)
@@ -121,29 +141,37 @@ def scatter_along(x: Tensor, dim: int, group: str, size: int) -> Tensor:
     cost=costs.exchange("sum"),
 )
 def sum_ranks(x: Tensor, group: str) -> Tensor:
-    """x [...] of each rank → [...], their sum: its own adjoint."""
+    """Sum x [...] over ranks → [...]. It is its own adjoint."""
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group_named(group))
     return out
 
 
 def gather_tokens(x: Tensor, ranks: Ranks) -> Tensor:
-    """x [1, T / size, ...], this rank's tokens → [1, T, ...], those of all. Backward sums the ranks' gradients."""
+    """Gather x [1, T / size, ...], this rank's tokens → [1, T, ...], all ranks' tokens.
+    Backward sums the ranks' gradients.
+    """
     return gather_along(x, 1, ranks.group, ranks.size)
 
 
 def scatter_tokens(x: Tensor, ranks: Ranks) -> Tensor:
-    """x [1, T, ...], this rank's term of a sum → [1, T / size, ...], the sum over ranks for this rank's tokens."""
+    """Sum x [1, T, ...], this rank's term → [1, T / size, ...], the sum over ranks for this
+    rank's tokens.
+    """
     return scatter_along(x, 1, ranks.group, ranks.size)
 
 
 def sum_over_ranks(x: Tensor, ranks: Ranks) -> Tensor:
-    """x [...], this rank's term of a sum → [...], the sum, from which each rank then computes something different."""
+    """Sum x [...], this rank's term → [...], the sum, from which each rank then computes
+    something different.
+    """
     return sum_ranks(x, ranks.group)
 
 
 def _register_adjoint(op: Callable[..., Tensor], adjoint: Callable[..., Tensor]) -> None:
-    """Register the gradient of a linear operator: its adjoint, which takes the same arguments."""
+    """Register the gradient of a linear operator: its adjoint, which takes the same
+    arguments.
+    """
 
     def keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
         _, *ctx.arguments = inputs

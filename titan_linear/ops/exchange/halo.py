@@ -1,7 +1,8 @@
-"""The tokens before a fragment that a causal convolution needs, fetched from the ranks that own them.
+"""Halos: tokens before a fragment that a causal convolution needs, from the ranks that own
+them.
 
-They may come from several fragments, where fragments are shorter than the halo. Which tokens go where follows from the
-fragments, once per batch (ops/layout/fragments.py).
+Where fragments are shorter than the halo, these tokens come from several fragments. The
+routes follow from the fragments, once per batch (ops/layout/fragments.py).
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from titan_linear.ops.runtime.operators import check_first_derivative, operator
 def with_halo(
     x: Tensor, routes: HaloRoutes, slots: int, width: int, group: str
 ) -> tuple[Tensor, Tensor]:
-    """x [T_local, D] -> x itself and [slots, width, D], the `width` tokens before each local fragment, zeros in place
-    of tokens before its document. Differentiable; every rank of the group must call it.
+    """Return x [T_local, D] and halos [slots, width, D], the `width` tokens before each
+    local fragment.
 
-    x is returned so that the gradient of the halos, which has few tokens, is added in place to that of x's other use.
+    Tokens before the fragment's document are zeros. Differentiable; every rank of the group
+    must call it.
+
+    x itself is returned too, so that backward adds the halos' gradient, which has few
+    tokens, in place to the gradient of x's other use.
     """
     return _WithHalo.apply(x, list(routes), slots, width, group)
 
@@ -53,7 +58,7 @@ def _cost(*_: Any, **__: Any) -> costs.Exchange:
     cost=_cost,
 )
 def fetch_halo(x: Tensor, tables: list[Tensor], slots: int, width: int, group: str) -> Tensor:
-    """x [T_local, D] -> [slots, width, D]; tables: `HaloRoutes`."""
+    """Fetch the halos [slots, width, D] for x [T_local, D]; tables: `HaloRoutes`."""
     routes = HaloRoutes(*tables)
     out = x.new_zeros(slots * width, x.shape[1])
     if routes.crosses.item():
@@ -66,7 +71,7 @@ def fetch_halo(x: Tensor, tables: list[Tensor], slots: int, width: int, group: s
 
 @operator(fake=lambda *_: None, mutates=("dx",), cost=_cost)
 def return_halo(dx: Tensor, d_halo: Tensor, tables: list[Tensor], group: str) -> None:
-    """Add to dx [T_local, D], in place, the gradients of these tokens as halos: the adjoint of `fetch_halo`."""
+    """Add the halos' gradients to dx [T_local, D] in place: the adjoint of `fetch_halo`."""
     routes = HaloRoutes(*tables)
     if not routes.crosses.item():
         return
@@ -82,5 +87,5 @@ def return_halo(dx: Tensor, d_halo: Tensor, tables: list[Tensor], group: str) ->
 
 
 def _exchanged(x: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
-    # one rank, whose entries follow each other
+    # Without a group there is one rank, which sends its own tokens to itself.
     return all_to_all(x, sent, received, group) if group else x

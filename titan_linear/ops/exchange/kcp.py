@@ -1,11 +1,13 @@
-"""KCP: context parallelism for recurrences whose fragment acts on the state as S ↦ M S + S_ext.
+"""KCP: context parallelism for recurrences with an affine action on the state.
 
-Each rank gives (S_ext, M) of its own fragments; an exchange brings every rank the pairs of its chains; a fold in the
-order of the document gives the state that enters each of its fragments (Kimi Context Parallel, "CP Architecture").
-Backward is the same walk in the other direction with Mᵀ. Nothing here is specific to one recurrence: where a state
-only decays, M is diagonal: its diagonal, or one number for all of it, is what travels.
+A fragment acts on the state as S ↦ M S + S_ext. Each rank computes (S_ext, M) of its own
+fragments. An exchange brings every rank the pairs of its chains. A fold in the order of the
+document gives the state that enters each of its fragments (Kimi Context Parallel, "CP
+Architecture"). Backward walks in the other direction with Mᵀ. Nothing here is specific to
+one recurrence. Where a state only decays, M is diagonal, and its diagonal, or one number
+for all of it, is exchanged.
 
-Who sends what to whom follows from the fragments, once per batch (ops/layout/chains.py).
+The messages between ranks follow from the fragments, once per batch (ops/layout/chains.py).
 """
 
 from __future__ import annotations
@@ -29,16 +31,22 @@ from titan_linear.ops.runtime.operators import operator
 def incoming_states(
     S_ext: Tensor, M: Tensor, chains: Chains, group: str, *, reverse: bool = False
 ) -> Tensor:
-    """The state that enters each local fragment, zero where a document begins. Every rank of the group must call it.
+    """Return the state that enters each local fragment, zero where a document begins.
+
+    Every rank of the group must call it.
 
     Args:
         S_ext: [slots, *, K, V], read where `chains.wanted` is STATE or more.
-        M: [slots, *, K, K], or if diagonal [slots, *, K or 1], read where it is STATE_AND_M.
-        group: the name of the group.
-        reverse: for gradients. S_ext is dS_ext, the result is the gradient of the state that leaves each fragment, and
-            M are forward's, transposed here.
+        M: [slots, *, K, K], or if diagonal [slots, *, K or 1], read where `chains.wanted`
+            is STATE_AND_M.
+        group: name of the group.
+        reverse: for gradients. S_ext is then dS_ext, the result is the gradient of the
+            state that leaves each fragment, and M are the forward direction's, transposed
+            here.
 
-    Returns: [slots, *, K, V]. The fold runs in float64, or in float32 by three products of parts.
+    Returns:
+        [slots, *, K, V]. The fold runs in float64, or in float32 where each product is
+        three products of parts.
     """
     return kcp_incoming(S_ext, M, list(chains), group, reverse)
 
@@ -58,10 +66,12 @@ def _cost(
 def kcp_incoming(
     S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, reverse: bool
 ) -> Tensor:
-    """`incoming_states`; tables: `Chains`."""
+    """Compute `incoming_states`; tables: `Chains`."""
     c = Chains(*tables)
-    if not c.crosses.item():  # the same on every rank
+    # No document crosses a cut. All ranks agree on this, so none waits for an exchange.
+    if not c.crosses.item():
         return torch.zeros_like(S_ext)
+    # States travel by levels where chains are long, and directly where they are short.
     if levels := route(
         c.most.item(), group_named(group).size(), c.node_size.item(), sizes_of(S_ext, M)
     ):
@@ -75,7 +85,10 @@ def sizes_of(S_ext: Tensor, M: Tensor) -> Sizes:
 
 
 def exchange(S_ext: Tensor, M: Tensor, c: Chains, group: str) -> tuple[Tensor, Tensor]:
-    """Every S_ext [., *, K, V] and M [., *, K, K] that this rank folds, by one message to each rank."""
+    """Return every S_ext [., *, K, V] and M [., *, K, K] that this rank folds, exchanged by
+    one message to each rank.
+    """
+    # Pack what each receiver needs, and exchange it.
     sizes = S_ext.numel() // len(S_ext), M.numel() // len(M)
     parts = [(M if kind else S_ext)[slot].flatten() for slot, kind in c.sends.tolist() if slot >= 0]
     message = joined(parts, S_ext.flatten())
@@ -83,6 +96,7 @@ def exchange(S_ext: Tensor, M: Tensor, c: Chains, group: str) -> tuple[Tensor, T
     came = all_to_all(
         message, _elements(c.send_counts.tolist(), sizes), _elements(counts, sizes), group
     )
+    # From each sender came S_ext, then M; separate the two.
     edges = accumulate((n * size for row in counts for n, size in zip(row, sizes)), initial=0)
     blocks = [slice(*edge) for edge in pairwise(edges)]
     S_rows = joined(_parts(came, blocks[0::2]), S_ext)
@@ -91,7 +105,7 @@ def exchange(S_ext: Tensor, M: Tensor, c: Chains, group: str) -> tuple[Tensor, T
 
 
 def _parts(x: Tensor, blocks: Sequence[slice]) -> list[Tensor]:
-    """The blocks of x that are not empty."""
+    """Return the non-empty blocks of x."""
     return [x[block] for block in blocks if block.start < block.stop]
 
 

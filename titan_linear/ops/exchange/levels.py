@@ -1,4 +1,4 @@
-"""KCP's states across many ranks, level by level (layout/levels.py)."""
+"""Exchange of KCP's states across many ranks, level by level (layout/levels.py)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from titan_linear.ops.layout.levels import Level
 def incoming_by_levels(
     S_ext: Tensor, M: Tensor, c: Chains, levels: Sequence[Level], group: str, reverse: bool
 ) -> Tensor:
-    """What `kcp_incoming` (kcp.py) returns, with its arguments."""
+    """Return the result of `kcp_incoming` (kcp.py) for the same arguments."""
+    # Climb: exchange pairs with the members of each level, and compose them for the next.
     climbed = []
     for level in levels:
         climbed.append(runs := _members(S_ext, M, c, level, group))
         if level is not levels[-1]:
             S_ext, M = compose_runs(runs, reverse)
     top = climbed.pop()
-    # a slot's run of all ranks follows another's
+    # At the top, the runs of all slots are one run in global order: fold through it.
     joined = Runs(*(x.flatten(0, 1).unsqueeze(0) for x in top))
     states = fold_runs(joined, None, reverse).view_as(top.S_ext)
+    # Descend: pick this rank's states, and fold them through the members of each lower
+    # level.
     for level, runs in zip(reversed(levels), [*reversed(climbed), None], strict=True):
         states = _own(states, c, level, group)
         if runs is not None:
@@ -34,11 +37,16 @@ def incoming_by_levels(
 
 
 def _members(S_ext: Tensor, M: Tensor, c: Chains, level: Level, group: str) -> Runs:
-    """S_ext and M of this rank's block [slots, HV, ...] → those of the level's members [slots, members, h, ...], in
-    global order; h is HV, or this rank's share of it."""
+    """Exchange S_ext and M of this rank's block [slots, HV, ...] with a level's members.
+
+    Returns the pairs of all members [slots, members, h, ...] in global order; h is HV, or
+    this rank's share of HV.
+    """
     slots, HV, K, V = S_ext.shape
     W, first = _place(level, group)
     pairs = torch.cat([S_ext.flatten(2), M.flatten(2)], 2)
+    # Members that divide the heads get a share of each pair; the others get all pairs of
+    # these heads.
     if level.shares_heads:
         came = _exchanged(pairs.transpose(0, 1).contiguous(), level, group)
         came = came.view(level.members, HV // level.members, slots, -1).transpose(1, 2)
@@ -47,7 +55,7 @@ def _members(S_ext: Tensor, M: Tensor, c: Chains, level: Level, group: str) -> R
         came = came.view(level.members, *pairs.shape)
     states, transitions = _mirrored(came.transpose(0, 1), c).split([K * V, M[0, 0].numel()], -1)
     table = c.blocks if by_kernels(S_ext) else c.blocks_on_host
-    # blocks of fewer ranks come first
+    # Find what the members pass on; in the table, blocks of fewer ranks come first.
     smaller = sum(W // n for n in block_sizes(W) if n < level.stride)
     begin = (smaller + first // level.stride) * slots
     wanted = table[begin : begin + level.members * slots].view(level.members, slots)
@@ -59,9 +67,13 @@ def _members(S_ext: Tensor, M: Tensor, c: Chains, level: Level, group: str) -> R
 
 
 def _own(states: Tensor, c: Chains, level: Level, group: str) -> Tensor:
-    """States [slots, members, h, K, V] that enter the members of a level, in global order → [slots, HV, K, V], those
-    that enter this rank's."""
+    """Pick the states [slots, HV, K, V] that enter this rank, from the states that enter a
+    level's members.
+
+    The members' states [slots, members, h, K, V] are in global order.
+    """
     states = _mirrored(states, c)
+    # Members that divided the heads send the states back; the others pick their own.
     if level.shares_heads:
         came = _exchanged(states.transpose(0, 1).contiguous(), level, group)
         return came.view_as(states.transpose(0, 1)).transpose(0, 1).flatten(1, 2)
@@ -69,7 +81,9 @@ def _own(states: Tensor, c: Chains, level: Level, group: str) -> Tensor:
 
 
 def _exchanged(x: Tensor, level: Level, group: str) -> Tensor:
-    """An equal part of x for each member of the level, in order → one of each member's."""
+    """Send an equal part of x to each member of the level, in order; return one part from
+    each member.
+    """
     W, first = _place(level, group)
     sizes = [0] * W
     sizes[first : first + level.stride * level.members : level.stride] = [
@@ -79,14 +93,19 @@ def _exchanged(x: Tensor, level: Level, group: str) -> Tensor:
 
 
 def _place(level: Level, group: str) -> tuple[int, int]:
-    """The number of ranks, and the first of those with which this rank exchanges."""
+    """Return the number of ranks, and the first of the ranks with which this rank
+    exchanges.
+    """
     ranks = group_named(group)
     return ranks.size(), ranks.rank() - ranks.rank() // level.stride % level.members * level.stride
 
 
 def _mirrored(x: Tensor, c: Chains) -> Tensor:
-    """x [slots, members, ...] from rank order to global order, or back: in zig-zag, a rank's second fragment of a
-    stream lies before those of lower ranks."""
+    """Return x [slots, members, ...], turned from rank order to global order or back.
+
+    In the zigzag layout, a rank's second fragment of a stream comes before the second
+    fragments of lower ranks.
+    """
     if not c.zigzag.item():
         return x
     return torch.stack([x[::2], x[1::2].flip(1)], 1).flatten(0, 1)

@@ -1,9 +1,11 @@
-"""Ring attention (Liu et al. 2023): keys and values travel around the ring of ranks, one hop at a time.
+"""Ring attention (Liu et al. 2023): keys and values travel around the ring of ranks, one
+hop at a time.
 
-At hop h a rank holds the keys of rank − h and computes the rectangles that its queries have with them, while the
-next keys arrive. In backward K and V travel again and the gradient of the keys in hand follows them in the same
-direction, one hop behind, in fp32; after the last hop it goes straight to its owner. A rank holds two packed
-buffers of K|V (and three of dK|dV in backward) of its own length, whatever the number of ranks.
+At hop h a rank holds the keys of rank − h. It computes the rectangles that its queries form
+with them while the next keys arrive. In backward K and V travel again. The gradient of the
+keys follows them in the same direction, one hop behind, in fp32. After the last hop it goes
+straight to its owner. A rank holds two packed buffers of K|V (and three of dK|dV in
+backward) of its own length, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -38,9 +40,12 @@ from titan_linear.ops.torch.attention_kernels import accumulator_dtype
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext, stride: int = 1
 ) -> Tensor:
-    """q [1, T_local, Hq, D], k [1, T_local, Hkv, D], v [1, T_local, Hkv, Dv] → o [1, T_local, Hq, Dv].
+    """Compute o [1, T_local, Hq, Dv] from q [1, T_local, Hq, D], k [1, T_local, Hkv, D] and
+    v [1, T_local, Hkv, Dv].
 
-    stride: neighbours on the ring lie so many ranks of the group apart."""
+    Args:
+        stride: neighbors on the ring are this many ranks of the group apart.
+    """
     rectangles = cp.rectangles if causal else cp.full_rectangles
     squares = cp.tables.boundaries.spans.tensors()
     where = squares, rectangles.by_hop, rectangles.hops, cp.ranks.group_name, stride
@@ -65,10 +70,17 @@ def ring_forward(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """o like q with Dv, lse [1, Hq, T_local]; squares: the fields of `Spans`, by_hop and hops those of `Rectangles`."""
+    """Return o, shaped like q with Dv, and lse [1, Hq, T_local].
+
+    Args:
+        squares: fields of `Spans`.
+        by_hop, hops: fields of `Rectangles`.
+    """
     kv = _Travelling(k, v, group, stride, int(hops))
+    # First this rank's own squares, while the first keys are on their way.
     o, lse = attend_spans(q, k, v, scale, causal, Spans(*squares))
     o = o.to(accumulator_dtype(q.dtype))
+    # Then the rectangles with the keys of each hop, merged into the result.
     rectangles = _by_hop(by_hop, kv.hops)
     for hop, blocks in enumerate(rectangles):
         k_hop, v_hop = kv.arrive(hop)
@@ -79,8 +91,11 @@ def ring_forward(
 
 
 def _room_in_backward(q: Tensor, k: Tensor, v: Tensor, hops: Tensor, **_: Any) -> int:
-    """Bytes of the accumulators of dq and dK|dV, one block's dq and dK|dV, and the buffers in which K|V (two) and dK|dV
-    (two or three) travel."""
+    """Return the bytes that backward allocates.
+
+    These are the accumulators of dq and dK|dV, one block's dq and dK|dV, and the buffers in
+    which K|V (two) and dK|dV (two or three) travel.
+    """
     acc = accumulator_dtype(k.dtype).itemsize
     keys = k.numel() + v.numel()
     buffers = min(int(hops) + 1, 3)
@@ -104,13 +119,16 @@ def ring_backward(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    # Start the keys' journey, and compute the gradients of this rank's own squares.
     acc, D = accumulator_dtype(q.dtype), k.shape[-1]
     kv = _Travelling(k, v, group, stride, int(hops))
     rows = Rows(do, q, k, v, o, lse)
     grads = attend_spans_backward(rows, scale, causal, Spans(*squares))
     dq = grads[0].to(acc)
-    home = torch.cat(grads[1:], dim=-1).to(acc)  # home: dK|dV of this rank's keys
+    # dK|dV of this rank's keys, to which the other ranks' parts are added at the end.
+    home = torch.cat(grads[1:], dim=-1).to(acc)
     gradient = _FollowingGradient(home, group, stride, kv.hops)
+    # At each hop, compute the keys' gradient from this rank's queries and pass it on.
     for hop, blocks in enumerate(_by_hop(by_hop, kv.hops)):
         k_hop, v_hop = kv.arrive(hop)
         rows = rows._replace(k=k_hop, v=v_hop)
@@ -128,7 +146,7 @@ def ring_backward(
 
 
 def _by_hop(by_hop: Tensor, hops: int) -> Iterator[list[Rectangle]]:
-    """The rectangles of hop 0, 1, … hops."""
+    """Yield the rectangles of hop 0, 1, … hops."""
     rows = by_hop.tolist()
     for hop in range(hops + 1):
         yield [Rectangle((a, b), (c, d)) for h, a, b, c, d in rows if h == hop]
@@ -147,7 +165,9 @@ def _add_rectangle(rectangle: Rectangle, rows: Rows, scale: float, dq: Tensor, d
 
 
 class _Travelling:
-    """K|V on their way around the ring, double-buffered: the next hop is in flight during this one's blocks."""
+    """K|V on their way around the ring, double-buffered: the next hop is in flight while
+    this hop's blocks are computed.
+    """
 
     def __init__(self, k: Tensor, v: Tensor, group: str, stride: int, hops: int):
         self.own = (k, v)
@@ -161,7 +181,9 @@ class _Travelling:
             self._send(0)
 
     def arrive(self, hop: int) -> tuple[Tensor, Tensor]:
-        """The keys and values of rank − hop; sends them on where another hop follows."""
+        """Return the keys and values of rank − hop, and send them on if another hop
+        follows.
+        """
         if hop == 0:
             return self.own
         _wait(self.works)
@@ -177,7 +199,9 @@ class _Travelling:
 
 
 class _FollowingGradient:
-    """dK|dV of the keys in hand: computed while the other ranks' sum arrives, added to it, and sent on."""
+    """dK|dV of the keys in hand: computed while the other ranks' sum arrives, added to it,
+    and sent on.
+    """
 
     def __init__(self, home: Tensor, group: str, stride: int, hops: int):
         self.home = home
@@ -188,12 +212,14 @@ class _FollowingGradient:
         self.buffers = [torch.empty_like(home) for _ in range(min(hops, 2) + 1)] if hops else []
 
     def blank(self, hop: int) -> Tensor:
-        """Zeros for this rank's part of the gradient of the keys at `hop`."""
+        """Return zeros for this rank's part of the gradient of the keys at `hop`."""
         self.mine = self.buffers[0 if hop == 1 else 2].zero_()
         return self.mine
 
     def depart(self, hop: int) -> None:
-        """Add what arrived to this rank's part; pass it on, or home after the last hop."""
+        """Add the sum that arrived to this rank's part; pass it on, or send it home after
+        the last hop.
+        """
         _wait(self.works)
         here = self.buffers[(hop - 1) % 2]
         next_ = self.buffers[hop % 2]
@@ -204,14 +230,14 @@ class _FollowingGradient:
         self.arriving = next_
 
     def come_home(self) -> None:
-        """Add what the other ranks computed for this rank's keys."""
+        """Add the other ranks' gradients of this rank's keys."""
         _wait(self.works)
         if self.hops:
             self.home += self.arriving
 
 
 def _shift(send: Tensor, receive: Tensor, step: int, name: str) -> list[dist.Work]:
-    """Start sending to rank + step and receiving from rank − step of the group of that name."""
+    """Start sending to rank + step and receiving from rank − step of the named group."""
     group = group_named(name)
     rank, size = group.rank(), group.size()
     to, from_ = (rank + step) % size, (rank - step) % size

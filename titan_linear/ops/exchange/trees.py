@@ -1,8 +1,10 @@
-"""KCP along the paths of prefix trees: S ↦ M S + S_ext at each point, from the roots down (ops/layout/trees.py).
+"""KCP along the paths of prefix trees (ops/layout/trees.py).
 
-Backward goes up: the gradient of the state that leaves a point is the sum over all that begins from it, of dS_ext and,
-below points, of Mᵀ times the gradient of the state that leaves these. The S_ext and M of shared points are gathered by
-all ranks, and their sums of dS_ext are added up over ranks; all else is a rank's own. In float64.
+Forward, each point applies S ↦ M S + S_ext, from the roots down. Backward goes from the
+leaves up. The gradient of the state that leaves a point is a sum over all entries that
+begin from it: of dS_ext and, if the entry is a point, also of Mᵀ times the gradient of the
+state that leaves it. All ranks gather the S_ext and M of shared points, and sum their
+gradients over ranks. Everything else stays on its rank. The fold runs in float64.
 """
 
 from __future__ import annotations
@@ -32,16 +34,22 @@ def _folded(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, reverse:
     of_driver=True,
 )
 def fold_tree(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, reverse: bool) -> Tensor:
-    """The states from which this rank's entries start, as `Tree.starts` numbers them; in reverse, the gradients of
-    those with which its points end. Every rank of the group must call it.
+    """Return the states from which this rank's entries start, in the order of
+    `Fold.starts`.
 
-    S_ext: [points, *, K, V], in reverse [children, *, K, V]. M: [points, *, K, K], or if diagonal [points, *, K or 1].
-    tables: `Fold`.
+    In reverse, return the gradients of the states with which its points end. Every rank of
+    the group must call it.
+
+    Args:
+        S_ext: [points, *, K, V], in reverse [children, *, K, V].
+        M: [points, *, K, K], or if diagonal [points, *, K or 1].
+        tables: `Fold`.
     """
     fold = Fold(*tables)
     M = _with_shared(M, fold, group)
     if reverse:
         return _up(S_ext, M, fold, group).to(S_ext.dtype)
+    # From the roots down, add to each point what the point above passes on.
     S = _with_shared(S_ext, fold, group).double()
     for ids, above in _levels(fold):
         S[ids] += act(M[ids], S[above], reverse=False)
@@ -49,6 +57,7 @@ def fold_tree(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, revers
 
 
 def _up(dS_ext: Tensor, M: Tensor, fold: Fold, group: str) -> Tensor:
+    # Each child adds its dS_ext to the point above it.
     d = dS_ext.new_zeros(len(M), *dS_ext.shape[1:], dtype=torch.float64)
     add_rows(d, fold.above, dS_ext[: len(fold.above)].double())
     levels, shared = [*_levels(fold)], int(fold.shared)
@@ -57,6 +66,8 @@ def _up(dS_ext: Tensor, M: Tensor, fold: Fold, group: str) -> Tensor:
         for ids, above in reversed(levels):
             add_rows(d, above, act(M[ids], d[ids], reverse=True))
 
+    # From the leaves up: this rank's own points, the sum over ranks, then the shared
+    # points.
     add(levels[shared:])
     if len(fold.sent):
         dist.all_reduce(d[: len(fold.sent) * group_named(group).size()], group=group_named(group))
@@ -65,7 +76,7 @@ def _up(dS_ext: Tensor, M: Tensor, fold: Fold, group: str) -> Tensor:
 
 
 def _with_shared(x: Tensor, fold: Fold, group: str) -> Tensor:
-    """x [points, ...] behind those of all ranks' shared points."""
+    """Return x [points, ...] preceded by the rows of all ranks' shared points."""
     return torch.cat([start_all_gather(x[fold.sent], group)(), x]) if len(fold.sent) else x
 
 

@@ -1,8 +1,9 @@
-"""All-to-all over heads (DeepSpeed Ulysses, Jacobs et al. 2023): trade a part of the tokens for a part of the heads.
+"""All-to-all over heads (DeepSpeed Ulysses, Jacobs et al. 2023).
 
-Between `tokens_to_heads` and `heads_to_tokens` a rank holds the whole stream, in global order, for H/W heads, so
-any single-device operation that treats heads independently runs unchanged: softmax attention here, and the
-linear layers, where this method is there for comparison.
+Ranks exchange a part of the tokens for a part of the heads. Between `tokens_to_heads` and
+`heads_to_tokens` a rank holds the whole stream, in global order, for H/W heads. Any
+single-device operation that treats heads independently runs unchanged: softmax attention
+here, and the linear layers, where this method serves for comparison.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ from titan_linear.ops.torch.attention import local_attention
 
 
 def tokens_to_heads(x: Tensor, cp: CPContext, *, in_node: bool = False) -> Tensor:
-    """x [1, T_local, H, ...], this rank's tokens → [1, T, H/W, ...], all tokens of this rank's heads.
+    """Turn x [1, T_local, H, ...], this rank's tokens → [1, T, H/W, ...], all tokens of
+    this rank's heads.
 
-    in_node: the ranks of a node alone exchange; [1, T_node, H/node_size, ...] are the node's tokens in the order in
-    which a rank of `cp.of_nodes` holds them. Differentiable. Raises ValueError where the ranks do not divide H.
+    Differentiable. Raises ValueError if the number of ranks does not divide H.
+
+    Args:
+        in_node: only the ranks of a node exchange. The result [1, T_node, H/node_size, ...]
+            has the node's tokens, in the order in which a rank of `cp.of_nodes` holds them.
     """
     ranks = cp.ranks.node_size if in_node else cp.ranks.world_size
     if x.shape[2] % ranks:
@@ -37,17 +42,20 @@ def tokens_to_heads(x: Tensor, cp: CPContext, *, in_node: bool = False) -> Tenso
 
 
 def heads_to_tokens(x: Tensor, cp: CPContext, *, in_node: bool = False) -> Tensor:
-    """x [1, T, H/W, ...], all tokens of this rank's heads → [1, T_local, H, ...]: undoes `tokens_to_heads`."""
+    """Turn x [1, T, H/W, ...], all tokens of this rank's heads → [1, T_local, H, ...]:
+    undoes `tokens_to_heads`.
+    """
     return _ExchangeHeads.apply(x, cp, in_node, False)
 
 
 def ulysses_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext
 ) -> Tensor:
-    """q [1, T_local, Hq, D], k [1, T_local, Hkv, D], v [1, T_local, Hkv, Dv] → o [1, T_local, Hq, Dv].
+    """Compute o [1, T_local, Hq, Dv] from q [1, T_local, Hq, D], k [1, T_local, Hkv, D] and
+    v [1, T_local, Hkv, Dv].
 
-    W must divide Hq, and divide Hkv or be a multiple of it; a key head is then sent to each rank that has queries
-    for it, and autograd sums its gradients.
+    W must divide Hq, and must divide Hkv or be a multiple of it. In the latter case a key
+    head is sent to each rank that has queries for it, and autograd sums its gradients.
     """
     k, v = (_copied(x, "ulysses", q.shape[2], cp.ranks.world_size) for x in (k, v))
     q, k, v = (tokens_to_heads(x, cp) for x in (q, k, v))
@@ -57,8 +65,11 @@ def ulysses_attention(
 def ulysses_ring_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext
 ) -> Tensor:
-    """Attention in two dimensions (USP, Fang & Zhao 2024): in a node all-to-all over heads, as in `ulysses_attention`;
-    between nodes a ring for each share of the heads, on which a node's ranks are one."""
+    """Compute attention in two dimensions (USP, Fang & Zhao 2024).
+
+    Within a node it is an all-to-all over heads, as in `ulysses_attention`. Between nodes
+    it is a ring for each share of the heads, where the ranks of a node count as one.
+    """
     k, v = (_copied(x, "ulysses+ring", q.shape[2], cp.ranks.node_size) for x in (k, v))
     q, k, v = (tokens_to_heads(x, cp, in_node=True) for x in (q, k, v))
     o = ring_attention(q, k, v, scale, causal, cp.of_nodes, stride=cp.ranks.node_size)
@@ -66,7 +77,9 @@ def ulysses_ring_attention(
 
 
 def _copied(x: Tensor, method: str, Hq: int, ranks: int) -> Tensor:
-    """x [1, T_local, Hkv, ...] with each key head as often as ranks have queries for it."""
+    """Return x [1, T_local, Hkv, ...] with one copy of each key head for every rank that
+    has queries for it.
+    """
     copies = key_head_copies(Hq, x.shape[2], ranks)
     if not copies:
         raise ValueError(
@@ -77,7 +90,9 @@ def _copied(x: Tensor, method: str, Hq: int, ranks: int) -> Tensor:
 
 
 def key_head_copies(Hq: int, Hkv: int, W: int) -> int:
-    """Number of ranks that each key head is sent to; 0: W ranks cannot share these heads."""
+    """Return the number of ranks that each key head is sent to; 0: W ranks cannot share
+    these heads.
+    """
     if Hq % W == 0 and Hkv % W == 0:
         return 1
     return W // Hkv if Hq % W == 0 and W % Hkv == 0 else 0
@@ -115,19 +130,27 @@ def _exchanged(x: Tensor, order: list[int], world_size: int, group: str, to_head
 def exchange_heads(
     x: Tensor, order: list[int], world_size: int, group: str, to_heads: bool
 ) -> Tensor:
-    """to_heads: [1, T_local, H, ...] → [1, T, H/W, ...]; else back. world_size: W, or the ranks of a node."""
+    """Exchange tokens for heads, or back.
+
+    Args:
+        to_heads: [1, T_local, H, ...] → [1, T, H/W, ...]; otherwise the reverse.
+        world_size: W, or the ranks of a node.
+    """
     if to_heads:
-        # [W, T_local, H/W, ...], by receiver
+        # Parts [W, T_local, H/W, ...] by receiver.
         parts = x[0].unflatten(1, (world_size, -1)).movedim(1, 0)
         return to_global_order(_all_to_all(parts, group), order).unsqueeze(0)
-    # [W, T_local, H/W, ...], by sender
+    # Parts [W, T_local, H/W, ...] by sender.
     parts = _all_to_all(to_rank_order(x[0], order, world_size), group)
-    # flatten copies, except with one head per rank
+    # Flatten copies, except with one head per rank, so ask for contiguous memory.
     return parts.movedim(0, 1).flatten(1, 2).unsqueeze(0).contiguous()
 
 
 def _all_to_all(parts: Tensor, group: str) -> Tensor:
-    """parts[r] goes to rank r; the result's [r] came from rank r. Of fewer parts than ranks: of this rank's node."""
+    """Send parts[r] to rank r; the result's [r] came from rank r.
+
+    If there are fewer parts than ranks, they belong to the ranks of this rank's node.
+    """
     ranks, parts = group_named(group), parts.contiguous()
     if len(parts) < ranks.size():
         sizes = [0] * ranks.size()
@@ -139,20 +162,25 @@ def _all_to_all(parts: Tensor, group: str) -> Tensor:
     return received
 
 
-# Rank order: the tokens that each rank holds, rank after rank.
+# In rank order, the tokens that each rank holds come rank after rank.
 
 
 def to_global_order(x: Tensor, order: Sequence[int]) -> Tensor:
-    """x [W, T_local, ...], the tokens of each rank → [T, ...] in global order. order: `CPContext.order`."""
+    """Turn x [W, T_local, ...], the tokens of each rank → [T, ...] in global order. order:
+    `Cut.order`.
+    """
     x = x.flatten(0, 1)
     if list(order) == list(range(len(order))):
         return x
-    blocks = x.unflatten(0, (len(order), -1))  # all fragments have the same length
+    # All fragments have the same length.
+    blocks = x.unflatten(0, (len(order), -1))
     return torch.cat([blocks[i] for i in order])
 
 
 def to_rank_order(x: Tensor, order: Sequence[int], world_size: int) -> Tensor:
-    """[T, ...] in global order → [W, T_local, ...]: the inverse of `to_global_order`."""
+    """Turn [T, ...] in global order → [W, T_local, ...]: the inverse of
+    `to_global_order`.
+    """
     if list(order) != list(range(len(order))):
         blocks = x.unflatten(0, (len(order), -1))
         x = torch.cat([blocks[i] for i in sorted(range(len(order)), key=order.__getitem__)])

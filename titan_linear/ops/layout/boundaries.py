@@ -1,4 +1,4 @@
-"""Where the entries of a packed stream begin and end, and what follows from that, derived once."""
+"""Boundaries of the entries of a packed stream, and the tables derived from them."""
 
 from __future__ import annotations
 
@@ -13,75 +13,90 @@ from titan_linear.ops.layout.spans import Spans
 from titan_linear.ops.layout.tables import OnHost
 from titan_linear.ops.layout.trees import Paths, Tree
 
-CHUNK = 64  # tokens of a chunk of the delta rule
+CHUNK = 64  # tokens per chunk of the chunked recurrences
 
 T = TypeVar("T")
 
 
 class ChunkTable(NamedTuple):
-    """Which chunk of which entry a program works on."""
+    """Table that tells each program of a kernel its chunk and entry."""
 
     index: Tensor  # [NT, 2] int32: entry (−1: none), chunk within it
-    offsets: Tensor  # [N+1] int32: the first row of each entry in `index`
+    offsets: Tensor  # [N+1] int32: first row of each entry in `index`
 
 
 class Segments(NamedTuple):
-    """Entries cut into segments, which a scan with few heads runs in parallel; each segment has chunks of its own."""
+    """Entries cut into segments, which a scan with few heads runs in parallel.
+
+    Each segment has its own chunks.
+    """
 
     cu_seqlens: Tensor  # [S+1] int32
     chunk_index: Tensor  # [NT, 2] int32
     chunk_offsets: Tensor  # [S+1] int32
-    offsets: Tensor  # [N+1] int32: the first segment of each entry
-    entries: Tensor  # [S] int32: 0 … S − 1, each as an entry of its own
-    wanted: Tensor  # [S] int32: 2 if anything follows from the segment's S_ext and M, else 0
+    offsets: Tensor  # [N+1] int32: first segment of each entry
+    entries: Tensor  # [S] int32: 0 … S − 1, each segment as an entry of its own
+    wanted: Tensor  # [S] int32: 2 if the segment's S_ext and M are read, else 0
 
 
-@dataclass(eq=False)  # not frozen: torch 2.11 would then compile a guard for all that is derived
+# Not frozen: torch 2.11 would compile a guard for everything in a frozen dataclass.
+@dataclass(eq=False)
 class Boundaries:
-    """Boundaries of the entries of a packed stream: documents, or the parts of them that lie in this rank's fragments.
+    """Boundaries of the entries of a packed stream.
 
-    One object serves every layer of a batch, forward and backward, so that what it derives is derived once.
+    An entry is a document, or the part of a document that lies in one of this rank's
+    fragments. One object serves every layer of a batch, forward and backward, so that
+    tables are derived only once.
     """
 
     cu_seqlens: Tensor  # [N+1] int32, on the device of the tokens
-    cu_seqlens_cpu: OnHost | None = None  # the same on the CPU, where it is known
-    longest: OnHost | None = None  # [1] int64: tokens of the longest entry, where it is known
-    # whether an implementation may cut entries into segments where heads are few
+    cu_seqlens_cpu: OnHost | None = None  # the same on the CPU, if known
+    longest: OnHost | None = None  # [1] int64: tokens of the longest entry, if known
+    # Whether an implementation may cut entries into segments where heads are few.
     may_split: bool = True
-    # whether entries continue on other ranks or in others, with states that cross
+    # Whether states pass from entries to other entries or to other ranks.
     joined: bool = False
-    tree: Tree | None = None  # of entries that continue others; None: none does
-    paths: Paths | None = None  # likewise
-    # known tables, by number of tokens per chunk
+    # Tables of prefix trees for recurrences and for attention; None: no entry continues
+    # another.
+    tree: Tree | None = None
+    paths: Paths | None = None
+    # Chunk tables made in advance, by number of tokens per chunk.
     chunks: Mapping[int, ChunkTable] = field(default_factory=dict)
-    # Known segments, by number of programs of a scan over one entry (HV · V / 64); None: no batch's entries are cut.
+    # Segments made in advance, by number of programs of a scan over one entry
+    # (HV · V / 64). None: entries are not cut in any batch.
     segments: Mapping[int, Segments | None] = field(default_factory=dict)
     _derived: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
-        """N, the number of entries."""
+        """Number of entries, N."""
         return self.cu_seqlens.shape[0] - 1
 
     @property
     def spans(self) -> Spans:
-        """One per document, whose queries and keys are its tokens; in prefix trees those of `Paths`."""
+        """One span per document, whose queries and keys are its tokens; in prefix trees,
+        the spans of `Paths`.
+        """
         if self.paths is not None:
             return self.paths.spans
         assert self.cu_seqlens_cpu is not None and self.longest is not None
         return Spans(*[self.cu_seqlens] * 2, *[self.cu_seqlens_cpu] * 2, *[self.longest] * 2)
 
     def on_host(self) -> list[int]:
-        """The boundaries as N+1 numbers. Without `cu_seqlens_cpu` the host waits for the GPU: only implementations that
-        loop over entries on the host call this."""
+        """Return the boundaries as N+1 numbers.
+
+        Without `cu_seqlens_cpu` the host waits for the GPU. Only implementations that loop
+        over entries on the host call this.
+        """
         return (self.cu_seqlens if self.cu_seqlens_cpu is None else self.cu_seqlens_cpu).tolist()
 
     def derived(self, make: Callable[..., T], *arguments: Any) -> T:
-        """Return make(self, *arguments), kept for the next layer that asks."""
-        if torch.compiler.is_compiling():  # a graph has no place to keep it
+        """Return make(self, *arguments), and keep the result for later layers."""
+        # Compiled code has no place to keep the result.
+        if torch.compiler.is_compiling():
             return make(self, *arguments)
         key = (make, *arguments)
         if key not in self._derived:
-            # for autograd, even if inference asks first; integers have no gradient
+            # Make tensors that autograd accepts, even if inference asks first.
             with torch.inference_mode(False):
                 self._derived[key] = make(self, *arguments)
         return self._derived[key]

@@ -1,4 +1,7 @@
-"""From the documents of a packed stream to a `CPContext`: the cut among ranks, and all tables that layers need."""
+"""Construction of a `CPContext` from the documents of a packed stream.
+
+It cuts the stream among ranks, and computes all tables that layers need.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ from titan_linear.ops.layout.tables import to_device
 from titan_linear.ops.layout.trees import Paths, Tree, paths_of, tree_of
 
 
-@torch.inference_mode(False)  # a context built under inference mode must serve training, too
+# A context built under inference mode must also serve training.
+@torch.inference_mode(False)
 def build_cp_context(
     cu_seqlens: Tensor,
     group: dist.ProcessGroup | None = None,
@@ -50,35 +54,45 @@ def build_cp_context(
     stream_programs: Sequence[int] | None = None,
     attention: Collection[str] = SOFTMAX_METHODS,
 ) -> CPContext:
-    """Cut a packed stream among the W ranks of a group, and derive what its layers need.
+    """Cut a packed stream among the W ranks of a group, and derive the tables that its
+    layers need.
 
     Args:
-        cu_seqlens: [N+1] int, GLOBAL boundaries of the documents, from 0 to the length of the whole stream.
-            Padding is a last document of its own.
-        group: the context-parallel process group. With `rank` and `world_size` but no group, the result
-            only describes the cut; no operation can communicate with it.
-        conv1d_kernel_size: width of the short convolutions; `causal_conv1d` checks that its weight has it.
-        layout: "contiguous" (rank r owns [r·T/W, (r+1)·T/W)) or "zigzag" (2W blocks; rank r owns blocks r and
-            2W−1−r, in that order, never merged).
-        cu_seqlens_cpu: the same values on the CPU; spares a device-to-host copy when cu_seqlens is on a GPU.
-        num_streams: number of streams of equal length that `cu_seqlens` describes, one after the other; each is
-            cut by itself, and a rank's tokens are its part of the first stream, of the second, and so on.
-        parents: [N] int, a tensor or a list, of prefix trees (nodes.py): the segment of `cu_seqlens` that each one
-            continues, which lies before it, or −1. Several may continue one: a document is a path. A ring does not
-            know trees.
-        node_size: ranks of the group per node, a divisor of W; by default as torchrun started them, else W.
-        device: where the tokens will be; that of `cu_seqlens` by default.
-        programs: `scan_programs` of the scans to come: for each, long entries are cut into segments.
-        stream_programs: likewise for scans over the whole stream with a part of the heads (cp_method "ulysses"), which
-            also read a chunk table of the stream; None: there are no such scans.
-        attention: the methods of softmax attention to plan for; (): there is none.
+        cu_seqlens: [N+1] int, GLOBAL boundaries of the documents, from 0 to the length of
+            the whole stream. Padding is a separate document at the end.
+        group: the context-parallel process group. With `rank` and `world_size` but no
+            group, the result only describes the cut; no operation can communicate with it.
+        conv1d_kernel_size: width of the short convolutions; `causal_conv1d` checks that its
+            weight has this width.
+        layout: "contiguous" (rank r owns [r·T/W, (r+1)·T/W)) or "zigzag" (2W blocks; rank r
+            owns blocks r and 2W−1−r, in that order, never merged).
+        cu_seqlens_cpu: the same values on the CPU; avoids a device-to-host copy if
+            cu_seqlens is on a GPU.
+        num_streams: number of streams of equal length that `cu_seqlens` describes, one
+            after the other. Each is cut separately, and a rank's tokens are its part of the
+            first stream, then of the second, and so on.
+        parents: [N] int, a tensor or a list, for prefix trees (nodes.py): the segment of
+            `cu_seqlens` that each segment continues, which must come before it, or −1.
+            Several segments may continue the same one; a document is a path. Ring methods
+            do not support trees.
+        node_size: ranks of the group per node, a divisor of W. Default: as torchrun started
+            them, else W.
+        device: device of the tokens; default: the device of `cu_seqlens`.
+        programs: `scan_programs` of the scans to come; long entries are cut into segments
+            for each of them.
+        stream_programs: the same for scans over the whole stream with a part of the heads
+            (cp_method "ulysses"), which also read a chunk table of the stream; None: there
+            are no such scans.
+        attention: methods of softmax attention to plan for; (): none.
 
     Raises:
-        ValueError: boundaries that do not start at 0, that decrease, or that differ from cu_seqlens_cpu; an unknown
-            layout or method; neither a group nor a rank below world_size; num_streams or conv1d_kernel_size below 1;
-            a stream length that W (2W for zigzag) does not divide; streams whose edges are not document boundaries;
-            parents that are no trees of segments with tokens.
+        ValueError: boundaries that do not start at 0, that decrease, or that differ from
+            cu_seqlens_cpu; an unknown layout or method; neither a group nor a rank below
+            world_size; num_streams or conv1d_kernel_size below 1; a stream length that is
+            not divisible by W (2W for zigzag); streams whose edges are not document
+            boundaries; parents that do not form trees of segments with tokens.
     """
+    # Check the arguments.
     ranks = _rank_group(group, rank, world_size, node_size)
     _check_options(layout, num_streams, conv1d_kernel_size, attention)
     if cu_seqlens_cpu is not None:
@@ -88,6 +102,8 @@ def build_cp_context(
         raise ValueError(
             "cu_seqlens has segments without tokens, which cannot have or be parents; leave them out"
         )
+    # Cut the streams, derive the tables on the CPU, and move them to the device in one
+    # copy.
     cut = cut_streams(documents, num_streams, ranks.world_size, layout, parents)
     tables = _token_tables(cut, ranks, conv1d_kernel_size, programs, stream_programs)
     context = CPContext(ranks, cut, tables, _softmax_tables(cut, ranks, attention))
@@ -100,7 +116,10 @@ def of_trees(
     cp_context: CPContext | None,
     device: torch.device,
 ) -> tuple[Tensor | None, CPContext | None]:
-    """The `cu_seqlens` and `cp_context` of a call on one device: with `parents`, the context of its prefix trees."""
+    """Return the `cu_seqlens` and `cp_context` of a call on one device.
+
+    With `parents`, the context is the one of its prefix trees and replaces `cu_seqlens`.
+    """
     if parents is None:
         return cu_seqlens, cp_context
     if cu_seqlens is None or cp_context is not None:
@@ -113,7 +132,9 @@ def of_trees(
 def _rank_group(
     group: dist.ProcessGroup | None, rank: int | None, world_size: int | None, node_size: int | None
 ) -> RankGroup:
-    """ValueError: rank and number of ranks, or that of a node, are not given, or do not fit."""
+    """Return the group; raise ValueError if rank, world size or node size are missing or do
+    not fit.
+    """
     if group is not None:
         rank, world_size = group.rank(), group.size()
     if rank is None or world_size is None or not 0 <= rank < world_size:
@@ -156,14 +177,18 @@ def _token_tables(
     programs: Sequence[int],
     stream_programs: Sequence[int] | None,
 ) -> TokenTables:
+    # Boundaries and positions of this rank's tokens, and its part in the exchange of
+    # states.
     local, positions, entries = _local_layout(cut, owned(cut.fragments, ranks.rank))
     forward, reverse = (
         chains(cut.fragments, ranks, entries, reverse=reverse) for reverse in (False, True)
     )
     crossing = (torch.maximum(forward.entry_slots, reverse.entry_slots) >= 0)[:-1].numpy()
     tree, whole = _trees(cut, ranks.rank)
+    # Boundaries of the whole stream, for methods that exchange heads.
     documents = halo = None
-    if ranks.world_size > 1 or cut.layout != "contiguous":  # else the entries are the documents
+    # Otherwise this rank's entries are the documents.
+    if ranks.world_size > 1 or cut.layout != "contiguous":
         sizes = () if stream_programs is None else (CHUNK,)
         documents = with_tables(
             cut.documents.astype(np.int32), sizes, stream_programs or (), **whole
@@ -172,6 +197,7 @@ def _token_tables(
         tree = whole
     if conv1d_kernel_size is not None:
         halo = halo_routes(cut, ranks.rank, ranks.world_size, conv1d_kernel_size - 1)
+    # Collect the tables; entries that cross a cut are marked for the segments.
     return TokenTables(
         torch.from_numpy(positions),
         with_tables(
@@ -186,7 +212,9 @@ def _token_tables(
 
 
 def _trees(cut: Cut, rank: int) -> tuple[dict[str, Tree], dict[str, Tree | Paths]]:
-    """What `Boundaries` holds of prefix trees: of this rank's entries, and of a stream whole on one rank."""
+    """Return the tables of prefix trees in `Boundaries`: for this rank's entries, and for a
+    whole stream on one rank.
+    """
     nodes, size = cut.nodes, cut.fragments[0].end
     if not nodes.joined:
         return {}, {}
@@ -212,7 +240,7 @@ def _softmax_tables(cut: Cut, ranks: RankGroup, methods: Collection[str]) -> Sof
 
 
 def _of_nodes(cut: Cut, ranks: RankGroup) -> CPContext:
-    """The context in which a node is a rank."""
+    """Return the context in which each node counts as one rank."""
     node, count = ranks.rank // ranks.node_size, ranks.world_size // ranks.node_size
     nodes = RankGroup(ranks.group, ranks.group_name, node, count, node_size=count)
     cut = cut_streams(cut.documents, cut.num_streams, count, cut.layout)
@@ -221,10 +249,15 @@ def _of_nodes(cut: Cut, ranks: RankGroup) -> CPContext:
 
 
 def ranks_per_node(group: dist.ProcessGroup | None, world_size: int) -> int:
-    """How many neighbouring ranks of a group share a node, according to torchrun's environment; all, if there is none.
-    Where a node has more of them than another, the largest number that divides all."""
+    """Return how many neighboring ranks of a group share a node, according to torchrun's
+    environment.
+
+    Without that environment, return the number of all ranks. If nodes hold different
+    numbers of the group's ranks, return the largest number that divides all of them.
+    """
     size = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    if hasattr(group, "node_size"):  # a group in one process
+    # Groups simulated in one process have their own node size.
+    if hasattr(group, "node_size"):
         return group.node_size
     if not size or group is None:
         return world_size
@@ -232,13 +265,15 @@ def ranks_per_node(group: dist.ProcessGroup | None, world_size: int) -> int:
 
 
 def shared_by_nodes(ranks: Sequence[int], size: int) -> int:
-    """The largest number that divides the number of these ranks on each node of `size` processes."""
+    """Return the largest number that divides the number of these ranks on each node of
+    `size` processes.
+    """
     nodes = groupby(rank // size for rank in ranks)
     return math.gcd(*(len(list(of_node)) for _, of_node in nodes))
 
 
 def _documents(cu_seqlens: Tensor) -> np.ndarray:
-    """[N+1] int64 boundaries without empty documents."""
+    """Return boundaries [N+1] int64 without empty documents."""
     documents = distinct(checked("cu_seqlens", cu_seqlens).astype(np.int64))
     if len(documents) < 2:
         raise ValueError(
@@ -248,11 +283,14 @@ def _documents(cu_seqlens: Tensor) -> np.ndarray:
 
 
 def _local_layout(cut: Cut, fragments: Fragments) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rank-local boundaries [N+1] int32, positions within documents [T_local] int64, and each fragment's first and last
-    entry [slots, 2]."""
+    """Return rank-local boundaries [N+1] int32, positions within documents [T_local] int64,
+    and each fragment's first and last entry [slots, 2].
+    """
     documents, all_positions = cut.documents, cut.nodes.positions
     lengths, positions, entries, count = [], [], [], 0
     for f in fragments:
+        # The fragment's first and last document; each one's part in the fragment is an
+        # entry.
         low, high = np.searchsorted(documents, [f.start, f.end - 1], side="right") - 1
         lengths.append(np.diff(np.clip(documents[low : high + 2], f.start, f.end)))
         positions.append(all_positions[f.start : f.end])

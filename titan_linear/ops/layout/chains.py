@@ -1,10 +1,12 @@
-"""Which rank needs the state and transition of which fragment, for KCP (ops/exchange/kcp.py).
+"""Tables of KCP (ops/exchange/kcp.py): which rank needs which fragment's state and
+transition.
 
-A chain of fragments begins where the document begins, and its first fragment needs no M: only a fragment that one
-document enters, fills and leaves has an M that any rank needs. With two contiguous ranks there is never one.
+A chain of fragments begins where a document begins, and its first fragment needs no M. M is
+needed only for a fragment that one document enters, fills and leaves. Two contiguous ranks
+never have such a fragment.
 
-The shapes of the tables do not depend on the documents, so that compiled code sees one shape; rows beyond the last are
-−1.
+The shapes of the tables do not depend on the documents, so that compiled code sees a single
+shape; unused rows are −1.
 """
 
 from __future__ import annotations
@@ -18,40 +20,51 @@ from torch import Tensor
 from titan_linear.ops.layout.fragments import Fragment, Fragments, RankGroup, owned
 from titan_linear.ops.layout.tables import OnHost, padded, table
 
-NOTHING, STATE, STATE_AND_M = range(3)  # what is needed of a fragment
+NOTHING, STATE, STATE_AND_M = range(3)  # parts of (S_ext, M) that are needed of a fragment
 
 
 class Chains(NamedTuple):
-    """This rank's part in one direction. Forward, a slot gives the state that leaves it and gets the state that enters
-    it; in reverse, it gives the gradient of the state that entered and gets that of the state that left."""
+    """This rank's part in one direction of the exchange of states.
 
-    # The slot whose incoming state an entry starts from (in reverse, with whose gradient it ends), −1: zeros. One row
-    # more than there are entries, so that a table never has a single row.
-    entry_slots: Tensor  # [N+1] int32
-    # [slots] int32: the entry whose boundary a slot gives: its last (in reverse its first)
+    Forward, a slot provides the state that leaves it and receives the state that enters it.
+    In reverse, it provides the gradient of the state that entered and receives the gradient
+    of the state that left.
+    """
+
+    # [N+1] int32: the slot whose incoming state each entry starts from (in reverse, whose
+    # gradient it ends with); −1: zeros. The extra row avoids tables with a single row.
+    entry_slots: Tensor
+    # [slots] int32: the entry whose boundary a slot provides: its last (in reverse its
+    # first).
     entries: Tensor
     wanted: Tensor  # [slots] int32: NOTHING, STATE or STATE_AND_M
-    # [slots + 1] int32: where each slot's links begin, which fold into it in order
+    # [slots + 1] int32: first link of each slot; a slot's links are folded in order.
     chain_offsets: Tensor
-    s_row: Tensor  # [.] int32 for each link: the row of its S_ext among those received
-    m_row: Tensor  # [.] int32: and of its M; −1 for a chain's first
-    slots: OnHost  # [slots, 2] (entry, wanted) again
-    crosses: OnHost  # [1] whether a document crosses a cut, on any rank
-    # [., 2] (slot, 0 for S_ext or 1 for M) by receiver; for each receiver S_ext first
+    s_row: Tensor  # [.] int32: for each link, the row of its S_ext among the received ones
+    m_row: Tensor  # [.] int32: the same for its M; −1 for the first link of a chain
+    slots: OnHost  # [slots, 2]: (entry, wanted) on the host
+    crosses: OnHost  # [1]: whether a document crosses a cut, on any rank
+    # [., 2]: (slot, 0 for S_ext or 1 for M) by receiver; for each receiver S_ext first.
     sends: OnHost
-    send_counts: OnHost  # [W, 2] numbers of S_ext and M for each receiver
-    receive_counts: OnHost  # [W, 2] and from each sender
-    links: OnHost  # [., 3] the links again, as (slot, s_row, m_row)
-    most: OnHost  # [1] the largest number of S_ext and M that any one rank folds, its own included
-    # Of all ranks, for states that travel level by level:
+    send_counts: OnHost  # [W, 2]: numbers of S_ext and M for each receiver
+    receive_counts: OnHost  # [W, 2]: numbers of S_ext and M from each sender
+    links: OnHost  # [., 3]: the links as (slot, s_row, m_row) on the host
+    most: OnHost  # [1]: largest number of S_ext and M that any rank folds, its own included
+    # The following fields describe all ranks, for states that travel level by level.
     blocks: Tensor  # [.] int32: what blocks of ranks pass on (`blocks_wanted`)
-    blocks_on_host: OnHost  # the same
-    node_size: OnHost  # [1] ranks per node
-    zigzag: OnHost  # [1] whether every second slot's fragments run from the last rank to the first
+    blocks_on_host: OnHost  # the same on the host
+    node_size: OnHost  # [1]: ranks per node
+    # [1]: whether every second slot's fragments run from the last rank to the first.
+    zigzag: OnHost
 
 
 def chains(fragments: Fragments, ranks: RankGroup, entries: ndarray, *, reverse: bool) -> Chains:
-    """entries: [slots, 2] the first and last entry of each fragment of this rank."""
+    """Build the tables of one direction.
+
+    Args:
+        entries: [slots, 2], the first and last entry of each fragment of this rank.
+    """
+    # The fragments that fold into each fragment, and the ones that this rank receives.
     rank, world_size = ranks.rank, ranks.world_size
     chain = _walks(fragments, reverse)
     own = [i for i, f in enumerate(fragments) if f.rank == rank]
@@ -62,16 +75,19 @@ def chains(fragments: Fragments, ranks: RankGroup, entries: ndarray, *, reverse:
         for kind in range(2)
         for n, j in enumerate(j for js in received for j in js[kind])
     }
+    # The links of each slot's chain, as rows of the received S_ext and M.
     in_order = sorted(own, key=lambda i: fragments[i].slot)
     rows = [
         (fragments[i].slot, place[j, 0], place.get((j, 1), -1)) for i in in_order for j in chain[i]
     ]
     links = padded(rows, slots * blocks, 3)
     chain_offsets = np.cumsum([0, *(len(chain[i]) for i in in_order)])
+    # What this rank sends, and what its own fragments must provide.
     sent = _sent(fragments, chain, own, world_size)
     sends = [(fragments[j].slot, kind) for js in sent for kind in range(2) for j in js[kind]]
     wanted = [_wanted(f, reverse) for f in owned(fragments, rank)]
     slot_table = np.stack([entries[:, 0 if reverse else 1], wanted], 1).astype(np.int32)
+    # A chain of n links has n S_ext and n − 1 M.
     most = np.zeros(world_size, dtype=np.int64)
     np.add.at(most, [f.rank for f in fragments], [max(2 * len(walk) - 1, 0) for walk in chain])
     passing, zigzag = blocks_wanted(fragments, world_size, reverse=reverse)
@@ -112,7 +128,9 @@ def _wanted(f: Fragment, reverse: bool) -> int:
 
 
 def _walks(fragments: Fragments, reverse: bool) -> list[range]:
-    """For each fragment, those that fold into it, in the order of the fold; they are adjacent, so a range."""
+    """Return, for each fragment, the fragments that fold into it, in the order of the fold;
+    they are adjacent, so a range.
+    """
     order = range(len(fragments))
     walks, first = [range(0)] * len(fragments), 0
     for i in reversed(order) if reverse else order:
@@ -123,13 +141,14 @@ def _walks(fragments: Fragments, reverse: bool) -> list[range]:
     return walks
 
 
-Kinds = tuple[list[int], list[int]]  # fragments whose S_ext travels, and those whose M does
+# Fragments whose S_ext travels, and fragments whose M travels.
+Kinds = tuple[list[int], list[int]]
 
 
 def _received(
     fragments: Fragments, chain: list[range], own: list[int], world_size: int
 ) -> list[Kinds]:
-    """What this rank needs, by sender, in global order."""
+    """Return what this rank needs, by sender, in global order."""
     needed = sorted({j for i in own for j in chain[i]})
     received: list[Kinds] = [([], []) for _ in range(world_size)]
     for j in needed:
@@ -138,11 +157,12 @@ def _received(
 
 
 def _sent(fragments: Fragments, chain: list[range], own: list[int], world_size: int) -> list[Kinds]:
-    """What others need from this rank, by receiver, in global order."""
+    """Return what other ranks need from this rank, by receiver, in global order."""
     sent: list[Kinds] = [([], []) for _ in range(world_size)]
     for j in own:
         receivers = set()
-        for step in (1, -1):  # fragments whose chains hold j lie next to j, without a gap
+        # Fragments whose chains contain j are next to j, without a gap.
+        for step in (1, -1):
             i = j + step
             while 0 <= i < len(fragments) and j in chain[i]:
                 receivers.add(fragments[i].rank)
@@ -158,30 +178,38 @@ def _add(kinds: Kinds, j: int, f: Fragment) -> None:
         kinds[1].append(j)
 
 
-# --- What blocks of ranks pass on, where states travel level by level (layout/levels.py) -----------------------------
+# --- What blocks of ranks pass on, where states travel level by level (layout/levels.py) --
 
 
 def block_sizes(world_size: int) -> list[int]:
-    """Number of ranks of the blocks that a level may have, in the order of `blocks_wanted`."""
+    """Return the numbers of ranks that a level's blocks may have, in the order of
+    `blocks_wanted`.
+    """
     return [n for n in range(1, world_size) if world_size % n == 0]
 
 
 def blocks_wanted(fragments: Fragments, world_size: int, *, reverse: bool) -> tuple[ndarray, bool]:
-    """[Σ W/n · slots] int32: for blocks of each of `block_sizes`, in rank order, and for each slot, whether the block
-    passes on NOTHING, a STATE, or a STATE_AND_M: what a document carries from its last fragment into the next, and
-    whether what enters the first fragment has a part in it; in reverse, from its first fragment into the one before.
-    And whether the fragments of some slots run from the last rank to the first."""
+    """Return what blocks of ranks pass on, and whether the fragments of some slots run from
+    the last rank to the first.
+
+    The table [Σ W/n · slots] int32 has, for blocks of each of `block_sizes` in rank order
+    and for each slot: NOTHING, STATE or STATE_AND_M. A block passes on a STATE if a
+    document continues from its last fragment into the next, and a STATE_AND_M if that state
+    also depends on what enters the first fragment. In reverse it passes on from its first
+    fragment into the one before.
+    """
+    # Arrange the fragments' properties by rank and slot.
     slots = len(fragments) // world_size
     through, passes, place = np.zeros((3, world_size, slots), dtype=np.int64)
     owner = tuple(np.array([(f.rank, f.slot) for f in fragments]).T)
     through[owner] = [f.through for f in fragments]
     passes[owner] = [f.enters if reverse else f.leaves for f in fragments]
     place[owner] = np.arange(len(fragments))
-    # [slots] whether a slot's fragments run from the last rank to the first
+    # [slots]: whether a slot's fragments run from the last rank to the first.
     falls = place[0] > place[-1]
     tables = []
     for n in block_sizes(world_size):
-        # [W/n, 2, slots], of each block's first rank and its last
+        # [W/n, 2, slots]: values of each block's first and last rank.
         last = passes.reshape(-1, n, slots)[:, [0, -1]]
         passed = np.where(falls == reverse, last[:, 1], last[:, 0])
         whole = through.reshape(-1, n, slots).all(1)

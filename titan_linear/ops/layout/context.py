@@ -1,9 +1,11 @@
-"""The one place that knows who owns which tokens under context parallelism.
+"""Ownership of tokens under context parallelism.
 
-A packed stream of documents is cut into *fragments*, contiguous ranges of global tokens, and each rank owns
-one ("contiguous") or two ("zigzag") of every stream. Everything that crosses a cut reads a `CPContext`: batch
-sharding, positions, the convolution's halo, the states of the linear layers, softmax attention. It is computed once per
-batch on the CPU, with every table that layers need, forward and backward, and reaches the device in one copy.
+This is the only place that knows which rank owns which tokens. A packed stream of documents
+is cut into *fragments*, contiguous ranges of global tokens. Each rank owns one fragment
+("contiguous") or two ("zigzag") of every stream. Everything that crosses a cut reads a
+`CPContext`: batch sharding, positions, the convolution's halo, the states of the linear
+layers, and softmax attention. The context is computed once per batch on the CPU, with all
+tables that layers need in forward and backward, and reaches the device in one copy.
 """
 
 from __future__ import annotations
@@ -35,13 +37,15 @@ from titan_linear.ops.layout.tables import to_device
 SOFTMAX_METHODS = ("ring", "allgather", "ulysses", "ulysses+ring")
 
 
-@dataclass(eq=False)  # not frozen: torch 2.11 would then compile a guard for every number in it
+# Not frozen: torch 2.11 would compile a guard for every number in a frozen dataclass.
+@dataclass(eq=False)
 class TokenTables:
-    """What all mixers read of this rank's tokens."""
+    """Tables about this rank's tokens that all mixers read."""
 
     position_ids: Tensor  # [T_local] int64, positions within documents
-    boundaries: Boundaries  # of this rank's entries
-    documents: Boundaries | None  # of the whole stream; None: they are this rank's entries
+    boundaries: Boundaries  # boundaries of this rank's entries
+    # Boundaries of the whole stream's documents; None: these are this rank's entries.
+    documents: Boundaries | None
     forward_chains: Chains
     reverse_chains: Chains
     halo: HaloRoutes | None  # for convolutions of conv1d_kernel_size taps
@@ -50,16 +54,20 @@ class TokenTables:
 
 @dataclass(eq=False)
 class SoftmaxTables:
-    """For causal softmax attention, by method; None: not planned."""
+    """Tables of causal softmax attention, by method; None: the method was not planned."""
 
     ring: Rectangles | None
     allgather: GatheredSpans | None
-    nodes: CPContext | None  # of a stream that nodes share as ranks do, for a ring of nodes
+    # Context in which each node counts as one rank, for a ring of nodes.
+    nodes: CPContext | None
 
 
 @dataclass(eq=False)
 class CPContext:
-    """This rank's part of a packed stream, and what its layers need to know of the rest (see `build_cp_context`)."""
+    """This rank's part of a packed stream, and what its layers need to know about the rest.
+
+    `build_cp_context` builds it.
+    """
 
     ranks: RankGroup
     cut: Cut
@@ -68,23 +76,33 @@ class CPContext:
 
     @property
     def rectangles(self) -> Rectangles:
-        """For causal attention in which keys travel around the ring. ValueError: not planned."""
+        """Tables for causal ring attention, where keys travel. Raises ValueError if it was
+        not planned.
+        """
         return _planned(self.softmax.ring, "ring")
 
     @property
     def gathered(self) -> GatheredSpans:
-        """For causal attention in which keys travel to the ranks that need them. ValueError: not planned."""
+        """Tables for causal all-gather attention, where keys travel to the ranks that need them.
+
+        Raises ValueError if it was not planned.
+        """
         return _planned(self.softmax.allgather, "allgather")
 
     @property
     def of_nodes(self) -> CPContext:
-        """The context in which a node is a rank, in the same group. ValueError: not planned."""
+        """Context in which each node counts as one rank, in the same group.
+
+        Raises ValueError if it was not planned.
+        """
         return _planned(self.softmax.nodes, "ulysses+ring")
 
     @property
     def order_in_node(self) -> tuple[int, ...]:
-        """`Cut.order` of the fragments of a node's ranks, as `of_nodes` has them: what ranks of a node hold in one slot
-        is one fragment of the node."""
+        """`Cut.order` for the fragments of a node's ranks, in the order of `of_nodes`.
+
+        The fragments that a node's ranks hold in one slot form one fragment of the node.
+        """
         slots, ranks = self.cut.slots, range(self.ranks.node_size)
         mirrored = [self.layout == "zigzag" and slot % 2 for slot in range(slots)]
         return tuple(
@@ -93,28 +111,33 @@ class CPContext:
 
     @property
     def stream(self) -> Boundaries:
-        """Of the documents of the whole stream, for a rank that holds all tokens in global order."""
+        """Boundaries of the documents of the whole stream, for a rank that holds all tokens
+        in global order.
+        """
         return self.tables.boundaries if self.tables.documents is None else self.tables.documents
 
     @cached_property
     def own_fragments(self) -> Fragments:
-        """This rank's fragments in the order in which its tokens lie in memory."""
+        """This rank's fragments, in the order in which its tokens lie in memory."""
         return owned(self.cut.fragments, self.ranks.rank)
 
     @cached_property
     def full_rectangles(self) -> Rectangles:
-        """`rectangles` for attention without a causal mask."""
+        """Tables of ring attention without a causal mask."""
         return rectangles(self.cut.fragments, self.ranks.rank, self.ranks.world_size, causal=False)
 
     @cached_property
     def full_gathered(self) -> GatheredSpans:
-        """`gathered` for attention without a causal mask."""
+        """Tables of all-gather attention without a causal mask."""
         place = self.ranks.rank, self.ranks.world_size
         spans = gathered_spans(self.cut, *place, causal=False)
         return to_device(spans, self.cu_seqlens.device)
 
     def mark_dynamic(self) -> None:
-        """Tell torch.compile which sizes differ from batch to batch: those that count documents and chunks."""
+        """Tell torch.compile which sizes differ from batch to batch: numbers of documents
+        and of chunks.
+        """
+        # Collect the tables whose length depends on the documents.
         chains = self.tables.forward_chains, self.tables.reverse_chains
         counted: list[Tensor | None] = [
             self.cu_seqlens,
@@ -128,7 +151,8 @@ class CPContext:
         for boundaries in (self.tables.boundaries, self.stream):
             tables = (*boundaries.chunks.values(), *filter(None, boundaries.segments.values()))
             counted += [tensor for table in tables for tensor in table]
-        # Any table of prefix trees may be short, and each entry has a halo of its own, so that one alone is special.
+        # In prefix trees any table may have a single row, a size that torch.compile
+        # specializes on. `maybe_mark_dynamic` allows that.
         mark = torch._dynamo.maybe_mark_dynamic if self.cut.joined else torch._dynamo.mark_dynamic
         for tensor in (*counted, *self._of_trees()):
             mark(tensor, 0)
@@ -136,7 +160,7 @@ class CPContext:
             self.softmax.nodes.mark_dynamic()
 
     def _of_trees(self) -> Iterator[Tensor]:
-        """All tables of prefix trees."""
+        """Yield all tables of prefix trees."""
         for boundaries in (self.tables.boundaries, self.stream):
             if paths := boundaries.paths:
                 yield from (table for table in (*paths.spans, *paths[1:]) if table is not None)
@@ -144,7 +168,10 @@ class CPContext:
                 yield from (*tree.points, *tree.children, *tree.fold, tree.starts, tree.ends)
 
     def halo_of(self, width: int) -> HaloRoutes:
-        """Routes of the `width` tokens before each fragment: those planned if the width fits, else made once."""
+        """Return routes of the `width` tokens before each fragment.
+
+        These are the planned routes if the width matches, or routes made once and kept.
+        """
         tables = self.tables
         if tables.halo is not None and tables.conv1d_kernel_size == width + 1:
             return tables.halo
@@ -152,7 +179,7 @@ class CPContext:
             _routes_at_first_use, self.cut, self.ranks.rank, self.ranks.world_size, width
         )
 
-    # flash-linear-attention's names.
+    # Names that flash-linear-attention's contexts have.
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -164,12 +191,14 @@ class CPContext:
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """[N+1] int32, rank-local: a document's start and a fragment's start each begin an entry."""
+        """Rank-local boundaries [N+1] int32: a new entry begins at each document's and each
+        fragment's start.
+        """
         return self.tables.boundaries.cu_seqlens
 
     @property
     def cu_seqlens_cpu(self) -> Tensor:
-        """The same on the CPU."""
+        """The same as `cu_seqlens`, on the CPU."""
         assert self.tables.boundaries.cu_seqlens_cpu is not None
         return self.tables.boundaries.cu_seqlens_cpu
 
@@ -179,10 +208,11 @@ class CPContext:
 
     @property
     def fragments(self) -> tuple[tuple[int, int], ...]:
-        """This rank's fragments as global (start, end)."""
+        """This rank's fragments as global (start, end) pairs."""
         return tuple((f.start, f.end) for f in self.own_fragments)
 
-    # For one stream in the contiguous layout; None otherwise.
+    # The following properties exist for one stream in the contiguous layout; None
+    # otherwise.
 
     @property
     def _only(self) -> Fragment | None:
@@ -204,21 +234,25 @@ class CPContext:
 
     @property
     def pre_num_ranks(self) -> int | None:
-        """Number of ranks before this one that hold tokens of the document of its first token."""
+        """Number of ranks before this one that hold tokens of the document of its first
+        token.
+        """
         if (f := self._only) is None:
             return None
         return sum(g.end > f.head[0] for g in self.cut.fragments[: self.ranks.rank])
 
     @property
     def post_num_ranks(self) -> int | None:
-        """Number of ranks after this one that hold tokens of the document of its last token."""
+        """Number of ranks after this one that hold tokens of the document of its last
+        token.
+        """
         if (f := self._only) is None:
             return None
         return sum(g.start < f.tail[1] for g in self.cut.fragments[self.ranks.rank + 1 :])
 
     @property
     def pre_num_conv_tokens(self) -> int | None:
-        """Number of tokens of the first token's document that lie before this rank."""
+        """Number of tokens of the first token's document that are on earlier ranks."""
         return None if (f := self._only) is None else f.start - f.head[0]
 
 

@@ -1,4 +1,6 @@
-"""Boundaries of documents as users give them: checked before anything is derived from them."""
+"""Checks of document boundaries as users pass them, before anything is derived from
+them.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,12 @@ from torch import Tensor
 
 
 def checked(name: str, cu_seqlens: Tensor, tokens: int | None = None) -> np.ndarray:
-    """Check boundaries of documents, which may be empty, and return their values [N+1], copied from their device.
+    """Check boundaries of documents, which may be empty, and return their values [N+1],
+    copied from their device.
 
-    name: of the argument, for messages; tokens: where the boundaries must end, if that is known.
+    Args:
+        name: name of the argument, for messages.
+        tokens: where the boundaries must end, if known.
 
     Raises:
         ValueError: `cu_seqlens` are not boundaries, or do not end at `tokens`.
@@ -28,12 +33,14 @@ def checked(name: str, cu_seqlens: Tensor, tokens: int | None = None) -> np.ndar
 
 
 def distinct(edges: np.ndarray) -> np.ndarray:
-    """Boundaries without those of empty documents."""
+    """Return the boundaries without empty documents."""
     return edges[np.diff(edges, prepend=-1) > 0]
 
 
 def check_shape(name: str, cu_seqlens: Tensor) -> None:
-    """Check all that can be checked of boundaries without reading their values."""
+    """Check everything about boundaries that can be checked without reading their
+    values.
+    """
     dtype = cu_seqlens.dtype
     integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
     if not integer or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
@@ -43,7 +50,9 @@ def check_shape(name: str, cu_seqlens: Tensor) -> None:
 
 
 def check_copy(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor) -> None:
-    """Raise ValueError unless cu_seqlens_cpu is cu_seqlens on the CPU. Values are compared if both are there."""
+    """Raise ValueError unless cu_seqlens_cpu is cu_seqlens on the CPU. Values are compared
+    if both are on the CPU.
+    """
     if cu_seqlens is None:
         raise ValueError(
             "cu_seqlens_cpu is a copy of cu_seqlens, which is missing; give both or neither"
@@ -53,6 +62,7 @@ def check_copy(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor) -> None:
             f"cu_seqlens_cpu {tuple(cu_seqlens_cpu.shape)} on {cu_seqlens_cpu.device} must be the values of "
             f"cu_seqlens, {tuple(cu_seqlens.shape)}, on the CPU"
         )
+    # Reading values from a GPU would wait for it, and compiled code has no values.
     if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu":
         return
     if (cu_seqlens_cpu != cu_seqlens).any():

@@ -1,5 +1,4 @@
-"""Which ranks share packed streams and how these are cut: fragments, their owners, the documents at their two ends, the
-tokens before them."""
+"""Cuts of packed streams among ranks: fragments, their owners, and the tokens before them."""
 
 from __future__ import annotations
 
@@ -30,29 +29,33 @@ class Fragment:
 
     @property
     def enters(self) -> bool:
-        """Whether a document comes in from the fragment before."""
+        """Whether a document continues into this fragment from the one before."""
         return self.head[0] < self.start
 
     @property
     def leaves(self) -> bool:
-        """Whether a document goes on into the fragment after."""
+        """Whether a document continues into the next fragment."""
         return self.tail[1] > self.end
 
     @property
     def through(self) -> bool:
-        """Whether one document comes in, fills the fragment and goes out: the only case that needs M."""
+        """Whether one document enters, fills and leaves the fragment: the only case that
+        needs M.
+        """
         return self.head == self.tail and self.enters and self.leaves
 
 
-Fragments = tuple[Fragment, ...]  # every rank's, in global order, unless others are named
+# Fragments of all ranks in global order, unless stated otherwise.
+Fragments = tuple[Fragment, ...]
 
 
-@dataclass(eq=False)  # not frozen: torch 2.11 would then compile a guard for every number in it
+# Not frozen: torch 2.11 would compile a guard for every number in a frozen dataclass.
+@dataclass(eq=False)
 class RankGroup:
-    """The ranks that share streams, and this one among them."""
+    """The ranks that share streams, and this rank's place among them."""
 
     group: dist.ProcessGroup | None
-    group_name: str  # by which operators find it; "" without a group
+    group_name: str  # name by which operators find the group; "" without a group
     rank: int
     world_size: int
     node_size: int  # ranks of the group per node
@@ -60,31 +63,31 @@ class RankGroup:
 
 @dataclass(eq=False)
 class Cut:
-    """How streams are cut among ranks; the same on all of them."""
+    """The cut of streams among ranks, which is the same on all ranks."""
 
     layout: str
     num_streams: int
     fragments: Fragments
-    order: tuple[int, ...]  # index of each fragment in rank order, rank · slots + slot
+    order: tuple[int, ...]  # each fragment's index in rank order, rank · slots + slot
     slots: int  # number of fragments per rank
     tokens: int  # number of tokens per rank, T_local
-    stream_tokens: int  # and of all ranks, T
+    stream_tokens: int  # number of tokens of all ranks, T
     nodes: Nodes  # the documents, without empty ones
-    joined: bool  # `nodes.joined`, as compiled code reads it
+    joined: bool  # `nodes.joined` as a plain field for compiled code
 
     @property
     def documents(self) -> ndarray:
-        """[N+1] int64, global boundaries."""
+        """Global boundaries [N+1] int64."""
         return self.nodes.edges
 
     def rows(self, tokens: ndarray) -> ndarray:
-        """The local rows that tokens of the stream have at their owners."""
+        """Return the local rows of these stream tokens on their owners."""
         size = self.fragments[0].end
         return tokens + np.array([f.slot * size - f.start for f in self.fragments])[tokens // size]
 
     @property
     def owners(self) -> ndarray:
-        """[fragments] their ranks."""
+        """Rank of each fragment [fragments]."""
         return np.array([f.rank for f in self.fragments])
 
 
@@ -98,14 +101,17 @@ def cut_streams(
     """Cut streams into fragments.
 
     Args:
-        documents: [N+1] int64, global boundaries without empty documents; the last is the total length of the streams.
-        num_streams: number of streams, of equal length; each is cut by itself.
+        documents: [N+1] int64, global boundaries without empty documents; the last is the
+            total length of the streams.
+        num_streams: number of streams of equal length; each is cut separately.
         parents: as in `build_cp_context`.
 
     Raises:
-        ValueError: streams that cannot be cut into equal blocks, or that do not begin with a document; parents that are
-            no trees.
+        ValueError: streams cannot be cut into equal blocks, or do not begin with a
+            document; parents do not form trees.
     """
+    # Check that the streams can be cut into equal blocks, and that each begins with a
+    # document.
     nodes = checked_nodes(documents, parents, num_streams)
     total = int(documents[-1])
     length = total // num_streams
@@ -120,12 +126,15 @@ def cut_streams(
         raise ValueError(
             f"num_streams = {num_streams}: stream {i + 1} must begin a document in cu_seqlens"
         )
+    # Find the documents that hold the first and last token of each block.
     size, slots = length // blocks, blocks // world_size
     starts = np.arange(num_streams * blocks) * size
     heads, tails = (
         np.searchsorted(documents, t, side="right") - 1 for t in (starts, starts + size - 1)
     )
     ends = (zip(documents[at].tolist(), documents[at + 1].tolist()) for at in (heads, tails))
+    # Assign each block to its owner. In the zigzag layout the second half runs back to rank
+    # 0.
     fragments = []
     for i, (start, head, tail) in enumerate(zip(starts.tolist(), *ends, strict=True)):
         stream, block = divmod(i, blocks)
@@ -150,36 +159,48 @@ def cut_streams(
 
 
 def owned(fragments: Fragments, rank: int) -> Fragments:
-    """The fragments of `rank` by slot: the order in which its tokens lie in memory."""
+    """Return the fragments of `rank` by slot, the order in which its tokens lie in
+    memory.
+    """
     return tuple(sorted((f for f in fragments if f.rank == rank), key=lambda f: f.slot))
 
 
-# --- The tokens before a fragment, which causal convolutions need ----------------------------------------------------
+# --- The tokens before a fragment, which causal convolutions need -------------------------
 
 
 class HaloRoutes(NamedTuple):
-    """What this rank sends and receives. The shapes of the tables do not depend on the documents; rows beyond the
-    counts are padding."""
+    """Tables of what this rank sends and receives.
+
+    The shapes of the tables do not depend on the documents, except in prefix trees. Rows
+    beyond the counts are padding.
+    """
 
     rows: Tensor  # [.] int64: local tokens to send, by receiver
-    # [.] int64: rows of this rank's halos [slots · width] that received tokens fill, by sender
+    # [.] int64: rows of this rank's halos [slots · width] for the received tokens, by
+    # sender
     places: Tensor
     crosses: OnHost  # [1] whether a document crosses a cut, on any rank
     repeats: OnHost  # [1] whether a token may be sent more than once
     send_counts: OnHost  # [W] number of tokens for each receiver
-    receive_counts: OnHost  # [W] and from each sender
+    receive_counts: OnHost  # [W] number of tokens from each sender
 
 
 def halo_routes(cut: Cut, rank: int, world_size: int, width: int) -> HaloRoutes:
-    """Routes of the `width` tokens before each fragment; in prefix trees, before each entry."""
+    """Return routes of the `width` tokens before each fragment; in prefix trees, before
+    each entry.
+    """
+    # The tokens that have a halo: the first of each fragment, or in prefix trees of each
+    # entry.
     nodes, size = cut.nodes, cut.fragments[0].end
     tokens = np.arange(len(cut.fragments)) * size
     if nodes.joined:
         tokens = nodes.starts(size if world_size > 1 else None)
     owners = cut.owners[tokens // size]
+    # Walk back `width` tokens from each of them, −1 where the document begins.
     before = np.empty((width, len(tokens)), dtype=np.int64)
     for n in range(width):
         before[n] = tokens = nodes.before(tokens)
+    # Each token found is sent by its owner, to a row of the receiver's halos.
     n, target = np.nonzero(before >= 0)
     token = before[n, target]
     source, to = cut.owners[token // size], owners[target]
@@ -188,6 +209,7 @@ def halo_routes(cut: Cut, rank: int, world_size: int, width: int) -> HaloRoutes:
         np.stack([to, cut.rows(token)], 1)[source == rank],
         np.stack([source, place], 1)[to == rank],
     )
+    # Group by rank, and pad the tables to a length that does not depend on the documents.
     most = cut.slots * width
     lengths = (len(leaving), len(coming)) if nodes.joined else (most * max(width, 1), most)
     rows, send_counts = _by_rank(leaving, world_size, lengths[0])
@@ -204,7 +226,11 @@ def halo_routes(cut: Cut, rank: int, world_size: int, width: int) -> HaloRoutes:
 
 
 def _by_rank(pairs: ndarray, world_size: int, length: int) -> tuple[ndarray, ndarray]:
-    """[., 2] (rank, number) -> the numbers by rank, with zeros up to `length`, and how many each rank has [W]."""
+    """Sort the numbers of pairs [., 2] (rank, number) by rank.
+
+    Returns:
+        the numbers, padded with zeros to `length`, and how many of them each rank has [W].
+    """
     rank, number = pairs.T
     by_rank = np.zeros(length, dtype=np.int64)
     by_rank[: len(rank)] = number[np.argsort(rank, kind="stable")]

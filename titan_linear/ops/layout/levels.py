@@ -1,19 +1,26 @@
-"""KCP in levels: how ranks are grouped so that none receives or folds more than another, and none much.
+"""KCP in levels: groups of ranks in which every rank receives and folds equally much, and
+little.
 
-A block of neighbouring ranks acts on the state as a fragment does, by a pair (S_ext, M) composed of those of its ranks.
-So states can cross W ranks level by level:
+A block of neighboring ranks acts on the state as a fragment does: by a pair (S_ext, M),
+composed from the pairs of its ranks. States can therefore cross W ranks level by level:
 
-    heads     g ranks of a node share out the heads: each gets the pairs of all g for 1/g of the heads
-    outwards  of the members of the next level, blocks of ranks that have the same heads, each gets all pairs of these
-              heads; again, until the members are all ranks
+    heads     g ranks of a node divide the heads: each gets the pairs of all g ranks for 1/g
+        of the heads
+    outwards  the members of the next level are blocks of ranks that have the same heads;
+        each gets
+              all pairs of these heads; this repeats until the members are all ranks
 
-Going up, each rank composes the pairs of a level's members to that of their block. At the top it folds through them;
-going down, through the members of each lower level, from the state that enters their block. The ranks that share out
-the heads send the states back. A chain of products is as long as the levels are wide, not as there are ranks, and what
-a rank sends and receives is the same for all ranks and documents.
+Going up, each rank composes the pairs of a level's members into the pair of their block. At
+the top it folds through the members. Going down, it folds through the members of each lower
+level, from the state that enters their block. Finally the ranks that divided the heads send
+the states back.
 
-Where chains are short, each rank's pairs go directly to the ranks that fold them (layout/chains.py), in one message.
-`route` takes what a message's latency, its bytes and the products after it make fastest.
+The length of a chain of products is given by the widths of the levels instead of the number
+of ranks. What a rank sends and receives is the same for all ranks and documents.
+
+Where chains are short, each rank's pairs go directly to the ranks that fold them
+(layout/chains.py), in one message. `route` chooses the faster way from a message's latency,
+its bytes, and the products after it.
 """
 
 from __future__ import annotations
@@ -27,51 +34,60 @@ from typing import NamedTuple
 
 
 class Level(NamedTuple):
-    """Its members are blocks of `stride` ranks each."""
+    """One level, whose members are blocks of `stride` ranks each."""
 
     stride: int
     members: int
-    # members share out the heads; else each gets all pairs of the heads that it has
+    # Whether the members divide the heads; otherwise each gets all pairs of the heads that
+    # it has.
     shares_heads: bool = False
 
 
 class Message(NamedTuple):
-    """One step of an exchange, as the rank with most to do sees it."""
+    """One step of an exchange, as seen by the rank with the most work."""
 
-    nbytes: float  # that it sends, or receives
+    nbytes: float  # bytes that the rank sends or receives
     in_node: bool
-    products: int  # one after the other, that follow it
+    products: int  # number of products in sequence after the message
 
 
 class Sizes(NamedTuple):
-    """What there is to exchange."""
+    """Sizes of the states and transitions to exchange."""
 
     heads: int
     slots: int
-    state: int  # bytes of S_ext, of one head and slot
-    transition: int  # and of M
+    state: int  # bytes of S_ext of one head and slot
+    transition: int  # bytes of M of one head and slot
 
 
 class Network(NamedTuple):
-    """Seconds before a message is there in a node, and bytes per second that a GPU sends, there and to other nodes."""
+    """Seconds until a message arrives within a node, and bytes per second that a GPU sends
+    within a node and to other nodes.
+    """
 
     latency: float
     in_node: float
     between_nodes: float
 
 
-H200 = Network(13e-6, 340e9, 50e9)  # between nodes assumed: 400 Gbit/s per GPU
-# Seconds by which a message to another node takes longer: nccl-tests' small all-to-all takes 30 µs between two nodes of
-# H100s (github.com/deepseek-ai/DeepEP/issues/3), 10.6 on eight H20s (issues/303).
+# Measured within a node; the rate between nodes is assumed to be 400 Gbit/s per GPU.
+H200 = Network(13e-6, 340e9, 50e9)
+# Additional seconds of a message to another node: nccl-tests' small all-to-all takes 30 µs
+# between two nodes of H100s (github.com/deepseek-ai/DeepEP/issues/3) and 10.6 µs on eight
+# H20s (issues/303).
 FARTHER = 20e-6
-# seconds of a product with a head's M in a fold on an H200; on an H100 4.4, in a composition 3.8
+# Seconds of a product with a head's M in a fold on an H200 (4.4 µs on an H100; 3.8 µs in a
+# composition).
 PRODUCT = 4.1e-6
 
 
 def route(most: int, world_size: int, node_size: int, sizes: Sizes) -> tuple[Level, ...]:
-    """The levels by which states travel; (): directly. The same on all ranks.
+    """Return the levels by which states travel; (): directly. The result is the same on all
+    ranks.
 
-    most: the largest number of S_ext and M that any one rank folds; node_size: ranks per node.
+    Args:
+        most: largest number of S_ext and M that any rank folds.
+        node_size: ranks per node.
     """
     levels = fastest(world_size, node_size, sizes)
     direct = direct_messages(most, world_size, node_size, sizes)
@@ -80,7 +96,7 @@ def route(most: int, world_size: int, node_size: int, sizes: Sizes) -> tuple[Lev
 
 @cache
 def fastest(world_size: int, node_size: int, sizes: Sizes) -> tuple[Level, ...]:
-    """Of all ways to group the ranks in levels, the fastest."""
+    """Return the fastest of all ways to group the ranks in levels."""
     ways = groupings(world_size, math.gcd(sizes.heads, node_size))
     return min(ways, key=lambda levels: duration(messages(levels, node_size, sizes)))
 
@@ -92,6 +108,7 @@ def direct_messages(most: int, world_size: int, node_size: int, sizes: Sizes) ->
 
 def messages(levels: Sequence[Level], node_size: int, sizes: Sizes) -> list[Message]:
     found, heads = [], sizes.heads
+    # Each level is one message, followed by folds at the top or by compositions below it.
     for level in levels:
         others, top = level.members - 1, level is levels[-1]
         if level.shares_heads:
@@ -99,6 +116,7 @@ def messages(levels: Sequence[Level], node_size: int, sizes: Sizes) -> list[Mess
         pairs = others * heads * sizes.slots * (sizes.state + sizes.transition)
         products = level.members * sizes.slots - 1 if top else 2 * others
         found.append(Message(pairs, node_size % (level.stride * level.members) == 0, products))
+    # At the end, states return to the ranks that divided the heads.
     if levels[0].shares_heads:
         found.append(Message((levels[0].members - 1) * heads * sizes.slots * sizes.state, True, 0))
     return found
@@ -113,7 +131,11 @@ def duration(exchange: Sequence[Message], network: Network = H200) -> float:
 
 
 def groupings(world_size: int, most: int) -> Iterator[tuple[Level, ...]]:
-    """most: what the number of ranks that share out the heads must divide."""
+    """Yield all ways to group the ranks in levels.
+
+    Args:
+        most: the number of ranks that divide the heads must be a divisor of this.
+    """
     for sharing in (n for n in range(1, most + 1) if most % n == 0):
         first = (Level(1, sharing, True),) if sharing > 1 else ()
         for members in _factors(world_size // sharing):
@@ -122,7 +144,7 @@ def groupings(world_size: int, most: int) -> Iterator[tuple[Level, ...]]:
 
 
 def _factors(n: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write n as a product of factors above 1, in any order."""
+    """Yield all ways to write n as an ordered product of factors above 1."""
     if n == 1:
         yield ()
     for first in (d for d in range(2, n + 1) if n % d == 0):

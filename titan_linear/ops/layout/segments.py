@@ -1,4 +1,6 @@
-"""Entries cut into chunks, and into segments that a scan with few heads runs in parallel."""
+"""Entries cut into chunks, and into segments that a scan with few heads runs in
+parallel.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,10 @@ from titan_linear.ops.layout.trees import Paths, Tree
 
 CONV_RUN = 256  # tokens per program of the convolution
 
-PROGRAMS = 132  # of a scan that fill an H100 or H200: one per multiprocessor
-SHORTEST = 512  # tokens of the shortest segment: below, the fold costs what the scan saves
+PROGRAMS = 132  # programs of a scan that fill an H100 or H200: one per multiprocessor
+# Tokens of the shortest segment: with shorter ones the fold costs as much as the scan
+# saves.
+SHORTEST = 512
 
 
 def with_tables(
@@ -27,8 +31,13 @@ def with_tables(
     tree: Tree | None = None,
     paths: Paths | None = None,
 ) -> Boundaries:
-    """`Boundaries` on the host. chunks: the tokens per chunk of each chunk table that is read; programs: of each scan
-    over one entry; crossing: as in `segments_of_length`."""
+    """Build `Boundaries` on the host.
+
+    Args:
+        chunks: tokens per chunk of each chunk table that is read.
+        programs: number of programs of each scan over one entry.
+        crossing: as in `segments_of_length`.
+    """
     if tree is not None:
         crossing, joined = (torch.maximum(tree.starts, tree.ends) >= 0)[:-1].numpy(), True
     return Boundaries(
@@ -44,8 +53,12 @@ def with_tables(
 
 
 def chunk_table(cu_seqlens: ndarray, size: int) -> ChunkTable:
-    """Chunks of `size` tokens. An entry without tokens has one, so that its states are written like any other's. A
-    table has at least two rows: torch.compile makes a size of 1 a constant."""
+    """Cut entries into chunks of `size` tokens.
+
+    An entry without tokens has one chunk, so that its states are written like any other
+    entry's. A table has at least two rows, because torch.compile treats a size of 1 as a
+    constant.
+    """
     counts = np.maximum(-(-np.diff(cu_seqlens) // size), 1)
     offsets = np.concatenate([[0], np.cumsum(counts)])
     entry = np.repeat(np.arange(len(counts)), counts)
@@ -56,17 +69,22 @@ def chunk_table(cu_seqlens: ndarray, size: int) -> ChunkTable:
 
 
 def scan_programs(HV: int, V: int) -> int:
-    """Number of programs of a scan over one entry: one per head and block of 64 columns of V."""
+    """Return the number of programs of a scan over one entry: one per head and block of 64
+    columns of V.
+    """
     return HV * max(V // 64, 1)
 
 
 def segment_length(tokens: int, entries: int, programs: int, joined: bool = False) -> int | None:
-    """Tokens per segment, a multiple of 64, or None where cutting does not pay.
+    """Return the number of tokens per segment, a multiple of 64, or None where cutting does
+    not pay.
 
-    Cutting pays from three segments per entry: with two, the shorter scans save only the time that finding the
-    segments' states and transitions takes. Entries that continue on other ranks need these anyway: there, two pay.
+    Cutting pays from three segments per entry. With two, the shorter scans save only the
+    time that it takes to compute the segments' states and transitions. Entries that
+    continue on other ranks need these anyway, so two segments pay there.
 
-    programs: of a scan over one entry, HV · V / 64.
+    Args:
+        programs: number of programs of a scan over one entry, HV · V / 64.
     """
     segments = PROGRAMS // max(entries * programs, 1)
     least = 2 if joined else 3
@@ -79,8 +97,11 @@ def segment_length(tokens: int, entries: int, programs: int, joined: bool = Fals
 def _segments(
     cu_seqlens: ndarray, programs: int, crossing: ndarray | None, joined: bool
 ) -> Segments | None:
-    """None if no documents of so many tokens are cut. If others are, but cutting these does not pay, each entry is one
-    segment: compiled code has one form for all batches."""
+    """Return segments, or None if documents of this many tokens are never cut.
+
+    If other documents of this length are cut, but cutting these does not pay, each entry is
+    one segment: compiled code then has the same form for all batches.
+    """
     tokens = int(cu_seqlens[-1])
     if segment_length(tokens, 1, programs, joined) is None:
         return None
@@ -91,14 +112,19 @@ def _segments(
 def segments_of_length(
     cu_seqlens: ndarray, length: int, crossing: ndarray | None = None
 ) -> Segments:
-    """Segments of `length` tokens; the last of an entry has what is left.
+    """Return segments of `length` tokens; the last segment of an entry has the remaining
+    tokens.
 
-    crossing: [N] bool, entries whose state comes from another rank or goes to one; by default none.
+    Args:
+        crossing: [N] bool, entries whose state comes from another rank or goes to one;
+            default: none.
     """
+    # Segments are the chunks of a table with `length` tokens per chunk.
     index, offsets = (t.numpy() for t in chunk_table(cu_seqlens, length))
     entry, number = index[index[:, 0] >= 0].T
     edges = np.append(cu_seqlens[entry] + number * length, cu_seqlens[-1]).astype(np.int32)
     chunks = chunk_table(edges, CHUNK)
+    # S_ext and M are read where an entry has several segments, or crosses ranks.
     read = np.diff(offsets) > 1
     if crossing is not None:
         read |= crossing

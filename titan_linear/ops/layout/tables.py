@@ -1,4 +1,6 @@
-"""Tables of a batch: trees of named tuples, made by NumPy on the host, then moved at once to where they are read."""
+"""Tables of a batch: trees of named tuples, made with NumPy and moved to the device in one
+copy.
+"""
 
 from __future__ import annotations
 
@@ -12,52 +14,61 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16  # bytes, as kernels with vector loads require
-# the type of a table's field that the CPU reads, whatever the device
+# Type of a table's field that stays on the CPU.
 OnHost = Annotated[Tensor, "on the host"]
 
 T = TypeVar("T")
 
 
 def table(kind: Callable[..., T], **arrays: np.ndarray) -> T:
-    """A named tuple of tensors, on the host, in the memory of the arrays."""
+    """Return a named tuple of host tensors that share the arrays' memory."""
     return kind(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
 def padded(rows: list[tuple[int, ...]], length: int, width: int) -> np.ndarray:
-    """[length, width]: `rows`, then rows of −1, so that the shape of a table does not depend on the documents."""
+    """Return `rows` padded with −1 to [length, width], so that a table's shape does not
+    depend on the documents.
+    """
     array = np.full((length, width), -1, dtype=np.int64)
     array[: len(rows)] = np.array(rows, dtype=np.int64).reshape(-1, width)
     return array
 
 
 def two_or_more(rows: np.ndarray) -> np.ndarray:
-    """[., ...] with rows of zeros up to two, because torch.compile takes a size of one for a constant."""
+    """Pad rows [., ...] with zeros to at least two, because torch.compile treats a size of
+    one as a constant.
+    """
     return np.pad(rows, [(0, max(2 - len(rows), 0)), *[(0, 0)] * (rows.ndim - 1)])
 
 
 def to_device(tree: T, device: torch.device) -> T:
-    """The tree (named tuples, dataclasses, lists, tensors) with its tensors on `device`, contiguous as kernels read
-    them, but for fields of type `OnHost`. They reach a GPU through one pinned buffer, which is copied while the host
-    continues."""
+    """Return the tree with its tensors on `device`, contiguous as kernels read them.
+
+    A tree consists of named tuples, dataclasses, lists, dicts and tensors. Fields of type
+    `OnHost` stay on the CPU. Tensors reach a GPU through one pinned buffer, which is copied
+    while the host continues.
+    """
     if device.type == "cpu":
         return _mapped(tree, Tensor.contiguous)
+    # Pack all tensors into one buffer, aligned.
     tensors: list[Tensor] = []
     _mapped(tree, tensors.append)
     sizes = [-(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in tensors]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for part, t in zip(buffer.split(sizes), tensors, strict=True):
         _like(part, t).copy_(t)
+    # Copy the buffer, and cut it into tensors again.
     parts = zip(buffer.to(device, non_blocking=True).split(sizes), tensors, strict=True)
     return _mapped(tree, lambda _: _like(*next(parts)))
 
 
 def _like(part: Tensor, t: Tensor) -> Tensor:
-    """The first bytes of a buffer's part with the dtype and shape of t."""
+    """Return the first bytes of a buffer's part with the dtype and shape of t."""
     return part[: t.nbytes].view(t.dtype).view(t.shape)
 
 
 def _mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The tree with `change` of each tensor in its place."""
+    """Return the tree with `change` applied to each tensor."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, list):
@@ -72,7 +83,9 @@ def _mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 
 @cache
 def _moving(kind: type) -> tuple[str, ...]:
-    """The names of the fields of a dataclass or named tuple that are not of type `OnHost`."""
+    """Return the names of the fields of a dataclass or named tuple that are not of type
+    `OnHost`.
+    """
     names = (
         [field.name for field in fields(kind)]
         if is_dataclass(kind)

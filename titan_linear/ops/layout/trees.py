@@ -1,8 +1,9 @@
-"""What recurrences and attention read of prefix trees (nodes.py).
+"""Tables of prefix trees (nodes.py) that recurrences and attention read.
 
-Entries (parts of nodes in fragments) that others begin from are *points*: M S + S_ext leaves them if S enters. States
-follow from those of all points by a fold along the paths (ops/exchange/trees.py). Points that have entries of other
-ranks below them are *shared*: all ranks read their S_ext and M.
+An entry is the part of a node in a fragment. Entries that others begin from are *points*: M
+S + S_ext leaves a point if S enters it. All states follow from the points' S_ext and M by a
+fold along the paths (ops/exchange/trees.py). Points that have entries of other ranks below
+them are *shared*: all ranks read their S_ext and M.
 """
 
 from __future__ import annotations
@@ -18,23 +19,30 @@ from titan_linear.ops.layout.nodes import Nodes
 from titan_linear.ops.layout.spans import Spans
 from titan_linear.ops.layout.tables import OnHost, table, two_or_more
 
-# nodes at most that have others below them, for attention to take each by itself and copy no keys
+# Largest number of nodes with others below them for which attention computes each rectangle
+# separately; with more, it copies keys.
 ONE_BY_ONE = 8
 
 
 class Paths(NamedTuple):
-    """Attention where a rank has the whole stream: a span for each of `Nodes.chains`, whose keys are its own, with
-    `Spans.below`, or if many nodes have others below them, are copied from its path: `rows`."""
+    """Tables of attention on a rank that has the whole stream.
+
+    There is one span for each of `Nodes.chains`. Its keys are its own tokens, with
+    `Spans.below` for the keys above. If many nodes have others below them, the span's keys
+    are copied from its path instead: `rows`.
+    """
 
     spans: Spans
-    rows: Tensor | None = None  # [.] int64
-    order: Tensor | None = None  # [.] int64, of these, by rows
-    first: Tensor | None = None  # [T] int64: where in that order each row begins
+    rows: Tensor | None = None  # [.] int64: the token of each copied key
+    order: Tensor | None = None  # [.] int64: indices that sort `rows`
+    first: Tensor | None = None  # [T] int64: first index in `order` of each token
 
 
 def paths_of(nodes: Nodes) -> Paths:
+    # Spans whose keys above them are a few rectangles.
     edges, begins = nodes.chains
     below, copied, k = nodes.below(edges), (), edges
+    # Otherwise, copy the keys of each span's path.
     if below is None or len(below) > ONE_BY_ONE:
         below, k = np.zeros((0, 4), dtype=np.int64), np.append(0, np.cumsum(edges[1:] - begins))
         _, start, end = nodes.ranges(edges[:-1], edges[1:])
@@ -48,66 +56,86 @@ def paths_of(nodes: Nodes) -> Paths:
 
 
 class Listed(NamedTuple):
-    """Entries whose boundary a rule gives, as in `Chains`."""
+    """Entries whose boundary a rule computes, as in `Chains`."""
 
     entries: Tensor  # [.] int32
     wanted: Tensor  # [.] int32: NOTHING, STATE or STATE_AND_M
-    slots: OnHost  # [., 2] both
+    slots: OnHost  # [., 2] entries and wanted
 
 
 class Fold(NamedTuple):
-    """The order in which states follow from each other. Rows are those of shared points, P for each rank, then those
-    of this rank's points."""
+    """Order in which states follow from each other.
 
-    order: Tensor  # [.] int64: rows of points below others, from the roots down, shared ones first
-    before: Tensor  # [.] int64: the row of the point above each
+    Rows are numbered: first the shared points, P for each rank, then this rank's points.
+    """
+
+    # [.] int64: rows of the points below other points, from the roots down, shared ones
+    # first
+    order: Tensor
+    before: Tensor  # [.] int64: the row of the point above each of `order`
     counts: OnHost  # [levels] number of points in each level of `order`
     shared: OnHost  # [1] number of levels of shared points
-    sent: Tensor  # [P] int64: this rank's points that are shared, and others up to P
+    sent: Tensor  # [P] int64: this rank's shared points, padded to P
     above: Tensor  # [children] int64: the row of the point above each child
-    points: Tensor  # [≥ 2] int64: this rank's
-    starts: Tensor  # [≥ 2] int64: those from which its entries start
+    points: Tensor  # [≥ 2] int64: rows of this rank's points
+    starts: Tensor  # [≥ 2] int64: rows of the points from which this rank's entries start
 
 
 class Tree(NamedTuple):
-    """A rank's part in the recurrences of prefix trees. Lists have two entries at least, of which nothing is wanted."""
+    """A rank's part in the recurrences of prefix trees.
+
+    Lists have at least two entries; nothing is wanted of the padding.
+    """
 
     points: Listed
     children: Listed  # entries below a point
     fold: Fold
-    # [N+1] int32: the row among `fold.starts` that each entry starts from, −1: zeros
+    # [N+1] int32: the row in `fold.starts` that each entry starts from, −1: zeros
     starts: Tensor
-    ends: Tensor  # [N+1] int32: the point that each entry is, −1: none
+    ends: Tensor  # [N+1] int32: each entry's number among the points, −1: not a point
 
 
 def exchanged(tree: Tree) -> tuple[int, int]:
-    """How many points' S_ext and M a rank gives to all, and in how many folds states follow from them: one for each
-    level of shared points, of which there are no more than these, and one of the rank's own."""
+    """Return how many points' S_ext and M a rank sends to all ranks, and the number of
+    folds that states follow from.
+
+    There is one fold for each level of shared points, of which there are no more than
+    points, and one for the rank's own points.
+    """
     return len(tree.fold.sent), int(tree.fold.shared) + 1
 
 
 def tree_of(nodes: Nodes, owners: np.ndarray, size: int, rank: int) -> Tree:
-    """owners: the rank of each fragment of `size` tokens; one rank has nodes whole."""
+    """Build the tables of one rank.
+
+    Args:
+        owners: rank of each fragment of `size` tokens; with a single rank, nodes are not
+            cut.
+    """
     start = nodes.starts(size if owners.any() else None)
     owner = owners[start // size]
-    # the entry that each one continues, or −1
+    # The entry that each entry continues, or −1, and its level in the tree.
     before = np.searchsorted(start, nodes.before(start), side="right") - 1
     E, W = len(before), int(owners.max()) + 1
     number, entry = Nodes(np.append(start, nodes.edges[-1]), before).on_paths(np.arange(E))
     level = np.bincount(number) - 1
+    # Points have entries below them; shared points have entries of other ranks below them.
     point, shared = np.isin(np.arange(E), before), np.zeros(E, dtype=bool)
     shared[entry[owner[number] != owner[entry]]] = True
     mine, children = (np.flatnonzero(which & (owner == rank)) for which in (point, before >= 0))
     by_rank = [np.flatnonzero(shared & (owner == r)) for r in range(W)]
+    # Number the rows: P shared points of each rank, then this rank's points.
     P = max(map(len, by_rank))
     row, slot = np.full((2, E), -1)
     slot[mine] = np.arange(len(mine))
     row[mine] = W * P + slot[mine]
     for r, sent in enumerate(by_rank):
         row[sent] = r * P + np.arange(len(sent))
+    # Sort the points below others by level, shared ones first.
     below = np.flatnonzero((row >= 0) & (before >= 0))
     levels = level[below] + E * ~shared[below]
     below = below[np.argsort(levels, kind="stable")]
+    # The states from which entries start, and the tables of this rank's entries.
     starts, start_of = np.unique(row[before[children]], return_inverse=True)
     local = np.cumsum(owner == rank) - 1
     of_entries = np.full((2, local[-1] + 2), -1, dtype=np.int32)

@@ -1,4 +1,6 @@
-"""Softmax attention as its definition reads: fp64 scores, a mask, a softmax. The oracle of the tests."""
+"""Softmax attention as in its definition: fp64 scores, a mask, a softmax. It is the oracle
+of the tests.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ def attention(
     causal: bool = True,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """o = softmax(scale · q kᵀ + mask) v, in fp64, differentiable by autograd, with memory of order Tq·Tk.
+    """Compute o = softmax(scale · q kᵀ + mask) v in fp64, differentiable by autograd, with
+    memory of order Tq·Tk.
 
-    Args and result are those of `titan_linear.ops.attention`: q [B, Tq, Hq, D], k [B, Tk, Hkv, D],
-    v [B, Tk, Hkv, Dv], o [B, Tq, Hq, Dv] (fp64).
+    Arguments and result match `titan_linear.ops.attention`: q [B, Tq, Hq, D], k
+    [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o [B, Tq, Hq, Dv] (fp64).
     """
     q, k, v = (x.double() for x in (q, k, v))
     groups = q.shape[2] // k.shape[2]
@@ -32,7 +35,9 @@ def attention(
 
 
 def _visible(Tq: int, Tk: int, causal: bool, cu_seqlens: Tensor | None) -> Tensor:
-    """[Tq, Tk] bool: which keys a query sees. Queries are the last Tq of the Tk positions."""
+    """Return which keys a query sees, [Tq, Tk] bool. Queries are the last Tq of the Tk
+    positions.
+    """
     i = torch.arange(Tk - Tq, Tk)[:, None]
     j = torch.arange(Tk)[None, :]
     visible = (j <= i) if causal else torch.ones(Tq, Tk, dtype=torch.bool)

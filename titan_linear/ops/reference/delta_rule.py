@@ -1,4 +1,5 @@
-"""Token-by-token delta rules in float64: the oracle of every other implementation. Slow, and obviously right.
+"""Token-by-token delta rules in float64: the oracle of every other implementation. Slow,
+and obviously right.
 
 S_t = (I − β_t k_t k_tᵀ) Diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ          (Kimi Linear, eq. 1; GDN has a scalar g)
 o_t = scale · S_tᵀ q_t
@@ -17,7 +18,8 @@ from titan_linear.ops.reference.token_by_token import token_by_token
 def recurrent_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **sequences: Any
 ) -> tuple[Tensor, Tensor]:
-    """KDA (g [B,T,HV,K]) or GDN (g [B,T,HV]) in float64, differentiable by autograd.
+    """Compute KDA (g [B,T,HV,K]) or GDN (g [B,T,HV]) in float64, differentiable by
+    autograd.
 
     q, k [B,T,H,K]; v [B,T,HV,V]; beta [B,T,HV]; N is B, or the number of packed documents.
     Returns o [B,T,HV,V] and the final states [N,HV,K,V], both float64.
@@ -29,7 +31,7 @@ def recurrent_delta_rule(
 
     def step(t: int, S: Tensor) -> Tensor:
         S = decay[t].unsqueeze(-1) * S
-        # [HV, V] v_t less what the state gives for k_t
+        # [HV, V]: v_t minus the state's answer to k_t
         error = v[t] - (S * k[t].unsqueeze(-1)).sum(1)
         return S + (beta[t, :, None] * k[t]).unsqueeze(-1) * error.unsqueeze(1)
 
@@ -37,7 +39,7 @@ def recurrent_delta_rule(
 
 
 def l2norm(x: Tensor) -> Tensor:
-    """x / sqrt(Σ x² + 1e-6) over the last dimension, in float64."""
+    """Compute x / sqrt(Σ x² + 1e-6) over the last dimension, in float64."""
     x = x.double()
     return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
@@ -45,7 +47,9 @@ def l2norm(x: Tensor) -> Tensor:
 def kda_gate(
     g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, lower_bound: float | None = None
 ) -> Tensor:
-    """KDA's log decay [B,T,HV,K] from the raw gate: −exp(A_log)·softplus(x), or lower_bound·sigmoid(exp(A_log)·x)."""
+    """Return KDA's log decay [B,T,HV,K] from the raw gate x: −exp(A_log)·softplus(x), or
+    lower_bound·sigmoid(exp(A_log)·x).
+    """
     x = g.double() if dt_bias is None else g.double() + dt_bias.double().view(g.shape[-2:])
     A = A_log.double().exp()[:, None]
     if lower_bound is None:
@@ -55,6 +59,6 @@ def kda_gate(
 
 
 def gdn_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:
-    """GDN's log decay [B,T,HV] from the raw gate: −exp(A_log)·softplus(g + dt_bias)."""
+    """Return GDN's log decay [B,T,HV] from the raw gate: −exp(A_log)·softplus(g + dt_bias)."""
     x = g.double() if dt_bias is None else g.double() + dt_bias.double()
     return -A_log.double().exp() * (x.clamp(min=0) + torch.log1p(torch.exp(-x.abs())))

@@ -1,4 +1,6 @@
-"""Token-by-token linear attention, state-space and DPLR recurrences in float64: oracles. Slow, and obviously right."""
+"""Token-by-token linear attention, state-space and DPLR recurrences in float64: oracles.
+Slow, and obviously right.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from titan_linear.ops.reference.token_by_token import token_by_token
 def recurrent_simple_gla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, **sequences: Any
 ) -> tuple[Tensor, Tensor]:
-    """S_t = exp(g_t) S_{t−1} + k_t v_tᵀ;  o_t = scale · S_tᵀ q_t.
+    """Run linear attention with one log decay per head, token by token.
+
+        S_t = exp(g_t) S_{t−1} + k_t v_tᵀ
+        o_t = scale · S_tᵀ q_t
 
     q, k [B,T,H,K]; v [B,T,HV,V]; g [B,T,HV]; N is B, or the number of packed documents.
     Returns o [B,T,HV,V] and the final states [N,HV,K,V], both float64.
@@ -42,12 +47,17 @@ def recurrent_ssd(
     initial_states: Tensor | None = None,
     **sequences: Any,
 ) -> tuple[Tensor, Tensor]:
-    """h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ;  y_t = h_t C_t + D x_t, where Δ = clamp(softplus(dt + dt_bias))
-    (Transformers are SSMs, eq. 2 and section 7).
+    """Run the state-space recurrence token by token (Transformers are SSMs, eq. 2 and
+    section 7).
 
-    x [b,T,heads,P]; dt [b,T,heads]; A, dt_bias [heads]; D [heads] or [heads,P]; B, C [b,T,G,N]; initial_states
-    [n,heads,P,N]. Returns y [b,T,heads,P] and the final states [n,heads,P,N], both float64.
+        h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ,   Δ = clamp(softplus(dt + dt_bias))
+        y_t = h_t C_t + D x_t
+
+    x [b,T,heads,P]; dt [b,T,heads]; A, dt_bias [heads]; D [heads] or [heads,P]; B, C
+    [b,T,G,N]; initial_states [n,heads,P,N]. Returns y [b,T,heads,P] and the final states
+    [n,heads,P,N], both float64.
     """
+    # Time steps Δ, whose decay and inputs make it a simple gated linear attention.
     x = x.double()
     dt = dt.double() if dt_bias is None else dt.double() + dt_bias.double()
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
@@ -60,7 +70,11 @@ def recurrent_ssd(
 def recurrent_dplr(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, **sequences: Any
 ) -> tuple[Tensor, Tensor]:
-    """S_t = Diag(exp gk_t) S_{t−1} + b_t (a_tᵀ S_{t−1}) + k_t v_tᵀ;  o_t = scale · S_tᵀ q_t  (RWKV-7, eq. 17).
+    """Run the recurrence with a transition that is diagonal plus low rank, token by token
+    (RWKV-7, eq. 17).
+
+        S_t = Diag(exp gk_t) S_{t−1} + b_t (a_tᵀ S_{t−1}) + k_t v_tᵀ
+        o_t = scale · S_tᵀ q_t
 
     q, k, a, b, gk [B,T,H,K]; v [B,T,H,V]. Returns o [B,T,H,V] and the final states, both
     float64.

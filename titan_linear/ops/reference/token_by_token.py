@@ -1,4 +1,6 @@
-"""What the recurrences' oracles share: a state that passes through the tokens of each sequence, in float64."""
+"""The loop that the recurrences' oracles share: a state passes through the tokens of each
+sequence, in float64.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,11 @@ def token_by_token(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """S_t = step(t, S_{t−1}) for token t of B·T, o_t = scale · S_tᵀ q_t. The last three are arguments of every oracle.
+    """Compute S_t = step(t, S_{t−1}) for token t of B·T, and o_t = scale · S_tᵀ q_t.
 
-    q [B,T,HV,K] float64; scale: K^−½ by default; initial_state [N,HV,K,V]; cu_seqlens: of packed documents. Returns o
-    [B,T,HV,V] and the final states [N,HV,K,V], both float64.
+    The last three arguments are arguments of every oracle: scale (K^−½ by default),
+    initial_state [N,HV,K,V], and cu_seqlens, the boundaries of packed documents. q is
+    [B,T,HV,K] float64. Returns o [B,T,HV,V] and the final states [N,HV,K,V], both float64.
     """
     B, T, HV, K = q.shape
     q = q.flatten(0, 1).unsqueeze(-1)  # [B·T, HV, K, 1]
@@ -37,5 +40,5 @@ def token_by_token(
 
 
 def sequences(B: int, T: int, cu_seqlens: Tensor | None) -> Iterator[tuple[int, int]]:
-    """Where sequences, or packed documents, begin and end among B·T tokens."""
+    """Return where sequences, or packed documents, begin and end among B·T tokens."""
     return pairwise([i * T for i in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist())

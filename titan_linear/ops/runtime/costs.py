@@ -1,5 +1,8 @@
-"""What a call of an operator computes and sends, in terms that know no machine: `Spec.cost` gives one of these from the
-call's outputs and, by name, its arguments. The planner multiplies them by rates; a call without one costs its bytes."""
+"""Costs of operator calls, in terms that do not depend on the machine.
+
+`Spec.cost` returns one of these from the call's outputs and, by name, its arguments. The
+planner multiplies them by rates. A call without a cost counts its bytes.
+"""
 
 from __future__ import annotations
 
@@ -11,42 +14,45 @@ Outputs = tuple[Tensor, ...]
 
 
 class Ring(NamedTuple):
-    """Keys and values that pass through ranks which lie `stride` ranks of the group apart."""
+    """Keys and values that pass through ranks `stride` ranks of the group apart."""
 
-    nbytes: int  # of this rank's, and in backward of their gradients in float32
+    # Bytes of this rank's keys and values and, in backward, of their float32 gradients.
+    nbytes: int
     stride: int
 
 
 class Gathered(NamedTuple):
-    """Keys and values that come from other ranks slice by slice."""
+    """Keys and values that come from other ranks, slice by slice."""
 
-    nbytes: int  # as of a ring
-    share: float  # of what comes, in parts of this rank's own
+    nbytes: int  # as in `Ring`
+    share: float  # amount that arrives, relative to this rank's own keys and values
     slices: int
 
 
 class Attention(NamedTuple):
-    """Of the pairs that the mask leaves."""
+    """Softmax attention over the query-key pairs that the mask leaves."""
 
     heads: int
     D: int
     Dv: int
     backward: bool
-    keys: Ring | Gathered | None = None  # None: all are here
+    keys: Ring | Gathered | None = None  # how keys travel; None: all keys are on this rank
 
 
 class Recurrence(NamedTuple):
-    """Of one operator over all chunks. Its rate has the operator's name."""
+    """One operator over all chunks of a recurrence. Its rate has the operator's name."""
 
     tokens: int
     heads: int
     K: int
     V: int
-    any_gate: bool = False  # gates are unbounded, which takes longer
+    any_gate: bool = False  # whether gates are unbounded, which takes longer
 
 
 class Segments(NamedTuple):
-    """Documents are cut into this many segments, which are scanned side by side."""
+    """Number of segments into which documents are cut; the segments are scanned in
+    parallel.
+    """
 
     number: int
 
@@ -56,7 +62,7 @@ class Convolution(NamedTuple):
 
 
 class Product(NamedTuple):
-    """[m, k] @ [k, n] from float8."""
+    """A product [m, k] @ [k, n] in float8."""
 
     m: int
     n: int
@@ -64,22 +70,24 @@ class Product(NamedTuple):
 
 
 class Grouped(NamedTuple):
-    """[m, k] @ [k, n] in bfloat16, each group of rows with a matrix of its own."""
+    """A product [m, k] @ [k, n] in bfloat16, where each group of rows has its own
+    matrix.
+    """
 
     m: int
     n: int
     k: int
-    inside: int = 0  # bytes of a pass over rows that lie only inside the call
+    inside: int = 0  # bytes of a pass over rows that exist only inside the call
 
 
 class Exchange(NamedTuple):
     kind: Literal["gather", "scatter", "sum", "heads", "halo"]
-    nbytes: int = 0  # of a rank's input; a halo is small
-    ranks: int = 0  # that share heads out: all, or a node's
+    nbytes: int = 0  # bytes of a rank's input; 0 for a halo, which is small
+    ranks: int = 0  # ranks that exchange heads: all ranks, or a node's
 
 
 class Incoming(NamedTuple):
-    """States that enter a rank's fragments, by KCP."""
+    """States that enter a rank's fragments, exchanged by KCP."""
 
     tables: list[Tensor]  # `Chains`
     S_ext: Tensor
@@ -96,16 +104,16 @@ def attention(
 
 
 def travelling(k: Tensor, v: Tensor, do: Tensor | None = None, **_: Any) -> int:
-    """Bytes of keys and values and, in backward, of their float32 gradients."""
+    """Return the bytes of keys and values and, in backward, of their float32 gradients."""
     return (k.numel() + v.numel()) * (k.element_size() + (0 if do is None else 4))
 
 
 def recurrence(outputs: Outputs, inputs: list[Tensor | None], **_: Any) -> Recurrence:
-    """Of an operator whose `inputs` begin with q, k and v."""
+    """Return the cost of an operator whose `inputs` begin with q, k and v."""
     _, k, v, *_ = inputs
     return Recurrence(v.shape[0], v.shape[1], k.shape[2], v.shape[2])
 
 
 def exchange(kind: str) -> Any:
-    """The cost of an exchange of `x`."""
+    """Return a function that computes the cost of an exchange of `x`."""
     return lambda outputs, x, world_size=0, **_: Exchange(kind, x.nbytes, world_size)

@@ -1,30 +1,42 @@
-"""Operators, and what activation checkpointing keeps of them.
+"""Operators, and which of their results activation checkpointing keeps.
 
-A region, in training one layer, runs twice: in forward, and again in backward to recompute what its own backward needs.
-Inside a region a kept function runs once; the second time it returns what it returned the first time. All else is
-recomputed. What `activation_checkpoint.mode` = "selective" keeps (operators say so where they are defined, `kept_by`):
+A region, in training one layer, runs twice: in forward, and again in backward to recompute
+what its own backward needs. Inside a region a kept function runs once; the second time it
+returns the result of the first. Everything else is recomputed.
+`activation_checkpoint.mode` = "selective" keeps (operators declare it where they are
+defined, by `kept_by`):
 
-    recurrences             o, and what its backward saves in any case: chunk matrices, or states of segments;
-                            under context parallelism the states that came from other ranks, and M
+    recurrences             o, and what backward saves in any case: chunk matrices, or states of
+    segments; under context parallelism also the states received
+    from other
+    ranks, and M
     the convolution         its output (Triton's), and the halo from other ranks
     softmax attention       o and the log-sum-exp
-    all-to-all over heads   what was received
-    tensor parallelism      this rank's tokens of sums over ranks; gathered tokens are gathered again
-    experts                 which are chosen, their hidden rows before the activation, and the sums of what they give;
-                            means over streams, which ranks sum, and how many rows are sent; the rows are sent again
+    all-to-all over heads   the received tensor
+    tensor parallelism      this rank's tokens of sums over ranks; gathered tokens are
+    gathered again
+    experts                 the experts chosen, their hidden rows before the activation, and
+    the sums
+    of their outputs; means over streams, which ranks sum, and how
+    many rows
+    are sent; the rows are sent again
 
-So none of these kernels and exchanges runs a second time. Compiled code calls operators only: of recurrences
-it then keeps what its operators return, except chunks that are prepared again (`Spec.prepares`). What it keeps are
-copies, since compiled code may overwrite memory that it no longer needs.
+So none of these kernels and exchanges runs a second time. Compiled code calls operators
+only. For recurrences it keeps the results of the operators, except chunks that are prepared
+again (`Spec.prepares`). It keeps copies, since compiled code may overwrite memory that it
+no longer needs.
 
-"attention" keeps the results of softmax attention: its work grows with the square of a document's length, its results
-do not. "full" keeps none of this. Both keep how many rows are sent to experts, a few integers: the host, which waits
-for the device to read them, then waits in forward only.
+"attention" keeps the results of softmax attention, whose work grows with the square of a
+document's length while its results do not. "full" keeps none of the above. Both keep how
+many rows are sent to experts, a few integers: the host waits for the device to read them,
+and then waits in forward only.
 
-torch's own selective checkpointing watches every operator of a region through a dispatch mode in Python, which costs
-the host as much time as the operators do; and it keeps all outputs of an operator or none.
+torch's own selective checkpointing watches every operator of a region through a dispatch
+mode in Python, which costs the host as much time as the operators do; and it keeps all
+outputs of an operator or none.
 
-Kept functions run below autograd: inside an `autograd.Function`, under no_grad, or as an operator's implementation.
+Kept functions run below autograd: inside an `autograd.Function`, under no_grad, or as an
+operator's implementation.
 """
 
 from __future__ import annotations
@@ -43,7 +55,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from titan_linear.ops.runtime.costs import Cost
 
-# of activation checkpointing, the one that keeps most first
+# Modes of activation checkpointing; the first keeps the most.
 MODES = ("selective", "attention", "full")
 _current: ContextVar[Run | None] = ContextVar("run of a region", default=None)
 P = ParamSpec("P")
@@ -59,7 +71,8 @@ class Region:
 
     def put(self, fn: Callable, result: Any) -> None:
         leaves, spec = tree_flatten(result)
-        # Keep another tensor: autograd makes the result itself part of its graph.
+        # Keep a different tensor object: autograd makes the result itself part of its
+        # graph.
         keep = torch.clone if self.copied else Tensor.detach
         leaves = [keep(x) if isinstance(x, Tensor) else x for x in leaves]
         self.results.append((fn, leaves, spec, _versions(leaves)))
@@ -88,7 +101,7 @@ def _versions(leaves: list[Any]) -> list[int]:
 
 
 class Run:
-    """One of a region's two runs, as a context."""
+    """One of a region's two runs, as a context manager."""
 
     def __init__(self, region: Region, again: bool):
         self.region, self.again = region, again
@@ -102,17 +115,23 @@ class Run:
 
 
 def contexts(copied: bool = False, mode: str = "selective") -> tuple[Run, Run]:
-    """A region's forward and its recomputation: `context_fn` of `torch.utils.checkpoint.checkpoint`.
+    """Return a region's forward and its recomputation: the `context_fn` of
+    `torch.utils.checkpoint.checkpoint`.
 
-    copied: keep copies, for compiled code. mode: one of MODES.
+    Args:
+        copied: keep copies, for compiled code.
+        mode: one of MODES.
     """
     region = Region(copied, mode)
     return Run(region, again=False), Run(region, again=True)
 
 
 def kept(fn: Callable[P, R], *, modes: tuple[str, ...] = ("selective",)) -> Callable[P, R]:
-    """`fn` with its result kept inside a region of one of these modes; elsewhere `fn` as it is. Kept functions that
-    `fn` calls run as part of it: their own results are not kept."""
+    """Wrap `fn` so that regions of these modes keep its result; elsewhere it runs
+    unchanged.
+
+    Kept functions that `fn` calls run as part of it: their own results are not kept.
+    """
 
     @wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -122,6 +141,7 @@ def kept(fn: Callable[P, R], *, modes: tuple[str, ...] = ("selective",)) -> Call
             or here.region.mode not in modes
         ):
             return fn(*args, **kwargs)
+        # The second run takes the first run's result; the first run computes and keeps it.
         if here.again:
             return here.region.take(fn)
         token = _current.set(None)
@@ -135,32 +155,36 @@ def kept(fn: Callable[P, R], *, modes: tuple[str, ...] = ("selective",)) -> Call
     return run
 
 
-# --- Operators, registered with PyTorch's dispatcher ------------------------------------------------------------------
+# --- Operators, registered with PyTorch's dispatcher --------------------------------------
 #
-# Calls that nothing observes bypass it. `torch.library.custom_op` wraps each call in layers of Python: 30 µs with
-# torch 2.11 where the dispatcher takes 10. A forward and backward pass calls a dozen operators, and with small shapes
-# the kernels wait for the host.
+# Calls that nothing observes bypass the dispatcher. `torch.library.custom_op` wraps each
+# call in layers of Python: 30 µs with torch 2.11, where the dispatcher takes 10 µs. A
+# forward and backward pass calls a dozen operators, and with small shapes the kernels wait
+# for the host.
 
 LIBRARY = torch.library.Library("titan_linear", "FRAGMENT")
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What activation checkpointing and the planner need to know of an operator."""
+    """Properties of an operator that activation checkpointing and the planner read."""
 
     kept_by: tuple[str, ...] = ()  # modes of checkpointing that keep its results
-    # outputs, and arguments by name → it; None: the bytes of both
+    # Returns its cost from the outputs and, by name, the arguments; None: the bytes of
+    # both.
     cost: Callable[..., Cost] | None = None
-    # The recurrences' driver calls it. Unless compiled, checkpointing keeps what the driver's call gives as a whole.
+    # Whether the recurrences' driver calls it. Outside compiled code, checkpointing keeps
+    # the driver's result as a whole instead.
     of_driver: bool = False
-    # "forward": gives what backward computes again, by the same operator or by one of its own, "backward". The compiler
-    # would find that both calls are the same, and keep all that the first one gave.
+    # "forward": its outputs are computed again in backward, by the same operator or by a
+    # separate one, which is marked "backward". Otherwise the compiler would see that both
+    # calls are the same, and keep all outputs of the first.
     prepares: Literal["forward", "backward"] | None = None
-    # its arguments by name → bytes that it allocates and frees again
+    # Returns the bytes that it allocates and frees again, from its arguments by name.
     temporary: Callable[..., int] | None = None
 
 
-SPECS: dict[str, Spec] = {}  # by the operator's name
+SPECS: dict[str, Spec] = {}  # operator's name -> its properties
 
 
 def operator(
@@ -171,17 +195,23 @@ def operator(
     mutates: Sequence[str] = (),
     **spec: Any,
 ) -> Callable[..., Any]:
-    """Register `fn` as torch.ops.titan_linear.<name>, by default its own, and return a function that calls it, whose
-    `.overload` is the operator. The schema comes from fn's annotations; `fn` mutates only the arguments named in
-    `mutates`, and its first argument is a tensor, or a list that holds one, given by position. fake: what makes the
-    outputs without computing them, from the same arguments; spec: fields of `Spec`.
+    """Register `fn` as torch.ops.titan_linear.<name>, and return a function that calls it.
 
-    The operator runs on any device and has no gradient of its own: `register_autograd` gives it one, and
-    `autograd.Function`s may call it.
+    The function's `.overload` is the operator. The operator runs on any device and has no
+    gradient of its own: `register_autograd` adds one, and `autograd.Function`s may call it.
+
+    Args:
+        fn: the implementation. Its annotations define the schema. Its first argument is a
+            tensor, or a list that holds one, given by position.
+        fake: takes the same arguments and returns the outputs without computing them.
+        name: name of the operator; default: the name of `fn`.
+        mutates: names of the arguments that `fn` mutates.
+        spec: fields of `Spec`.
     """
     if fn is None:
         return partial(operator, fake=fake, mutates=mutates, **spec)
     name = name or fn.__name__
+    # Register the operator, its implementation, and its fake.
     schema = torch.library.infer_schema(fn, mutates_args=mutates)
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     SPECS[name] = Spec(**spec)
@@ -190,7 +220,8 @@ def operator(
     LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     overload = getattr(torch.ops.titan_linear, name).default
     torch.library.register_fake(overload, fake, lib=LIBRARY)
-    overload.python = fn  # for callers that look inside: dispatch modes see an operator as one call
+    # For callers that look inside: dispatch modes see an operator as one call.
+    overload.python = fn
 
     @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -205,8 +236,11 @@ def operator(
 
 
 def _watched(x: Tensor) -> bool:
-    """Whether a call must go through the dispatcher: for the compiler, autograd, a dispatch mode or the profiler, or
-    because x is a tensor without numbers."""
+    """Whether a call must go through the dispatcher.
+
+    This is so for the compiler, autograd, a dispatch mode or the profiler, or if x is a
+    tensor without data.
+    """
     return (
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
@@ -218,8 +252,11 @@ def _watched(x: Tensor) -> bool:
 
 
 def check_first_derivative() -> None:
-    """Raise RuntimeError under create_graph. Backward passes that autograd does not see into call this: it would treat
-    their results as constants."""
+    """Raise RuntimeError under create_graph.
+
+    Backward passes that autograd cannot trace call this: autograd would treat their results
+    as constants.
+    """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
             "titan_linear's ops have no second derivatives; leave out create_graph = True"
@@ -229,5 +266,5 @@ def check_first_derivative() -> None:
 def register_autograd(
     op: Any, backward: Callable[..., Any], setup_context: Callable[..., Any]
 ) -> None:
-    """As `torch.library.register_autograd`."""
+    """Register a gradient as `torch.library.register_autograd` does."""
     torch.library.register_autograd(op.overload, backward, setup_context=setup_context, lib=LIBRARY)

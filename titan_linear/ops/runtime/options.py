@@ -1,4 +1,4 @@
-"""What a call is given: a recurrence's tensors and switches, states, and the boundaries of entries."""
+"""Arguments of an op's call: tensors and switches of a recurrence, states, and boundaries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from titan_linear.ops.layout.documents import check_copy, check_shape, checked
 
 
 class Inputs(NamedTuple):
-    """The inputs of a delta rule, with B folded into T except in the first checks; or their gradients."""
+    """Inputs of a delta rule, or their gradients. B is folded into T except in the first
+    checks.
+    """
 
     q: Tensor  # [T, H, K]
     k: Tensor  # [T, H, K]
@@ -27,45 +29,50 @@ class Inputs(NamedTuple):
 
 
 class DecayInputs(NamedTuple):
-    """Those of a recurrence whose state only decays."""
+    """Inputs of a recurrence whose state only decays, or their gradients."""
 
     q: Tensor  # [T, H, K]
     k: Tensor  # [T, H, K]
     v: Tensor  # [T, HV, V]
-    # [T, HV], log decays; with A, time steps Δ: then the log decay is Δ A, and v is multiplied by Δ
+    # [T, HV]: log decays; or with A, time steps Δ: the log decay is Δ A, and v is
+    # multiplied by Δ.
     g: Tensor
     A: Tensor | None = None  # [HV]
-    D: Tensor | None = None  # [HV·V] or [HV], factors of v, which is added to o
+    D: Tensor | None = None  # [HV·V] or [HV]: D · v is added to o
     dt_bias: Tensor | None = None  # [HV]
 
 
 class DPLRInputs(NamedTuple):
-    """Those of a recurrence whose transition is a diagonal matrix plus one of rank one."""
+    """Inputs of a recurrence whose transition is a diagonal matrix plus a matrix of rank
+    one.
+
+    The same tuple holds their gradients.
+    """
 
     q: Tensor  # [T, H, K]
     k: Tensor  # [T, H, K]
     v: Tensor  # [T, H, V]
-    a: Tensor  # [T, H, K], what is read of the state
-    b: Tensor  # [T, H, K], where what was read is written
-    gk: Tensor  # [T, H, K], log decays, or with `rate` logits
+    a: Tensor  # [T, H, K], reads aᵀS from the state
+    b: Tensor  # [T, H, K], where the result of this read is written
+    gk: Tensor  # [T, H, K], log decays, or logits with `DPLROptions.rate`
 
 
 AnyInputs = Inputs | DecayInputs | DPLRInputs
-Fields = list[Tensor | None]  # those of a named tuple, as operators take it
+Fields = list[Tensor | None]  # a named tuple's fields in the form that operators take
 
 
-Result = tuple[Tensor, Tensor | None]  # o, and final states if asked for
+Result = tuple[Tensor, Tensor | None]  # o, and the final states if requested
 
 
 class States(NamedTuple):
-    """States of entries, or their gradients."""
+    """States of entries, or gradients of states."""
 
     values: Tensor  # [S, HV, K, V], or the convolution's [S, D, W−1]
-    # [≥ N] int32: the row of each entry, −1 for zeros; None: row n is entry n's
+    # [≥ N] int32: the row of each entry, −1: zeros; None: row n belongs to entry n
     index: Tensor | None = None
 
     def of_entries(self, N: int) -> Tensor:
-        """The state of each entry, [N, ...]."""
+        """Return the state of each entry, [N, ...]."""
         if self.index is None:
             return self.values
         index = self.index[:N].long()
@@ -74,25 +81,29 @@ class States(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """The sequences of a call of a recurrence: a batch's rows, packed documents, or this rank's part of them."""
+    """Sequences of a recurrence's call: a batch's rows, packed documents, or this rank's
+    part of them.
+    """
 
     initial_state: Tensor | None  # [N, HV, K, V], one per sequence or document; None: zeros
     output_final_state: bool
     state_v_first: bool  # states are [N, HV, V, K]
-    # [N + 1] int, boundaries of documents (B = 1), from 0 to T; trusted if on a device
+    # [N + 1] int, boundaries of documents (B = 1), from 0 to T; not checked if on a GPU.
     cu_seqlens: Tensor | None
-    # the same on the CPU, for implementations that loop over documents on the host
+    # The same on the CPU, for implementations that loop over documents on the host.
     cu_seqlens_cpu: Tensor | None
-    # tensors are this rank's tokens; neither cu_seqlens nor states may be given
+    # Context parallelism: tensors are this rank's tokens; excludes cu_seqlens and states.
     cp_context: CPContext | None
-    # "kcp" (states cross the ranks), or "ulysses" (an all-to-all over heads, which the number of ranks must divide)
+    # "kcp" (states cross the ranks), or "ulysses" (an all-to-all over heads; the number of
+    # ranks must divide the heads).
     cp_method: str
-    # [N] int, prefix trees (layout/nodes.py): the document that each one continues, or −1; states as with cp_context
+    # [N] int, prefix trees (layout/nodes.py): the document that each document continues, or
+    # −1; excludes states, as cp_context does.
     parents: Tensor | None = None
 
 
 def state_dtype(inputs: AnyInputs) -> torch.dtype:
-    """float32, or float64 for float64 inputs."""
+    """Return the dtype of states: float32, or float64 for float64 inputs."""
     return torch.promote_types(inputs.q.dtype, torch.float32)
 
 
@@ -100,17 +111,18 @@ def state_dtype(inputs: AnyInputs) -> torch.dtype:
 class DeltaRuleOptions:
     scale: float
     gate_in_kernel: bool = False  # g is raw: apply A_log and dt_bias
-    # the bounded gate, lower_bound·sigmoid(…); None: −exp(A_log)·softplus(…)
+    # The gate is lower_bound·sigmoid(…); None: −exp(A_log)·softplus(…).
     lower_bound: float | None = None
     safe_gate: bool = False  # the caller promises g ≥ −5 per token
-    beta_range: float | None = None  # beta is raw: β = beta_range·sigmoid(beta); None: beta is β
+    # beta is raw, and β = beta_range·sigmoid(beta); None: beta is β.
+    beta_range: float | None = None
     disable_recompute: bool = False  # keep the intermediates of forward for backward
 
 
 @dataclass(frozen=True)
 class DPLROptions:
     scale: float
-    # gk holds logits, whose sigmoids times this are the log decays; None: log decays
+    # gk holds logits, and the log decays are rate·sigmoid(gk); None: gk holds log decays.
     rate: float | None = None
     safe_gate: bool = False  # the caller promises log decays ≥ −5
     disable_recompute: bool = False
@@ -127,20 +139,20 @@ class DecayOptions:
 class ConvolutionOptions(NamedTuple):
     silu: bool
     need_final: bool
-    widths: list[int]  # of the parts of y
-    norm_dim: int | None  # channels of a head of q and k, which have length 1
+    widths: list[int]  # widths of the parts of y
+    norm_dim: int | None  # channels of a head of q and k, which are scaled to length 1
 
 
 AnyOptions = DeltaRuleOptions | DPLROptions | DecayOptions
 
 
 def scale_of(scale: float | None, q: Tensor) -> float:
-    """K^−½ by default."""
+    """Return the scale, K^−½ by default."""
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
 def beta_range(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> float | None:
-    """`DeltaRuleOptions.beta_range`."""
+    """Return `DeltaRuleOptions.beta_range`."""
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError(
             "allow_neg_eigval = True comes with use_beta_sigmoid_in_kernel = True; without it give beta in (0, 2)"
@@ -161,14 +173,19 @@ def check_chunk_size(chunk_size: int) -> None:
 
 
 def swapped(states: Tensor | None, v_first: bool) -> Tensor | None:
-    """If `v_first`, states [N, HV, V, K] as [N, HV, K, V], or the reverse; else states as they are."""
+    """Transpose states between [N, HV, V, K] and [N, HV, K, V] if `v_first`; otherwise
+    return them.
+    """
     return states.transpose(-1, -2).contiguous() if v_first and states is not None else states
 
 
 def boundaries_of(
     x: Tensor, cu_seqlens: Tensor | None, cp: CPContext | None, cu_seqlens_cpu: Tensor | None = None
 ) -> Boundaries:
-    """The boundaries in x [B, T, ...] of this rank's entries (context parallelism), packed documents, or batch rows."""
+    """Return the boundaries of the entries in x [B, T, ...].
+
+    Entries are this rank's entries (context parallelism), packed documents, or batch rows.
+    """
     if cp is not None:
         return cp.stream if cp.ranks.world_size == 1 else cp.tables.boundaries
     if cu_seqlens is None:
@@ -184,10 +201,11 @@ def boundaries_of(
 def check_boundaries(
     B: int, T: int, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
 ) -> int:
-    """Return N, the number of sequences in a batch of B, or of documents packed into T tokens. Raise ValueError for
-    boundaries that do not fit.
+    """Return N, the number of sequences in a batch of B, or of documents packed into T
+    tokens.
 
-    Values are checked only where they are on the CPU, so as not to wait for a device; compiled code has no values.
+    Raises ValueError for boundaries that do not fit. Values are checked only if they are on
+    the CPU, so as not to wait for a device; compiled code has no values.
     """
     if cu_seqlens_cpu is not None:
         check_copy(cu_seqlens, cu_seqlens_cpu)
@@ -204,7 +222,10 @@ def check_boundaries(
 
 
 def refuse(remedy: str, **given: object) -> None:
-    """Raise ValueError for arguments of FLA's functions that have no meaning here, if they are not None or False."""
+    """Raise ValueError for arguments of FLA's functions that are not supported here.
+
+    None and False are accepted.
+    """
     for name, value in given.items():
         if value is not None and value is not False:
             what = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
@@ -219,7 +240,10 @@ def check_cp(
     cu_seqlens: Tensor | None,
     cp: CPContext,
 ) -> None:
-    """Raise ValueError for what no recurrent op takes with a cp_context; x [B, T, ...] is the op's argument `name`."""
+    """Raise ValueError for arguments that recurrent ops do not support with a cp_context.
+
+    x [B, T, ...] is the op's argument `name`.
+    """
     if cu_seqlens is not None:
         raise ValueError(
             "cu_seqlens must not be passed with cp_context, which holds this rank's own"
@@ -236,8 +260,10 @@ def check_cp(
 
 
 def check_usable(cp: CPContext, name: str, x: Tensor) -> None:
-    """Raise ValueError for a context that has several ranks and no group, or whose tables are on another device than
-    x, the argument `name`."""
+    """Raise ValueError for a context that cannot be used with x, the argument `name`.
+
+    Its tables are on another device than x, or it has several ranks but no group.
+    """
     if cp.cu_seqlens.device != x.device:
         raise ValueError(
             f"{name} is on {x.device} and cp_context on {cp.cu_seqlens.device}; build it with device = {x.device}"

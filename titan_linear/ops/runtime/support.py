@@ -1,10 +1,16 @@
-"""Which implementation of an op runs where: the fastest that is supported, or the reason why not.
+"""Choice of the implementation that runs an op.
 
-Each op states its own implementations (`Op`); ops/registry.py is the table of all. `parallelize` decides for a run:
-modules hold the answers and hand them to their ops as `impl`, and the run prints and saves them. Softmax attention
-alone takes its kernel at each call, by lengths (`block_kernel`). An op that is called by itself, with a name, decides
-at every call. "auto" takes the fastest implementation that is supported, and never fails; an
-implementation that is named but not supported is a ValueError that says why.
+This is the fastest implementation that is supported, or the requested one, or an error with
+the reason against it. Each op declares its own implementations (`Op`); ops/registry.py is
+the table of all ops.
+
+`parallelize` decides for a run: modules hold the choices and pass them to their ops as
+`impl`, and the run prints and saves them. An op that is called directly, with a name,
+decides at every call. Softmax attention always chooses its kernel at each call, by lengths
+(`block_kernel`).
+
+"auto" takes the fastest implementation that is supported, and never fails. Naming an
+implementation that is not supported is a ValueError with the reason.
 """
 
 from __future__ import annotations
@@ -27,35 +33,38 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class Choice(NamedTuple):
-    """What an op takes as `impl` if its implementation is decided already."""
+    """A decision that an op takes as `impl`."""
 
     implementation: str
-    why: str = ""  # what a user should know about the choice, if anything
+    why: str = ""  # remark for the user about the choice, if any
 
     def remark(self, op: str) -> str:
         return f"{op}: {self.implementation}, {self.why}"
 
 
 class Target(NamedTuple):
-    """What an op would run on, and the dtype and dims of its tensors."""
+    """Device of an op's call, and the dtype and dims of its tensors."""
 
-    device: str  # its type: "cpu", "cuda", ...
-    capability: tuple[int, int] | None  # of a GPU
+    device: str  # device type: "cpu", "cuda", ...
+    capability: tuple[int, int] | None  # compute capability of a GPU
     dtype: torch.dtype | None  # None: the tensors differ
     dims: Mapping[str, int]
-    interpreted: bool = False  # Triton's interpreter runs kernels on the CPU
+    interpreted: bool = False  # whether Triton's interpreter runs kernels on the CPU
 
 
-Check = Callable[[Target], str | None]  # the reason why not, or None
-# what a choice costs, given the reasons against the others
+Check = Callable[[Target], str | None]  # returns the reason against a target, or None
+# Describes what a choice costs, given the reasons against the other implementations.
 Remark = Callable[[Target, Mapping[str, str | None]], str]
 
 
-# --- What an implementation may require --------------------------------------------------------------------------
+# --- What an implementation may require ---------------------------------------------------
 
 
 def on_gpu(t: Target) -> str | None:
-    """The meta device stands for a GPU: what runs there is only planned (planner/counting.py)."""
+    """Require a GPU.
+
+    The meta device stands for a GPU: calls on it are only planned (planner/counting.py).
+    """
     return (
         None
         if t.device in ("cuda", "meta") or t.interpreted
@@ -68,7 +77,7 @@ def on_cpu(t: Target) -> str | None:
 
 
 def on_ampere(t: Target) -> str | None:
-    """Or newer."""
+    """Require compute capability 8.0 or newer."""
     old = t.capability is not None and t.capability < (8, 0)
     return f"compute capability {dotted(t.capability)} is below 8.0" if old else None
 
@@ -106,7 +115,11 @@ def dims_up_to(limit: int, *names: str) -> Check:
 
 
 def instead_of(name: str, cost: str, on: tuple[tuple[int, int], ...] | None = None) -> Remark:
-    """What it costs that implementation `name` cannot run. on: the GPUs on which it otherwise would; None: all."""
+    """Return a remark on what it costs that implementation `name` cannot run.
+
+    Args:
+        on: the GPUs on which it otherwise would run; None: all.
+    """
 
     def remark(t: Target, against: Mapping[str, str | None]) -> str:
         relevant = against.get(name) and (on is None or t.capability in on)
@@ -116,7 +129,7 @@ def instead_of(name: str, cost: str, on: tuple[tuple[int, int], ...] | None = No
 
 
 def short(dtype: torch.dtype) -> str:
-    """torch.bfloat16 → bfloat16."""
+    """Return the dtype's name: torch.bfloat16 → bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -126,52 +139,64 @@ def dotted(version: tuple[int, int]) -> str:
 
 @cache
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability of a GPU, None for other devices. On a host without a GPU, that of the measured one."""
+    """Return the compute capability of a GPU, or None for other devices.
+
+    On a host without a GPU, return 9.0, the capability of the GPU that rates were measured
+    on.
+    """
     if device.type != "cuda":
         return None
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)
 
 
-# --- An op, and its choice -------------------------------------------------------------------------------------------
+# --- An op, and its choice ----------------------------------------------------------------
 
 
 class Implementation(NamedTuple):
-    # returns what runs; where that is Triton's, which exists on Linux only, it imports it
+    # Returns the function or class that runs. Triton exists on Linux only and is imported
+    # here.
     load: Callable[[], Any]
     needs: tuple[Check, ...] = ()
-    remark: Remark | None = None  # on a GPU
+    remark: Remark | None = None  # applies on a GPU only
 
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """An op with its implementations, the fastest first and one that takes everything last."""
+    """An op with its implementations: the fastest first, and last one that supports
+    everything.
+    """
 
     name: str
     implementations: Mapping[str, Implementation]
 
     def load(self, name: str) -> Any:
-        """What runs as implementation `name`."""
+        """Return the function or class that runs as implementation `name`."""
         return self.implementations[name].load()
 
     def reason_against(self, name: str, target: Target) -> str | None:
-        """Why implementation `name` cannot take `target`, or None if it can."""
+        """Return why implementation `name` does not support `target`, or None if it
+        does.
+        """
         checks = self.implementations[name].needs
         return next((reason for check in checks if (reason := check(target))), None)
 
     def choose(
         self, impl: str, device: torch.device, dtype: torch.dtype | None, **dims: int
     ) -> Choice:
-        """The implementation that `impl` names for tensors of this device, dtype and dims.
+        """Return the implementation that `impl` selects for tensors of this device, dtype
+        and dims.
 
         Raises:
-            ValueError: `impl` is unknown, or named and not supported here.
+            ValueError: `impl` is unknown, or is named but not supported here.
         """
         return _choose(self, impl, device, dtype, **dims)
 
     def implementation(
         self, impl: str | Choice, device: torch.device, dtype: torch.dtype | None, **dims: int
     ) -> str:
-        """The name of the implementation that a call takes. Compiled code has it as a constant."""
+        """Return the name of the implementation that a call uses. Compiled code has it as a
+        constant.
+        """
         if isinstance(impl, Choice):
             return impl.implementation
         return self._at_call(
@@ -182,7 +207,7 @@ class Op:
     def _at_call(
         self, impl: str, device: torch.device, dtype: torch.dtype | None, **dims: int
     ) -> str:
-        """`choose` at a call. Warns, once, where "auto" does not get the GPU's kernels."""
+        """Choose at a call. Warn, once, if "auto" does not get the GPU's kernels."""
         choice = self.choose(impl, device, dtype, **dims)
         if choice.why and impl == "auto":
             _warn(choice.remark(self.name))
@@ -195,11 +220,13 @@ def _choose(
 ) -> Choice:
     if impl not in IMPLS:
         raise ValueError(f"impl = {impl!r} is unknown; use 'auto', 'torch' or 'triton'")
-    # The interpreter is slower than anything: it runs if the kernels are named, and "auto" never chooses it.
+    # The interpreter is slower than any other implementation: it runs only if "triton" is
+    # named.
     interpreted = (
         impl == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     )
     target = Target(device.type, capability(device), dtype, dims, interpreted)
+    #         against
     if impl == "auto":
         against = {name: op.reason_against(name, target) for name in op.implementations}
         name = next(name for name, reason in against.items() if reason is None)
@@ -216,24 +243,26 @@ def _choose(
 
 @cache
 def _warn(message: str) -> None:
-    """Warn of the line outside the package that called the op."""
+    """Issue a warning that points to the line outside the package that called the op."""
     frame, level = sys._getframe(), 1
     while frame.f_back and frame.f_globals["__name__"].startswith("titan_linear."):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 
 
-# --- For implementations ---------------------------------------------------------------------------------------------
+# --- For implementations ------------------------------------------------------------------
 
 
 def one_dtype(*tensors: Tensor) -> torch.dtype | None:
-    """The dtype of all tensors, or None if they differ."""
+    """Return the dtype of all tensors, or None if they differ."""
     dtypes = {x.dtype for x in tensors}
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def without_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` with autocast off, which would round the operands of its products."""
+    """Wrap `fn` to run with autocast off, which would round the operands of its
+    products.
+    """
 
     @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Activations, as in ops/triton/activations.py."""
+"""Activations in plain PyTorch, with the functions of ops/triton/activations.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def activate(y: Tensor, weights: Tensor | None, gated: bool, factor: float = 1.0
     else:
         x = F.relu(wide).square()
     x = x if weights is None else x * weights[..., None]
-    # compiled, torch 2.11 drops the gradient of what is returned as it is
+    # Copy: in compiled code, torch 2.11 drops the gradient of an intermediate that is
+    # returned unchanged.
     return x.to(y.dtype, copy=True)
 
 
@@ -35,6 +36,7 @@ def activate_backward(
     else:
         positive = F.relu(wide)
         dy, x = 2 * dx * positive, positive.square()
+    # The second result is x if there are no weights, and otherwise the weights' gradient.
     if weights is None:
         return dy.to(y.dtype), x.to(y.dtype)
     return (weights[..., None] * dy).to(y.dtype), (dx * x).sum(-1).to(weights.dtype)

@@ -1,18 +1,24 @@
-"""Softmax attention over blocks: each is a rectangle without a mask, or has a causal mask aligned to its end.
+"""Softmax attention over blocks.
 
-The mask of packed, causal attention is never built. A packed stream is one causal square per document. Under context
-parallelism a *span* is some queries of a document and, as keys, the document up to the last of them: causal, aligned to
-the end, as in decoding (Tq < Tk). Kernels that take packed sequences compute all spans in one call. A block gives its
-output and its log-sum-exp (LSE) over its own keys, and blocks over the same queries merge exactly (Milakov & Gimelshein
-2018; Dao et al. 2022):
+A block is a rectangle without a mask, or has a causal mask aligned to its end. The mask of
+packed, causal attention is never built. A packed stream is one causal square per document.
+Under context parallelism a *span* consists of some queries of a document and, as keys, the
+document up to the last of these queries: causal, aligned to the end, as in decoding
+(Tq < Tk). Kernels that take packed sequences compute all spans in one call.
+
+A block gives its output and its log-sum-exp (LSE) over its own keys, and blocks over the
+same queries merge exactly (Milakov & Gimelshein 2018; Dao et al. 2022):
 
     lse = log(exp lse_a + exp lse_b),   o = o_a · exp(lse_a − lse) + o_b · exp(lse_b − lse).
 
-In backward every block takes the *merged* o and lse, so that p = exp(scores − lse) and δ = rowsum(o · do) are
-those of the whole row, and dq, dk, dv of the blocks simply add.
+In backward every block takes the *merged* o and lse. p = exp(scores − lse) and
+δ = rowsum(o · do) are then right for the whole row, and dq, dk, dv of the blocks simply
+add.
 
-`block_kernel` alone decides which kernel computes a block (attention_kernels.py). Shapes here: q [B, Tq, Hq, D],
-k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o like q with Dv, lse [B, Hq, Tq] in fp32 (fp64 for fp64).
+Only `block_kernel` decides which kernel computes a block (attention_kernels.py).
+
+Shapes: q [B, Tq, Hq, D], k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o like q with Dv, lse
+[B, Hq, Tq] in fp32 (fp64 for fp64).
 """
 
 from __future__ import annotations
@@ -39,9 +45,10 @@ from titan_linear.ops.torch.attention_kernels import (
 
 
 class Attention(torch.autograd.Function):
-    """o, by one of three pairs of operators: those of local, ring and all-gather attention.
+    """Attention by a pair of operators, of local, ring or all-gather attention.
 
-    (q, k, v, *where, scale, causal) -> o, lse      (do, q, k, v, o, lse, *where, scale, causal) -> dq, dk, dv
+    (q, k, v, *where, scale, causal) -> o, lse
+    (do, q, k, v, o, lse, *where, scale, causal) -> dq, dk, dv
     """
 
     @staticmethod
@@ -60,11 +67,11 @@ class Attention(torch.autograd.Function):
         return *ctx.gradients(do, *ctx.saved_tensors, *ctx.how), None, None, None, None
 
 
-# What the operators return, without computing it.
+# Fakes: empty tensors in the shape of the operators' results.
 
 
 def empty_output(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Pair:
-    """o, lse"""
+    """Return empty (o, lse)."""
     B, T, Hq, _D = q.shape
     return q.new_empty(B, T, Hq, v.shape[-1]), q.new_empty(
         B, Hq, T, dtype=accumulator_dtype(q.dtype)
@@ -72,12 +79,12 @@ def empty_output(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Pair:
 
 
 def empty_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> Triple:
-    """dq, dk, dv"""
+    """Return empty (dq, dk, dv)."""
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 class Rows(NamedTuple):
-    """What backward reads of some queries, and of keys."""
+    """Tensors that backward reads of some queries and some keys."""
 
     do: Tensor
     q: Tensor
@@ -87,19 +94,24 @@ class Rows(NamedTuple):
     lse: Tensor  # [B, Hq, Tq], merged
 
     def block(self, i: slice, j: slice) -> Rows:
-        """Queries i and keys j."""
+        """Return queries i and keys j."""
         return Rows(
             self.do[:, i], self.q[:, i], self.k[:, j], self.v[:, j], self.o[:, i], self.lse[:, :, i]
         )
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
-    """One block: (o, lse). `causal` needs Tq <= Tk and is aligned to the end; every length is at least 1."""
+    """Compute (o, lse) of one block.
+
+    `causal` needs Tq <= Tk and is aligned to the end; every length is at least 1.
+    """
     assert q.shape[1] and k.shape[1] and (q.shape[1] <= k.shape[1] or not causal)
     past = k.shape[1] - q.shape[1] if causal else 0  # keys that every query sees
     kernel = _kernel_of(q, k, v)
     if not past or kernel in TO_THE_END:
         return ATTENTION.load(kernel).forward(q, k, v, scale, causal)
+    # The kernel only masks squares: compute the square at the end, and merge the rectangle
+    # before it.
     o, lse = attend(q, k[:, past:], v[:, past:], scale, causal)
     o = o.to(accumulator_dtype(q.dtype))
     merge_(o, lse, *attend(q, k[:, :past], v[:, :past], scale, causal=False))
@@ -107,11 +119,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
 
 
 def attend_backward(x: Rows, scale: float, causal: bool) -> Triple:
-    """(dq, dk, dv) of one block."""
+    """Compute (dq, dk, dv) of one block."""
     past = x.k.shape[1] - x.q.shape[1] if causal else 0
     kernel = _kernel_of(x.q, x.k, x.v)
     if not past or kernel in TO_THE_END:
         return ATTENTION.load(kernel).backward(*x, scale, causal)
+    # As in forward: the square at the end, and the rectangle before it.
     dq, *square = attend_backward(x.block(slice(None), slice(past, None)), scale, causal)
     dq_past, *rectangle = attend_backward(x.block(slice(None), slice(past)), scale, causal=False)
     acc = accumulator_dtype(x.q.dtype)
@@ -122,9 +135,12 @@ def attend_backward(x: Rows, scale: float, causal: bool) -> Triple:
 def attend_spans(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, spans: Spans | None
 ) -> Pair:
-    """(o, lse) of the spans of a packed stream (B = 1), or of a whole batch if `spans` is None."""
+    """Compute (o, lse) of the spans of a packed stream (B = 1), or of a whole batch if
+    `spans` is None.
+    """
     if spans is None or len(spans.q) == 2:
         return attend(q, k, v, scale, causal)
+    # All spans in one call, or one span after another.
     kernel = _packed_kernel(q, v, spans)
     if kernel in TO_THE_END:
         o, lse = ATTENTION.load(kernel).forward(q, k, v, scale, causal, spans.varlen())
@@ -134,6 +150,7 @@ def attend_spans(
             torch.cat([o for o, _ in parts], dim=1),
             torch.cat([lse for _, lse in parts], dim=2),
         )
+    # In prefix trees, merge the keys above each span.
     for i, j in spans.rectangles():
         o = o.contiguous()
         merge_(o[:, i], lse[:, :, i], *attend(q[:, i], k[:, j], v[:, j], scale, causal=False))
@@ -141,7 +158,7 @@ def attend_spans(
 
 
 def attend_spans_backward(x: Rows, scale: float, causal: bool, spans: Spans | None) -> Triple:
-    """(dq, dk, dv) of `attend_spans`."""
+    """Compute (dq, dk, dv) of `attend_spans`."""
     if spans is None or len(spans.q) == 2:
         return attend_backward(x, scale, causal)
     kernel = _packed_kernel(x.q, x.v, spans)
@@ -150,6 +167,7 @@ def attend_spans_backward(x: Rows, scale: float, causal: bool, spans: Spans | No
     else:
         parts = [attend_backward(x.block(i, j), scale, causal) for i, j in spans.rows()]
         grads = tuple(torch.cat(of_each, dim=1) for of_each in zip(*parts, strict=True))
+    # In prefix trees, add the gradients of the keys above each span.
     for i, j in spans.rectangles():
         for grad, part, rows in zip(
             grads, attend_backward(x.block(i, j), scale, causal=False), (i, j, j)
@@ -159,10 +177,11 @@ def attend_spans_backward(x: Rows, scale: float, causal: bool, spans: Spans | No
 
 
 def merge_(o: Tensor, lse: Tensor, o_block: Tensor, lse_block: Tensor) -> None:
-    """Merge a block into o [B, Tq, Hq, Dv] and lse [B, Hq, Tq], in place. On a GPU, o of half precision is contiguous.
+    """Merge a block into o [B, Tq, Hq, Dv] and lse [B, Hq, Tq], in place.
 
-    Each row must have seen a key in `lse` or in `lse_block`. Callers begin with the squares, in which each token sees
-    itself, so no row is without keys and none is a special case.
+    On a GPU, o of half precision must be contiguous. Each row must have seen a key in `lse`
+    or in `lse_block`. Callers begin with the squares, in which each token sees itself, so
+    every row has a key and needs no special case.
     """
     if o.is_cuda and o.dtype != lse.dtype:
         from titan_linear.ops.triton import merge  # Triton is available on Linux only
@@ -178,13 +197,15 @@ def _kernel_of(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def _packed_kernel(q: Tensor, v: Tensor, spans: Spans) -> str:
-    """The kernel for these spans: cuDNN's only if their lengths recur."""
+    """Return the kernel for these spans; cuDNN's only if their lengths recur."""
     length = CUDNN_MULTIPLE if spans.recur() else 1
     return block_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], length, length)
 
 
 class _OnPaths(torch.autograd.Function):
-    """x[rows], whose gradients are added up in the order of rows, which takes a fifth of what an index's do."""
+    """Compute x[rows]. Backward adds up gradients in the order of rows, in a fifth of the
+    time of an index's backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, order: Tensor, first: Tensor) -> Tensor:
@@ -199,14 +220,17 @@ class _OnPaths(torch.autograd.Function):
         return dx.unflatten(1, dy.shape[1:]), None, None, None
 
 
-# --- On one device ---------------------------------------------------------------------------------------------------
+# --- On one device ------------------------------------------------------------------------
 
 
 def local_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, documents: Boundaries | None
 ) -> Tensor:
-    """q [B, Tq, Hq, D], k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv] → o [B, Tq, Hq, Dv]."""
+    """Compute o [B, Tq, Hq, Dv] from q [B, Tq, Hq, D], k [B, Tk, Hkv, D] and v
+    [B, Tk, Hkv, Dv].
+    """
     spans = [] if documents is None else documents.spans.tensors()
+    # In prefix trees with many branches, keys are copied from each span's path.
     if documents is not None and (paths := documents.paths) and paths.rows is not None:
         k, v = (_OnPaths.apply(x[0], *paths[1:]).unsqueeze(0) for x in (k, v))
     return Attention.apply(
@@ -218,13 +242,16 @@ def local_attention(
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, spans: list[Tensor], scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """o like q with Dv, lse [B, Hq, Tq]. spans: the fields of `Spans`, or empty for a whole batch."""
+    """Return o, shaped like q with Dv, and lse [B, Hq, Tq].
+
+    spans: the fields of `Spans`, or empty for a whole batch.
+    """
     o, lse = attend_spans(q, k, v, scale, causal, Spans(*spans) if spans else None)
     return o.contiguous(), lse.contiguous()
 
 
 def _room_in_backward(q: Tensor, **_: Any) -> int:
-    """Bytes of dq's accumulator, in float32."""
+    """Return the bytes of dq's accumulator, in float32."""
     return 4 * q.numel()
 
 

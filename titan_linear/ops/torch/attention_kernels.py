@@ -1,6 +1,7 @@
-"""The kernels that compute a block of softmax attention, and which of them runs where.
+"""Kernels that compute a block of softmax attention, and the table of where each one runs.
 
-Each gives o and its log-sum-exp, and in backward dq, dk and dv from the merged o and lse; shapes as in attention.py.
+Each kernel returns o and its log-sum-exp and, in backward, dq, dk and dv from the merged o
+and lse. Shapes are as in attention.py.
 """
 
 from __future__ import annotations
@@ -36,17 +37,19 @@ Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
 Operator = Callable[..., tuple[Tensor, ...]]
 
-LSE_ROWS = 32  # the efficient kernel's LSE has a multiple of so many rows
-# kernels whose causal mask is aligned to the end, and that take all spans in one call
+LSE_ROWS = 32  # the number of rows of the efficient kernel's LSE is a multiple of this
+# Kernels whose causal mask is aligned to the end, and that take all spans in one call.
 TO_THE_END = ("flash4", "flash")
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which blocks merge and their gradients add up: fp32, or fp64 for fp64."""
+    """Return the dtype in which blocks merge and gradients add up: fp32, or fp64 for
+    fp64.
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-# --- flash4: FlashAttention-4 ---------------------------------------------------------------------------------
+# --- flash4: FlashAttention-4 -------------------------------------------------------------
 
 
 def _flash4_forward(q, k, v, scale: float, causal: bool, varlen: Varlen | None = None) -> Pair:
@@ -62,7 +65,9 @@ def _flash4_backward(
 
 
 def _two_widths(q: Tensor, k: Tensor, *as_v: Tensor) -> list[Tensor]:
-    """Padded to one width but for MLA's two, which FlashAttention-4 and cuDNN have."""
+    """Pad heads to one width, or to MLA's two widths, which FlashAttention-4 and cuDNN
+    support.
+    """
     D, Dv = flash4.widths(q.shape[-1], as_v[0].shape[-1], grouped=q.shape[2] != k.shape[2])
     return [
         *_equal_width(q, k, at_least=D, multiple=8),
@@ -70,7 +75,7 @@ def _two_widths(q: Tensor, k: Tensor, *as_v: Tensor) -> list[Tensor]:
     ]
 
 
-# --- cpu: aten's flash attention ------------------------------------------------------------------------------
+# --- cpu: aten's flash attention ----------------------------------------------------------
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
@@ -87,7 +92,7 @@ def _cpu_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
     return tuple(g.transpose(1, 2) for g in grads)
 
 
-# --- cudnn: the same interface; grouped heads natively ----------------------------------------------------------
+# --- cudnn: the same interface; grouped heads natively ------------------------------------
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
@@ -110,7 +115,7 @@ def _cudnn_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
     return tuple(g.transpose(1, 2) for g in grads)
 
 
-# --- flash: always by its packed function; a batch is B documents of one length ---------------------------------
+# --- flash: always by its packed function; a batch is B documents of one length -----------
 
 
 def _flash_forward(q, k, v, scale: float, causal: bool, varlen: Varlen | None = None) -> Pair:
@@ -130,7 +135,8 @@ def _flash_backward(
     lse = lse.transpose(0, 1).flatten(1).contiguous()  # [Hq, B·Tq]
     # no dropout: the random state is not read
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)
-    # Its algorithm that repeats runs only where others are errors: not if they shall be warnings.
+    # aten chooses its repeatable algorithm only in mode "error". Use it in mode "warn",
+    # too.
     mode = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("error" if mode else "default")
     try:
@@ -143,7 +149,9 @@ def _flash_backward(
 
 
 def _batch_varlen(q: Tensor, k: Tensor) -> Varlen:
-    """A batch as B documents of Tq queries and Tk keys; boundaries are made on the device, not copied to it."""
+    """Describe a batch as B documents of Tq queries and Tk keys; the boundaries are made on
+    the device, without a copy.
+    """
     (B, Tq), Tk = q.shape[:2], k.shape[1]
     cu_q, cu_k = (
         torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device) for T in (Tq, Tk)
@@ -151,7 +159,7 @@ def _batch_varlen(q: Tensor, k: Tensor) -> Varlen:
     return cu_q, cu_k, Tq, Tk
 
 
-# --- efficient: the interface of cudnn; a key head for each query head ------------------------------------------
+# --- efficient: the interface of cudnn; a key head for each query head --------------------
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
@@ -181,7 +189,7 @@ def _efficient_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Trip
     return dq, *(x.unflatten(2, (Hkv, -1)).sum(3) for x in (dk, dv))
 
 
-# --- tiled: any dtype, any width, any device; memory is TILE rows of scores --------------------------------------
+# --- tiled: any dtype, any width, any device; memory is TILE rows of scores ---------------
 
 TILE = 128  # rows of queries that are computed at a time
 
@@ -208,6 +216,7 @@ def _tiled_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
     dk = torch.zeros_like(k)
     dv = torch.zeros_like(v)
     dqs = []
+    # Each tile of queries recomputes its probabilities from the scores and lse.
     for i in range(0, q.shape[1], TILE):
         rows, do_t, o_t = (x[:, i : i + TILE] for x in (q, do, o))
         lse_t = _fold_groups(lse[:, :, i : i + TILE].transpose(1, 2).unsqueeze(-1), Hkv)
@@ -216,6 +225,7 @@ def _tiled_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
         keys = p.shape[-1]
         do_t = _fold_groups(do_t.to(acc), Hkv)
         o_t = _fold_groups(o_t.to(acc), Hkv)
+        # Gradients of the scores, then of v, k and q.
         delta = (do_t * o_t).sum(-1, keepdim=True)
         ds = p * (do_t @ v[:, :, :keys].mT - delta) * scale
         dv[:, :, :keys] += p.mT @ do_t
@@ -225,10 +235,13 @@ def _tiled_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
 
 
 def _tile_scores(q: Tensor, k: Tensor, scale: float, first: int | None) -> Tensor:
-    """Scores of a tile q [B, t, Hq, D] against k [B, Hkv, Tk, D]; `first` is the tile's row in a causal square."""
+    """Compute the scores of a tile q [B, t, Hq, D] against k [B, Hkv, Tk, D]; `first` is
+    the tile's row in a causal square.
+    """
     t, Hkv = q.shape[1], k.shape[1]
     if first is None:
         return _fold_groups(q.to(k.dtype), Hkv) @ k.mT * scale
+    # Only keys up to the tile's last row; mask its own triangle.
     scores = _fold_groups(q.to(k.dtype), Hkv) @ k[:, :, : first + t].mT * scale
     later = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)
     scores.unflatten(2, (-1, t))[..., first:].masked_fill_(later, -torch.inf)
@@ -236,19 +249,22 @@ def _tile_scores(q: Tensor, k: Tensor, scale: float, first: int | None) -> Tenso
 
 
 def _fold_groups(x: Tensor, Hkv: int) -> Tensor:
-    """[B, t, Hq, D] → [B, Hkv, G·t, D]: the queries that share a key head are rows of one matrix."""
+    """Reshape [B, t, Hq, D] → [B, Hkv, G·t, D]: queries that share a key head become rows
+    of one matrix.
+    """
     return x.unflatten(2, (Hkv, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
 def _unfold_groups(x: Tensor, like: Tensor) -> Tensor:
-    """[B, Hkv, G·t, D] → [B, t, Hq, D] with the t of `like`."""
+    """Reshape [B, Hkv, G·t, D] → [B, t, Hq, D], with the t of `like`."""
     return x.unflatten(2, (-1, like.shape[1])).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _equal_width(*tensors: Tensor, at_least: int = 0, multiple: int = 1) -> list[Tensor]:
-    """Pad the last dims with zeros to one width, which changes no score and no output.
+    """Pad the last dims with zeros to one width, which changes neither scores nor outputs.
 
-    With a `multiple`, the width and every stride are multiples of it: the alignment that CUDA kernels ask for.
+    With a `multiple`, the width and every stride are multiples of it: the alignment that
+    CUDA kernels require.
     """
     width = max(at_least, *(x.shape[-1] for x in tensors))
     width = -(-width // multiple) * multiple
@@ -256,7 +272,7 @@ def _equal_width(*tensors: Tensor, at_least: int = 0, multiple: int = 1) -> list
 
 
 def _is_aligned(x: Tensor, width: int, multiple: int) -> bool:
-    # aten's kernels, called by name, do not check that stride
+    # aten's kernels, called directly, do not check the last stride.
     if x.shape[-1] != width or x.stride(-1) != 1:
         return False
     rows = x.stride()[:-1]  # 0 where a gradient was expanded
@@ -275,27 +291,32 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-# --- The table -------------------------------------------------------------------------------------------------------
+# --- The table ----------------------------------------------------------------------------
 
-# compute capabilities on which cuDNN's attention is faster than PyTorch's flash
+# Compute capabilities on which cuDNN's attention is faster than PyTorch's flash.
 CUDNN = ((9, 0), (10, 0), (10, 3))
-FLASH4 = CUDNN  # those for which FlashAttention-4 has specific kernels
+FLASH4 = CUDNN  # capabilities for which FlashAttention-4 has specific kernels
 WITHOUT_FLASH4 = "packed documents take half as long again without it (docs/performance.md)"
 
 
 class Kernel(NamedTuple):
-    """What computes a block. Its functions may return rows with more channels: those that they padded with zeros."""
+    """Functions that compute a block.
+
+    Those called padded_… may return rows with more channels, where they padded with zeros.
+    """
 
     padded_forward: Operator
     padded_backward: Operator
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Pair:
-        """how: scale, causal and, for those in TO_THE_END, packed spans."""
+        """Compute o and lse. how: scale, causal and, for kernels in TO_THE_END, packed
+        spans.
+        """
         o, lse = self.padded_forward(q, k, v, *how)
         return o[..., : v.shape[-1]], lse
 
     def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Triple:
-        """how: the merged o and lse, then as in forward."""
+        """Compute dq, dk and dv. how: the merged o and lse, then as in forward."""
         dq, dk, dv = self.padded_backward(do, q, k, v, *how)
         return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
 
@@ -305,8 +326,11 @@ def lengths_recur(t: Target) -> str | None:
 
 
 def cudnn_holds(t: Target) -> str | None:
-    """Wide heads where they were measured: squares on Hopper, with a cuDNN after 9.11 and 9.12, whose backward pass is
-    wrong for some widths there (release notes of cudnn-frontend 1.14.1)."""
+    """Limit cuDNN's wide heads to the cases that were measured.
+
+    These are squares on Hopper, with a cuDNN after 9.11 and 9.12, whose backward pass is
+    wrong for some widths there (release notes of cudnn-frontend 1.14.1).
+    """
     wide = max(t.dims["D"], t.dims["Dv"])
     measured = (
         t.capability == (9, 0)
@@ -317,7 +341,7 @@ def cudnn_holds(t: Target) -> str | None:
 
 
 def may_vary(t: Target) -> str | None:
-    """For a kernel that is not bitwise repeatable."""
+    """Refuse a kernel that is not bitwise repeatable where determinism is required."""
     return "torch.use_deterministic_algorithms is on" if t.dims.get("deterministic") else None
 
 
@@ -363,20 +387,25 @@ ATTENTION = Op(
 def block_kernel(
     device: torch.device, dtype: torch.dtype, D: int, Dv: int, Tq: int, Tk: int
 ) -> str:
-    """The name of the kernel that computes a block of these shapes (`ATTENTION` has the conditions).
+    """Return the name of the kernel that computes a block of these shapes.
 
-    "flash4" FlashAttention-4 where it is installed (bf16, fp16; ops/torch/flash4.py): the fastest, for any lengths.
-    "cpu"    PyTorch's flash attention for the CPU.
-    "cudnn"  cuDNN's, PyTorch's fastest on Hopper (bf16, fp16; D, Dv <= 128, or 256 with as many keys as queries):
-             55 ms for 32768 causal tokens of 32 heads of 128, forward and backward, where flash takes 94 (H200), 76
-             and 161 with MLA's of 192 and 128. But it compiles a plan for every new pair of lengths (0.15 s), so
-             it is used for lengths that recur in every batch, multiples of 128 (whole fragments, whole streams),
-             and not for the lengths of documents. Its dq is not bitwise repeatable, so it is not used under
-             torch.use_deterministic_algorithms.
-    "flash"  FlashAttention-2, through its function for packed sequences (bf16, fp16; D, Dv <= 256).
-    "efficient" PyTorch's memory-efficient attention (fp32; D, Dv <= 256), whose products are as exact as fp32's: three
-             products of parts in tf32.
-    "tiled"  matrix products in tiles of 128 queries: fp64 on CUDA, and wider heads.
+    `ATTENTION` has the conditions.
+
+    - "flash4": FlashAttention-4 where it is installed (bf16, fp16; ops/torch/flash4.py). It
+      is the fastest, for any lengths.
+    - "cpu": PyTorch's flash attention for the CPU.
+    - "cudnn": cuDNN's attention, PyTorch's fastest on Hopper (bf16, fp16; D, Dv <= 128, or
+      256 with as many keys as queries). For 32768 causal tokens of 32 heads of 128 it takes
+      55 ms, forward and backward, where flash takes 94 ms (H200); with MLA's widths of 192
+      and 128 it takes 76 ms, and flash 161 ms. But it compiles a plan for every new pair of
+      lengths (0.15 s). So it is used for lengths that recur in every batch, multiples of 128
+      (whole fragments, whole streams), and not for the lengths of documents. Its dq is not
+      bitwise repeatable, so it is not used under torch.use_deterministic_algorithms.
+    - "flash": FlashAttention-2, through its function for packed sequences (bf16, fp16; D,
+      Dv <= 256).
+    - "efficient": PyTorch's memory-efficient attention (fp32; D, Dv <= 256). Its products
+      are as exact as fp32 products: each is three products of parts in tf32.
+    - "tiled": matrix products in tiles of 128 queries: fp64 on CUDA, and wider heads.
     """
     recurring = Tq % CUDNN_MULTIPLE == 0 and Tk % CUDNN_MULTIPLE == 0
     return attention_kernel(device, dtype, D, Dv, recurring, square=Tq == Tk).implementation
@@ -385,7 +414,12 @@ def block_kernel(
 def attention_kernel(
     device: torch.device, dtype: torch.dtype, D: int, Dv: int, recurring: bool, square: bool = True
 ) -> Choice:
-    """The kernel of a block of attention; recurring: its lengths recur in every batch; square: they are the same."""
+    """Choose the kernel of a block of attention.
+
+    Args:
+        recurring: whether its lengths recur in every batch.
+        square: whether its numbers of queries and keys are equal.
+    """
     facts = {
         "recurring": int(recurring),
         "square": int(square),
@@ -397,7 +431,9 @@ def attention_kernel(
 def whole_streams(
     packed: Choice, device: torch.device, dtype: torch.dtype, dims: Mapping[str, int]
 ) -> Choice:
-    """The choice for documents of any length, with a remark if lengths that recur take another kernel."""
+    """Return the choice for documents of any length, with a remark if lengths that recur
+    use another kernel.
+    """
     recurring = attention_kernel(
         device, dtype, dims["D"], dims["Dv"], recurring=True
     ).implementation

@@ -1,11 +1,14 @@
-"""The chunked delta rule in plain PyTorch: its `prepare`, for the stages of torch/chunked.py, and its step.
+"""The chunked delta rule in plain PyTorch.
 
-With G the cumulative log gate inside a chunk and A = (I + tril(β (K⊙e^G)(K⊙e^−G)ᵀ, −1))⁻¹ (Kimi Linear, section 3):
+This file has its `prepare`, for the stages of torch/chunked.py, and its step. With G the
+cumulative log gate inside a chunk and A = (I + tril(β (K⊙e^G)(K⊙e^−G)ᵀ, −1))⁻¹ (Kimi
+Linear, section 3):
 
-    w = A β (K⊙e^G)   u = A β V   kg = K⊙e^{G_last−G}   qg = scale·Q⊙e^G   aqk = scale·tril((Q⊙e^G)(K⊙e^−G)ᵀ)
+    w = A β (K⊙e^G)   u = A β V   kg = K⊙e^{G_last−G}
+    qg = scale·Q⊙e^G   aqk = scale·tril((Q⊙e^G)(K⊙e^−G)ᵀ)
 
-No stage ever forms e^{−G} over a whole chunk, which overflows: see `pair_products`. GDN is the case of a gate with one
-channel.
+No stage ever computes e^{−G} over a whole chunk, which would overflow: see `pair_products`.
+GDN is the case of a gate with one channel.
 """
 
 from __future__ import annotations
@@ -32,13 +35,16 @@ def prepare(
     scale: float,
     safe_gate: bool,
 ) -> Prepared:
-    """Compute all that is local to a chunk from q, k [T,H,K]; v [T,HV,V]; g [T,HV,K or 1], log gates; beta [T,HV]."""
+    """Compute everything that is local to a chunk from q, k [T,H,K]; v [T,HV,V]; g
+    [T,HV,K or 1], log gates; beta [T,HV].
+    """
     groups = v.shape[1] // q.shape[1]
-    # [NC, HV, C, K]
+    # Split the tokens into chunks [NC, HV, C, K], and repeat q and k for the heads of v.
     q, k = (chunks.split(x).repeat_interleave(groups, dim=1) for x in (q * scale, k))
     v = chunks.split(v)
     g = chunks.split(g)
     beta = chunks.split(beta.unsqueeze(-1))
+    # Products of queries and keys with keys, then the triangular system.
     aqk, akk = pair_products(torch.cat([q, k], 1), k, g, safe_gate).chunk(2, dim=1)
     G = g.cumsum(-2)  # [NC, HV, C, K or 1]
     gamma = G.exp()
@@ -48,28 +54,34 @@ def prepare(
 
 
 def solved(L: Tensor, *right: Tensor) -> tuple[Tensor, ...]:
-    """X of (I + L) X = B for each B [.., C, D] of `right`. L [.., C, C] is read below its diagonal only."""
+    """Solve (I + L) X = B for each B [.., C, D] of `right`. L [.., C, C] is read below its
+    diagonal only.
+    """
     x = torch.linalg.solve_triangular(L, torch.cat(right, -1), upper=False, unitriangular=True)
     return x.split([b.shape[-1] for b in right], -1)
 
 
 def pair_products(rows: Tensor, k: Tensor, g: Tensor, safe_gate: bool) -> Tensor:
-    """Σ_c rows_ic k_jc e^{G_ic − G_jc}, [NC, n·HV, C, C], valid for j ≤ i; rows [NC, n·HV, C, K] are of n kinds.
+    """Compute Σ_c rows_ic k_jc e^{G_ic − G_jc}, valid for j ≤ i: -> [NC, n·HV, C, C].
 
-    One channel: multiply the scores by e^{G_i − G_j}. Otherwise take rows in blocks of SUB, the gate of the block's
-    first row as reference R: e^{G_i − R} and, for earlier columns, e^{R − G_j} are both at most 1. Columns of the block
-    itself have e^{R − G_j} up to e^{5·15} under the promise g ≥ −5, which float32 holds; without it they are summed
-    channel by channel with exponents that never exceed 0.
+    The rows [NC, n·HV, C, K] are of n kinds. With one channel, the scores are multiplied by
+    e^{G_i − G_j}. Otherwise rows are taken in blocks of SUB, and the gate of the block's
+    first row is the reference R: e^{G_i − R} and, for earlier columns, e^{R − G_j} are both
+    at most 1. Columns of the block itself have e^{R − G_j} up to e^{5·15} under the promise
+    g ≥ −5, which float32 can represent. Without this promise they are summed channel by
+    channel, with exponents that never exceed 0.
     """
     n = rows.shape[1] // k.shape[1]
     if g.shape[-1] == 1:
         return (rows @ k.mT.repeat(1, n, 1, 1)) * sums_between(g).squeeze(-1).exp().repeat(
             1, n, 1, 1
         )
+    # One block of rows at a time: earlier columns, then the block's own, then zeros.
     blocks = []
     for i in range(0, CHUNK, SUB):
         own = slice(i, i + SUB)
-        G = F.pad(g[:, :, i + 1 : i + SUB], (0, 0, 1, 0)).cumsum(-2)  # [NC, HV, SUB, K], G_own − R
+        # [NC, HV, SUB, K]: G_own − R
+        G = F.pad(g[:, :, i + 1 : i + SUB], (0, 0, 1, 0)).cumsum(-2)
         left = G.exp().repeat(1, n, 1, 1) * rows[:, :, own]  # [NC, n·HV, SUB, K]
         right = k[:, :, :i] * sums_after(g[:, :, : i + 1])[:, :, :i].exp()  # [NC, HV, i, K]
         if safe_gate:
@@ -82,15 +94,20 @@ def pair_products(rows: Tensor, k: Tensor, g: Tensor, safe_gate: bool) -> Tensor
 
 
 def _own_block(rows: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """A diagonal block's products [NC, n·HV, SUB, SUB], channel by channel, zero above the diagonal."""
+    """Return a diagonal block's products [NC, n·HV, SUB, SUB], channel by channel, zero
+    above the diagonal.
+    """
     weighted = sums_between(g).exp() * k.unsqueeze(-3)  # [.., SUB i, SUB j, K]
     kinds = rows.unflatten(1, (-1, k.shape[1])).movedim(1, -1)  # [NC, HV, SUB, K, n]
     return (weighted @ kinds).movedim(-1, 1).flatten(1, 2)
 
 
 def step(inputs: Inputs, options: DeltaRuleOptions, S: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each of N sequences: (o [N, HV, V], the next states), with one pass to read S [N, HV, K, V] and one
-    to write it. With S' = e^g S: u = β (v − S'ᵀk),  S ← S' + k uᵀ,  o = Sᵀq = S'ᵀq + (k·q) u.
+    """Process one token of each of N sequences: return o [N, HV, V] and the next states.
+
+    S [N, HV, K, V] is read in one pass and written in another. With S' = e^g S:
+
+        u = β (v − S'ᵀk),   S ← S' + k uᵀ,   o = Sᵀq = S'ᵀq + (k·q) u
     """
     q, k, v, g, beta = normalise(inputs, options)
     # [N, HV, K]
@@ -110,13 +127,16 @@ class TorchDeltaRule(TorchRule):
 
 
 def l2norm(x: Tensor) -> Tensor:
-    """x / sqrt(Σ x² + 1e-6) over the last dimension, in x's dtype, rounded once."""
+    """Compute x / sqrt(Σ x² + 1e-6) over the last dimension, in x's dtype, rounded once."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def normalise(inputs: Inputs, options: DeltaRuleOptions) -> list[Tensor]:
-    """Inputs in the dtype of the computation, with β and g a log gate [T, HV, K or 1], as `options` ask."""
+    """Return the inputs in the dtype of the computation.
+
+    β and the log gate g [T, HV, K or 1] are computed as `options` define them.
+    """
     wide = torch.promote_types(inputs.q.dtype, torch.float32)
     q, k, v, g, beta = (x.to(wide) for x in inputs[:5])
     beta = beta if options.beta_range is None else options.beta_range * beta.sigmoid()

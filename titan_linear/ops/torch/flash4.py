@@ -1,14 +1,18 @@
-"""FlashAttention-4 (`flash-attn-4` on PyPI), called here alone: its entry points are private, and its API is young.
+"""FlashAttention-4 (`flash-attn-4` on PyPI).
 
-Nothing is taken on trust: `installed` asks for a version that this module was written for, and `problem` compares a
-small packed case, forward and backward, with exact attention on the GPU at hand. Where either finds a fault, PyTorch's
-kernels run.
+All calls to it are in this module, because its entry points are private and its API is
+young. Nothing is taken on trust. `installed` requires a version that this module was
+written for. `problem` compares a small packed case, forward and backward, with exact
+attention on the GPU at hand. If either finds a fault, PyTorch's kernels run.
 
-Shapes: q [B, Tq, Hq, D], k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o like q with Dv, lse [B, Hq, Tq] fp32. Packed, B = 1
-and `varlen` has the boundaries of q and of k, [N+1] int32 on the device, and the length of the longest of each. The
-causal mask is aligned to the end. D and Dv are those that `widths` returns: the backward pass takes no others.
+Shapes: q [B, Tq, Hq, D], k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o like q with Dv, lse
+[B, Hq, Tq] fp32. For packed sequences B = 1, and `varlen` has the boundaries of q and of k,
+[N+1] int32 on the device, and the length of the longest of each. The causal mask is aligned
+to the end. D and Dv must be widths that `widths` returns: the backward pass supports no
+others.
 
-A row that is not finite spoils neighbouring documents too: masked keys have weight 0, and 0 · NaN is NaN.
+A row that is not finite also spoils neighboring documents: masked keys have weight 0, and
+0 · NaN is NaN.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ from torch import Tensor
 
 PACKAGE = "flash-attn-4"
 VERSIONS = SpecifierSet(">=4.0.0b36,<4.1", prereleases=True)
-# largest relative RMS error of the small case: bf16's is below 2^-7, that of a wrong mask above 2^-2
+# Largest relative RMS error of the small case: bf16's is below 2^-7, a wrong mask's above
+# 2^-2.
 CHECKED = 2**-5
 
 Varlen = tuple[Tensor, Tensor, int, int]
@@ -34,7 +39,7 @@ Varlen = tuple[Tensor, Tensor, int, int]
 def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, varlen: Varlen | None
 ) -> tuple[Tensor, Tensor]:
-    """o and lse."""
+    """Compute o and lse."""
     if varlen is None:
         return _interface()._flash_attn_fwd(
             q, k, v, softmax_scale=scale, causal=causal, return_lse=True
@@ -56,7 +61,7 @@ def backward(
     causal: bool,
     varlen: Varlen | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, given the merged o and lse."""
+    """Compute dq, dk and dv from the merged o and lse."""
     how = {"deterministic": torch.are_deterministic_algorithms_enabled()}
     if varlen is None:
         return _interface()._flash_attn_bwd(q, k, v, o, do, lse, scale, causal, **how)[:3]
@@ -66,7 +71,9 @@ def backward(
 
 
 def widths(D: int, Dv: int, grouped: bool = False) -> tuple[int, int]:
-    """The padded head dims: multiples of 8, and equal but for MLA's (192, 128) where heads are not grouped."""
+    """Return the padded head dims: multiples of 8, and equal except for MLA's (192, 128)
+    where heads are not grouped.
+    """
     D, Dv = (-(-x // 8) * 8 for x in (D, Dv))
     return (D, Dv) if (D, Dv) == (192, 128) and not grouped else 2 * (max(D, Dv),)
 
@@ -79,9 +86,10 @@ def _named(varlen: Varlen) -> dict:
 
 @cache
 def _interface() -> ModuleType:
-    # Kernels are compiled at first use, which takes seconds: keep them for the next process, as Triton does.
+    # Kernels are compiled at first use, which takes seconds. Keep them for the next
+    # process, as Triton does.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    # to its authors
+    # This warning is for the authors of FlashAttention-4.
     warnings.filterwarnings(
         "ignore", "Argument .* cannot be converted to a JitArgument", UserWarning
     )
@@ -91,7 +99,7 @@ def _interface() -> ModuleType:
 
 
 def installed() -> str | None:
-    """Why FlashAttention-4 cannot be used on any GPU, or None."""
+    """Return why FlashAttention-4 cannot be used on any GPU, or None."""
     try:
         version = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -101,17 +109,23 @@ def installed() -> str | None:
 
 @cache
 def problem(dtype: torch.dtype, D: int, Dv: int, device: str = "cuda") -> str | None:
-    """Why FlashAttention-4 is not used for these head dims on the current GPU, or None if its numbers are right."""
+    """Return why FlashAttention-4 is not used for these head dims on the current GPU, or
+    None if its results are right.
+    """
     try:
         errors = _errors(device, dtype, *widths(D, Dv))
-    except Exception as error:  # whatever a compiler, a driver or another version raises
+    # A compiler, a driver or another version may raise any exception.
+    except Exception as error:
         return f"{PACKAGE} fails on a small case: {type(error).__name__}: {str(error)[:200]}"
     wrong = {name: f"{e:.1g}" for name, e in errors.items() if not e <= CHECKED}
     return f"{PACKAGE} gives wrong numbers on a small case: {wrong}" if wrong else None
 
 
 def _errors(device: str, dtype: torch.dtype, D: int, Dv: int) -> dict[str, float]:
-    """Relative RMS errors on two spans, the first with more keys than queries; heads are grouped where D = Dv."""
+    """Return relative RMS errors on two spans, the first with more keys than queries; heads
+    are grouped if D = Dv.
+    """
+    # Two spans of random numbers, on every GPU the same.
     generator = torch.Generator().manual_seed(0)
     rows = [0, 40, 100]
     keys = [0, 72, 132]
@@ -125,6 +139,7 @@ def _errors(device: str, dtype: torch.dtype, D: int, Dv: int) -> dict[str, float
     q, k, v, do = (torch.randn(1, *s, generator=generator).to(device, dtype) for s in shapes)
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (rows, keys))
     varlen, scale = (cu_q, cu_k, 60, 72), D**-0.5
+    # Compare with exact attention in float64.
     o, lse = forward(q, k, v, scale, True, varlen)
     ours = {
         "o": o,
@@ -139,14 +154,18 @@ def _errors(device: str, dtype: torch.dtype, D: int, Dv: int) -> dict[str, float
 def _exact(
     rows: list[int], keys: list[int], scale: float, q: Tensor, k: Tensor, v: Tensor, do: Tensor
 ) -> dict[str, Tensor]:
-    """The same results from an explicit mask, in the dtype of the inputs. Gradients are written out: the caller may run
-    below autograd."""
+    """Compute the same results from an explicit mask, in the dtype of the inputs.
+
+    Gradients are written out, because the caller may run below autograd.
+    """
+    # A query sees the keys of its span that are no nearer to the end than it is.
     span_q, span_k = (
         torch.bucketize(torch.arange(x[-1]), torch.tensor(x[1:]), right=True) for x in (rows, keys)
     )
     to_end_q = torch.tensor(rows[1:])[span_q] - torch.arange(rows[-1])
     to_end_k = torch.tensor(keys[1:])[span_k] - torch.arange(keys[-1])
     sees = ((span_q[:, None] == span_k) & (to_end_q[:, None] <= to_end_k)).to(q.device)
+    # Forward, then the gradients of softmax attention.
     groups = q.shape[2] // k.shape[2]
     q, do, k, v = (
         x.transpose(1, 2) for x in (q, do, *(x.repeat_interleave(groups, 2) for x in (k, v)))

@@ -1,7 +1,12 @@
-"""Linear attention with a log decay per head, S ← e^g S + k vᵀ, o = scale·Sᵀ q, and the state-space form of it (SSD).
+"""Linear attention with a log decay per head, and its state-space form (SSD).
 
-In a chunk with G the cumulative log decay: kg = K⊙e^{G_last−G}, qg = scale·Q⊙e^G, aqk = scale·tril(QKᵀ ⊙ e^{G_i−G_j}),
-u = V (Transformers are SSMs, section 6). There is no w: the state only decays.
+    S ← e^g S + k vᵀ   o = scale·Sᵀ q
+
+In a chunk with G the cumulative log decay (Transformers are SSMs, section 6):
+
+    kg = K⊙e^{G_last−G}   qg = scale·Q⊙e^G   aqk = scale·tril(QKᵀ ⊙ e^{G_i−G_j})   u = V
+
+w is None, because the state only decays.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ class TorchLinearAttention(TorchRule):
     def prepare(inputs: DecayInputs, options: DecayOptions, chunks: Chunks) -> Prepared:
         q, k, v, g, skip = discretise(inputs, options)
         groups = v.shape[1] // q.shape[1]
+        # Scores are computed once per head of q and k, then repeated for the heads of v.
         q, k, v, g = (chunks.split(x) for x in (q * options.scale, k, v, g.unsqueeze(-1)))
         scores = (q @ k.mT).repeat_interleave(groups, dim=1)  # [NC, HV, C, C]
         q, k = (x.repeat_interleave(groups, dim=1) for x in (q, k))  # [NC, HV, C, K]
@@ -37,7 +43,9 @@ class TorchLinearAttention(TorchRule):
 
 
 def step(inputs: DecayInputs, options: DecayOptions, S: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each of N sequences: S [N, HV, K, V] -> (o [N, HV, V], the next states)."""
+    """Process one token of each of N sequences: S [N, HV, K, V] -> (o [N, HV, V], the next
+    states).
+    """
     q, k, v, g, skip = discretise(inputs, options)
     # [N, HV, K]
     q, k = (x.repeat_interleave(v.shape[1] // q.shape[1], dim=1) for x in (q * options.scale, k))
@@ -49,11 +57,14 @@ def step(inputs: DecayInputs, options: DecayOptions, S: Tensor) -> tuple[Tensor,
 def discretise(
     inputs: DecayInputs, options: DecayOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """q, k, v, log decays g [T, HV] and D v [T, HV, V] (None without D), in the dtype of the computation."""
+    """Return q, k, v, log decays g [T, HV] and D v [T, HV, V] (None without D), in the
+    dtype of the computation.
+    """
     wide = torch.promote_types(inputs.q.dtype, torch.float32)
     wide_inputs: list[Any] = [None if x is None else x.to(wide) for x in inputs]
     q, k, v, g, A, D, dt_bias = wide_inputs
     skip = None if D is None else v * D.view(v.shape[1], -1)
+    # State-space form: time steps Δ from g, which scale v and the decay.
     if A is not None:
         dt = g if dt_bias is None else g + dt_bias
         dt = (F.softplus(dt) if options.dt_softplus else dt).clamp(*options.dt_limit)
