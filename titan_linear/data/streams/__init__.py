@@ -1,1 +1,3 @@
-"""A corpus → batches: the held-out split, the order of documents, packing, mixtures, the loader."""
+"""The held-out split of a corpus, the order of its documents, packing, mixtures and the
+loader.
+"""
