@@ -1,4 +1,6 @@
-"""The data path, from texts to the batches of one rank. Steps 1 to 3 are in corpus/, 4 to 7 in streams/.
+"""The data path, from texts to the batches of one rank.
+
+Steps 1 to 3 are in corpus/, 4 to 7 in streams/.
 
 1. **Sources** (sources.py) yield documents in a fixed order: files, lines or rows of text, or a
    corpus of tokens.
