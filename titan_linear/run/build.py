@@ -60,8 +60,9 @@ def under_key(key: str, check: Callable[..., T], *arguments: object) -> T:
 
 
 def tokenizer_path(config: Config) -> str | None:
-    """Return model.tokenizer_path, else the Hugging Face folder's tokenizer.json, else None
-    for bytes.
+    """Return model.tokenizer_path, else the Hugging Face folder's tokenizer.json.
+
+    None stands for bytes.
     """
     if config.model.tokenizer_path == BYTES:
         return None
@@ -88,8 +89,7 @@ def open_tokenizer(config: Config) -> Tokenizer:
 
 
 def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
-    """Return the preset, or the model of a Hugging Face folder, checked against the
-    tokenizer.
+    """Return the model of the preset or Hugging Face folder, checked against the tokenizer.
 
     A preset that does not begin from a Hugging Face folder gets a larger vocabulary where
     the tokenizer needs one.
@@ -114,8 +114,9 @@ def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
 
 
 def model_without_tokenizer(config: Config) -> ModelConfig:
-    """Return `model_config` before the tokenizer is known: a preset with its own
-    vocabulary.
+    """Return `model_config` before the tokenizer is known.
+
+    A preset has its own vocabulary.
     """
     # The sizes of a folder or a preset, with the keys that change them.
     if config.model.flavor == "hf":
@@ -198,8 +199,9 @@ def follows_tokenizer(config: Config) -> bool:
 
 
 def balance_experts(model: ModelConfig, config: Config) -> ModelConfig:
-    """Return the model with its experts' loads balanced as configured. Unset keys change
-    nothing.
+    """Return the model with its experts' loads balanced as configured.
+
+    Unset keys change nothing.
     """
     t = config.training
     asked = {
@@ -339,8 +341,7 @@ def build_passes(
 def mixed_precision(
     config: Config, model: Decoder, dims: ParallelDims
 ) -> AbstractContextManager[object]:
-    """Return a reusable context in which `model` computes in
-    training.mixed_precision_param.
+    """Return a reusable context that computes in training.mixed_precision_param.
 
     It is empty with FSDP2, which casts by itself.
     """

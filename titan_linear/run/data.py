@@ -1,6 +1,4 @@
-"""Data that a configuration names for training: corpora, streams, and their identity in a
-checkpoint.
-"""
+"""Data for training as configured: corpora, streams, and their identity in a checkpoint."""
 
 from __future__ import annotations
 
@@ -56,8 +54,9 @@ from titan_linear.storage.tensors import holds_adapters
 
 
 def open_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus]:
-    """Open the training corpus, or the mixture's sources, and validation's own corpus if it
-    has one.
+    """Open the corpora of training, and validation's own corpus if it has one.
+
+    Training has one corpus, or one for each source of the mixture.
     """
     v = config.validation
     groups = bool(config.metrics.loss_by_source)
@@ -203,8 +202,9 @@ def check_columns(config: Config, loss: Loss, targets: Targets, corpus: Corpus) 
 
 
 def _check_trees(config: Config, targets: Targets, corpus: Corpus) -> None:
-    """Raise ValueError for keys under which prefix trees do not train like their documents
-    packed separately.
+    """Raise ValueError for keys that do not support prefix trees.
+
+    With these keys, trees would train unlike their documents packed separately.
     """
     p, keys = config.parallelism, flat_keys(config)
     for key, fits in (
@@ -258,8 +258,9 @@ def file_groups(config: Config, streams: Streams) -> FileGroups | None:
 
 
 def lengths(config: Config) -> list[Length]:
-    """Return the streams' lengths by training.seq_len_schedule; they change where a step
-    begins.
+    """Return the streams' lengths by training.seq_len_schedule.
+
+    They change where a step begins.
     """
     t = config.training
     starts = [0, *(part.until_step * t.global_batch_size for part in t.seq_len_schedule)]
@@ -323,8 +324,9 @@ def content_of(
 
 
 def base_of(config: Config) -> str:
-    """Return a fingerprint of the weights that adapters leave frozen; "" without adapters
-    or if drawn.
+    """Return a fingerprint of the weights that adapters leave frozen.
+
+    It is "" without adapters, or if these weights are drawn.
     """
     return first_weights_of(config) if config.adapter.enable else ""
 
@@ -377,10 +379,9 @@ def check_content(config: Config, known: Content, given: Content) -> None:
 
 
 def check_alike(config: Config, content: Content, host: dist.ProcessGroup) -> None:
-    """Raise ValueError on every rank if any, such as one on another node, differs from rank
-    0.
+    """Raise ValueError on every rank if data or keys of any rank differ from rank 0's.
 
-    Data and keys must be the same; paths may differ.
+    That rank is on another node, for example. Paths may differ.
     """
     own = keys_with(Rule.OF_A_NODE)
     keys = {key: value for key, value in flat_keys(config).items() if key not in own}
@@ -400,8 +401,8 @@ def check_alike(config: Config, content: Content, host: dist.ProcessGroup) -> No
 def other_tokenizer(
     known: str | None, tokenizer: Tokenizer, weights: str, key: str = "model.tokenizer_path"
 ) -> str:
-    """Return a warning if the weights were trained with another tokenizer than `key` gives,
-    else "".
+    """Return a warning if weights were trained with another tokenizer than `key` gives, or
+    "".
 
     This may be intended.
 

@@ -77,8 +77,9 @@ def stream_length(config: Config, longest: int) -> int:
 
 
 def text_of(config: Config, tokenizer: Tokenizer) -> Side:
-    """Return the documents to validate on, else to train on; of a mixture, its first
-    source's.
+    """Return the documents to validate on, else to train on.
+
+    Of a mixture, they are the first source's.
     """
     v = config.validation
     corpora = open_corpora(config, tokenizer)
@@ -185,8 +186,9 @@ def write_down(records: Iterable[Record], step: int, folder: Path) -> None:
 
 
 def by_position(sample: Sample, rows: np.ndarray) -> list[Record]:
-    """Return the mean loss at positions 1, 2–3, 4–7, …, keyed by the first position of
-    each.
+    """Return the mean loss at positions 1, 2–3, 4–7, …
+
+    Each record has its range's first position.
     """
     bins = np.log2(rows[:, 1]).astype(int)
     losses = {2 ** int(i): float(-rows[bins == i, 4].mean()) for i in np.unique(bins)}

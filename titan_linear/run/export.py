@@ -222,8 +222,9 @@ def export(
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, like: str = "") -> None:
-    """Write a checkpoint as a Hugging Face folder, in one process that holds one tensor at
-    a time.
+    """Write a checkpoint as a Hugging Face folder.
+
+    It takes one process, which holds one tensor at a time.
 
     Args:
         checkpoint: a path in its run's folder that `weights_path` resolves.
@@ -264,10 +265,9 @@ class Adapted(NamedTuple):
 
 
 def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
-    """Write the sum of a base and its adapters as a whole Hugging Face folder, one tensor
-    at a time.
+    """Write the sum of a base and its adapters as a whole Hugging Face folder.
 
-    The sum is rounded once.
+    The sum is rounded once. It is computed one tensor at a time.
 
     Args:
         source: a PEFT folder, or a checkpoint of a run with adapters (`weights_path`).
@@ -382,8 +382,9 @@ def merged(
 
 
 def export_last(config: Config, model: Decoder, tokenizer: Tokenizer, base: str) -> None:
-    """Write the run's last weights as a Hugging Face folder, step-N-hf. Every rank calls
-    it.
+    """Write the run's last weights as a Hugging Face folder, step-N-hf.
+
+    Every rank calls it.
     """
     path = export_folder(config)
     dtype = config.checkpoint.export_dtype

@@ -56,9 +56,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Rows:
-    """A batch of texts in progress: caches of the tokens read, and logits of the next
-    token.
-    """
+    """Texts in progress: caches of the tokens read, and logits of the next token."""
 
     # One cache per layer.
     caches: list[LayerCache]
@@ -205,9 +203,7 @@ class Drafts:
 
 
 class _Reader:
-    """A text in progress: its layer caches, and the hidden states not yet read by the
-    predictor.
-    """
+    """A text in progress: layer caches, and hidden states that the predictor has not read."""
 
     def __init__(self, model: Decoder, vocab_size: int | None, device: torch.device):
         self.model, self.vocab_size, self.device = model, vocab_size, device

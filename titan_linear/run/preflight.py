@@ -87,7 +87,7 @@ RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
 def cleared(
     config: Config, argv: list[str], world_size: int, node_size: int, *, first: bool = True
 ) -> Iterator[None]:
-    """Check everything, report how the run resumes, and hold its folders' locks inside
+    """Run all checks, report how the run resumes, and hold its folders' locks inside
     `with`.
 
     Args:
@@ -111,8 +111,9 @@ def cleared(
 
 
 def preflight(config: Config, world_size: int, node_size: int | None = None) -> None:
-    """Run all checks that need no process, and build the token cache once, with a progress
-    bar.
+    """Run all checks that need no process, and build the token cache once.
+
+    The cache has a progress bar.
 
     Args:
         node_size: number of processes on this machine; None for all.
@@ -188,9 +189,7 @@ def _check_data(
 
 
 def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Check that the folder that the run begins from holds the model, and that an export
-    can.
-    """
+    """Check that the folder of the first weights, and an export, can hold the model."""
     c = config.checkpoint
     exports = c.last_save_in_hf or c.export_interval > 0
     if exports:
@@ -217,8 +216,7 @@ def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer
 
 
 def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> Progress | None:
-    """Check that the checkpoint that the run begins or resumes from is whole and fits this
-    model.
+    """Check that the run's checkpoint, or its first weights, are whole and fit this model.
 
     This comes before the corpus, which may take hours to tokenise.
 
@@ -323,9 +321,7 @@ def check_prompts(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def check_held_out(config: Config, held_out: Streams) -> None:
-    """Raise ValueError if the validation streams have no label, so that their loss would be
-    0 / 0.
-    """
+    """Raise ValueError if no validation stream has a label: the loss would be 0 / 0."""
     steps, number = config.validation.steps, len(held_out)
     validated = number if steps == -1 else min(steps, number)
     if not any(held_out[i].columns["weights"].any() for i in range(validated)):
@@ -336,9 +332,7 @@ def check_held_out(config: Config, held_out: Streams) -> None:
 
 
 def check_mixture_step(config: Config, progress: Progress | None) -> None:
-    """Raise ValueError if the mixture is to change at a step, but there are no steps before
-    it.
-    """
+    """Raise ValueError if the mixture changes at a step that has no steps before it."""
     step = config.training.mixture_from_step
     if step > 0 and not progress:
         raise ValueError(
@@ -367,8 +361,9 @@ def prove(argv: list[str], world_size: int) -> None:
 
 
 def check_evaluation(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raise ValueError for an unknown task, or a length unfit for a task, the texts or the
-    model.
+    """Raise ValueError for an unknown task or an unfit length.
+
+    A length may be unfit for a task, for the texts or for the model.
     """
     e, known = config.evaluation, (*TASKS, LOSS)
     if unknown := [task for task in e.tasks if task not in known]:
@@ -425,9 +420,7 @@ def check_splits(model: ModelConfig, config: Config) -> None:
 
 
 def check_tensor_parallel(model: ModelConfig, config: Config) -> None:
-    """Raise ValueError if the degree does not divide the heads, hidden channels or
-    vocabulary.
-    """
+    """Raise ValueError if the degree does not divide heads, hidden channels or vocabulary."""
     degree = config.parallelism.tensor_parallel_degree
     counts = model.split_counts
     if left := [f"{count} {what}" for what, count in counts if count % degree]:
@@ -480,9 +473,7 @@ def check_heads(model: ModelConfig, config: Config) -> None:
 
 
 def check_node_heads(model: ModelConfig, config: Config, world_size: int, node_size: int) -> None:
-    """Raise ValueError if the ranks of a node cannot share softmax heads where the method
-    needs it.
-    """
+    """Raise ValueError if the ranks of a node cannot share softmax heads, but must."""
     p = config.parallelism
     copies = p.context_parallel_degree * p.tensor_parallel_degree
     groups = [
@@ -502,9 +493,7 @@ def check_node_heads(model: ModelConfig, config: Config, world_size: int, node_s
 
 
 def check_checkpointing(model: ModelConfig, config: Config) -> None:
-    """Raise ValueError if every n-th layer is to be recomputed, but the model has fewer
-    than n layers.
-    """
+    """Raise ValueError if every n-th layer is recomputed, but there are fewer than n."""
     ac = config.activation_checkpoint
     modes = {layer_checkpointing(ac, i) for i in range(len(model.layers))}
     if ac.mode != "none" and modes == {"none"}:
@@ -515,9 +504,7 @@ def check_checkpointing(model: ModelConfig, config: Config) -> None:
 
 
 def check_float8(model: ModelConfig, config: Config) -> None:
-    """Raise ValueError if float8 is enabled but applies to no product, or a filter matches
-    none.
-    """
+    """Raise ValueError if float8 applies to no product, or a filter matches none."""
     float8 = config.float8
     if not float8.enable:
         return
@@ -556,8 +543,10 @@ def check_float8_device(config: Config) -> None:
 
 
 def spans_nodes(config: Config, node_size: int) -> str:
-    """Return a warning if tensor-parallel ranks span several nodes of `node_size`
-    processes, else "".
+    """Return a warning if tensor-parallel ranks span several nodes, else "".
+
+    Args:
+        node_size: number of processes of a node.
     """
     degree = config.parallelism.tensor_parallel_degree
     if node_size % degree == 0:

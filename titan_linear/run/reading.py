@@ -1,6 +1,4 @@
-"""Forward passes over streams without gradients, under any split: for scores, evaluations
-and lm-eval.
-"""
+"""Forward passes without gradients, under any split: for scores, evaluations and lm-eval."""
 
 from __future__ import annotations
 

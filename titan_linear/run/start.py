@@ -57,18 +57,15 @@ class Subject(NamedTuple):
 
 
 def saved_progress(config: Config, host: dist.ProcessGroup) -> Progress | None:
-    """Return the progress saved in the checkpoint that this run resumes from; None for a
-    new run.
-    """
+    """Return the progress in the checkpoint that this run resumes from, or None."""
     return on_rank_0(lambda: known_progress(config, config.checkpoint.load_step), host)
 
 
 def open_subject(config: Config, known: Progress | None, host: dist.ProcessGroup) -> Subject:
-    """Open the model and data that all ranks train; they must match what the run has
-    trained so far.
+    """Open the model and data that all ranks train.
 
     Raises:
-        ValueError: the run has trained another model or other data, or ranks differ.
+        ValueError: the run has trained another model or other data so far, or ranks differ.
     """
     tokenizer = open_tokenizer(config)
     streams, held_out = build_streams(config, tokenizer, known)

@@ -1,3 +1,1 @@
-"""The held-out split of a corpus, the order of its documents, packing, mixtures and the
-loader.
-"""
+"""Held-out split of a corpus, order of its documents, packing, mixtures and the loader."""

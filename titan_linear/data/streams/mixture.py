@@ -121,9 +121,7 @@ class MixedStreams:
         return name, self._before[n].get(name, 0) + own
 
     def summary(self, end: int) -> str:
-        """Return, for the console, each source's share of the streams before `end` and its
-        epochs.
-        """
+        """Return each source's share of the streams before `end` and its epochs, as a line."""
         given = self._given(end, self._phase(end))
         parts = []
         for name, source in self.sources.items():

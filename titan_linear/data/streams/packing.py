@@ -54,11 +54,10 @@ class Line(Protocol):
     num_tokens: int
 
     def around(self, epoch: int, first: int, last: int) -> tuple[ndarray, ndarray]:
-        """Find consecutive documents [n] int64 of an epoch that hold its tokens [first,
-        last).
+        """Find documents [n] int64 of an epoch that hold its tokens [first, last).
 
-        There may be more documents than necessary. Also returns where each document ends in
-        the epoch, [n] int64.
+        They follow each other in the epoch, and there may be more than necessary. Also
+        returns where each document ends in the epoch, [n] int64.
         """
 
 
@@ -373,8 +372,8 @@ class PackedStreams:
         return {"weights": weights / np.repeat(np.maximum(counts, 1), np.diff(edges))}
 
     def runs(self, i: int) -> tuple[ndarray, ndarray]:
-        """Return where stream i's documents begin in the corpus's tokens [n], and their
-        lengths [n].
+        """Return where stream i's documents begin in the corpus's tokens [n], and lengths
+        [n].
 
         The lengths count the tokens inside the stream.
         """

@@ -32,9 +32,7 @@ class TreeStreams(WholeStreams):
 
     @property
     def summary(self) -> str:
-        """Return, for the console, how many tokens are repeated because trees are cut, or
-        "".
-        """
+        """Return a line about how many tokens are repeated because trees are cut, or ""."""
         units, _ = self._laid(0)
         computed = int(units[:, 3].sum())
         if computed == self.num_tokens:

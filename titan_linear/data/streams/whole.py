@@ -67,9 +67,7 @@ class WholeStreams(PackedStreams):
         return order, [edge * group for edge in self._filled(lengths)]
 
     def _filled(self, lengths: ndarray) -> list[int]:
-        """Return where each stream begins among units of these lengths, and the end of the
-        last.
-        """
+        """Return where streams begin among units of these lengths, and the end of the last."""
         ends = np.cumsum(lengths)
         edges = [0]
         while edges[-1] < len(ends):
