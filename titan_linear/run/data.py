@@ -401,8 +401,7 @@ def check_alike(config: Config, content: Content, host: dist.ProcessGroup) -> No
 def other_tokenizer(
     known: str | None, tokenizer: Tokenizer, weights: str, key: str = "model.tokenizer_path"
 ) -> str:
-    """Return a warning if weights were trained with another tokenizer than `key` gives, or
-    "".
+    """Return a warning if weights were trained with another tokenizer than `key`'s, or "".
 
     This may be intended.
 

@@ -87,8 +87,7 @@ RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
 def cleared(
     config: Config, argv: list[str], world_size: int, node_size: int, *, first: bool = True
 ) -> Iterator[None]:
-    """Run all checks, report how the run resumes, and hold its folders' locks inside
-    `with`.
+    """Run all checks, report how the run resumes, and lock its folders inside `with`.
 
     Args:
         argv: the run's command line, for the doctor.

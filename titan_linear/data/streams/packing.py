@@ -372,10 +372,9 @@ class PackedStreams:
         return {"weights": weights / np.repeat(np.maximum(counts, 1), np.diff(edges))}
 
     def runs(self, i: int) -> tuple[ndarray, ndarray]:
-        """Return where stream i's documents begin in the corpus's tokens [n], and lengths
-        [n].
+        """Return the documents of stream i as runs of the corpus's tokens.
 
-        The lengths count the tokens inside the stream.
+        Returns where each begins [n], and the number of its tokens in the stream [n].
         """
         return self._parts(i)[:2]
 

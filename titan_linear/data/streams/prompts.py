@@ -1,5 +1,4 @@
-"""Streams of prompts: documents of an exact length, whose labels are the answers at the
-end.
+"""Streams of prompts: documents of an exact length with labels on the answers at the end.
 
 The layout of streams depends only on the prompts' lengths. A prompt is made when its stream
 is read, from (seed, task, length, number), the tokenizer and the text. So it depends
