@@ -108,7 +108,7 @@ def read_model(path: Path, mtp_layers: int = 0) -> tuple[str, ModelConfig]:
     """Return (family, model) of a folder's config.json, as `config_from_hf` reads it.
 
     Raises:
-        ValueError: there is no config.json, or it describes an unsupported model.
+        ValueError: config.json is missing, or describes an unsupported model.
     """
     config = read_config(path)
     try:

@@ -71,11 +71,10 @@ class Planned(NamedTuple):
 
 
 def find_family(model: ModelConfig, tokenizer: Files | None = None) -> str:
-    """Return the first Hugging Face architecture that holds the model and allows the
-    tokenizer.
+    """Return the first Hugging Face architecture for this model and tokenizer.
 
     Raises:
-        ValueError: none does.
+        ValueError: none can hold both.
     """
     reasons = []
     kinds = {layer.kinds for layer in model.layers}
@@ -215,7 +214,7 @@ def write_tensors(
     """
     failure = None
     left = iter(progress(parts, f"writing {path.name}"))
-    # Rank 0 writes each parameter as it is gathered.
+    # Rank 0 writes each parameter once it is gathered.
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             with replacing(path) as folder:

@@ -1,5 +1,4 @@
-"""manifest.json of a checkpoint: checksums of its files, and the place of each tensor's
-slices.
+"""manifest.json of a checkpoint: checksums of its files, and places of its tensors' slices.
 
 The slices repeat DCP's own .metadata. That file is a pickle, which is never opened: a
 pickle can alter a class in the whole process, even if only classes of metadata are allowed.

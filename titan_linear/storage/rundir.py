@@ -205,7 +205,7 @@ def unused(path: Path) -> Path:
 
 
 def finished_without_checkpoint(config: Config) -> bool:
-    """Whether the metrics reach the last step and there is no checkpoint to resume from."""
+    """Whether the metrics reach the last step, without a checkpoint to resume from."""
     metrics = Path(config.job.dump_folder) / METRICS
     if _has_checkpoint(config) or not metrics.exists():
         return False

@@ -74,7 +74,7 @@ def find_step(folder: Path, load_step: int) -> int | None:
     checkpoint, too.
 
     Raises:
-        ValueError: there is no whole checkpoint of `load_step`.
+        ValueError: no whole checkpoint of `load_step` exists.
     """
     steps = whole_steps(folder)
     if load_step == -1 or (steps and steps[-1] > load_step == _rewound_to(folder)):
@@ -159,7 +159,7 @@ def weights_path(path: Path, key: str = "checkpoint.initial_load_path") -> Path:
         key: the name of the path in an error.
 
     Raises:
-        ValueError: there is no whole checkpoint.
+        ValueError: no whole checkpoint is found.
     """
     # A run's folder has a manifest.json, too.
     if _is_whole(path) and ((path / PROGRESS).exists() or (path / METADATA).exists()):

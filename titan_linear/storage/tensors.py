@@ -38,17 +38,16 @@ def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None =
             while a run saves there, ranks may disagree about the newest.
 
     Raises:
-        ValueError: there is no whole checkpoint, or it is of another model.
+        ValueError: no whole checkpoint is found, or it is of another model.
     """
     chosen = on_rank_0(lambda: weights_path(path), group) if group else weights_path(path)
     read_state(chosen, {"model": parameters_in(chosen, model)}, group)
 
 
 def check_weights(path: Path, model: nn.Module) -> None:
-    """Compare names and sizes of a step-N folder's tensors with what a run saves of
-    `model`.
+    """Compare the tensors of a step-N folder with what a run saves of `model`.
 
-    The model may be on the meta device.
+    Names and sizes must be equal. The model may be on the meta device.
 
     Raises:
         ValueError: the folder is of another model.

@@ -26,7 +26,7 @@ from titan_linear.ops.layout.nodes import Nodes
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """L streams of one micro-step on one data-parallel rank, end to end.
+    """The L streams of one micro-step on one data-parallel rank, end to end.
 
     Context parallelism has not cut it yet.
     """

@@ -151,8 +151,8 @@ class Questions:
                 f"evaluation.lengths: {sample.length} is too short for the task {sample.task!r}, which takes "
                 f"{sample.length - count:,} tokens; give at least that"
             )
-        # Read pieces of the context until there are enough tokens, without those that hold
-        # an answer.
+        # Read pieces of the context until there are enough tokens. Pieces that contain an
+        # answer are left out.
         pieces = [np.zeros(0, dtype=np.int64)]
         total = 0
         while total < count:
