@@ -354,8 +354,9 @@ def layers(model: ModelConfig, batch: Batch) -> list[Layer]:
 
 @cache
 def _layer(model: ModelConfig, n: int, batch: Batch, shift: int) -> Layer:
-    """Count layer n. shift: offset of the layer's number, by which float8.filter_fqns names
-    it.
+    """Count layer n.
+
+    shift: offset of the layer's number, by which float8.filter_fqns names it.
     """
     # Cut this layer out of the model, with this rank's part of its parameters.
     methods = {
@@ -450,11 +451,10 @@ def moments(
 
 
 def host_memory(config: Config, model: ModelConfig, gpus: int) -> int:
-    """Return the bytes of the host's memory that a rank takes with
-    training.enable_cpu_offload.
+    """Return the bytes of the host's memory that a rank takes with offload, else 0.
 
     They are shards and their gradients, pinned (PyTorch rounds each tensor up to a power of
-    two), and AdamW's two moments or Muon's one. 0 without offload.
+    two), and AdamW's two moments or Muon's one. Offload is training.enable_cpu_offload.
     """
     p, u = config.parallelism, units(config, model, gpus)
     if not u.offloaded:
