@@ -1,7 +1,4 @@
-"""Rotary frequencies, and their scaling to contexts beyond a pretraining's, by the names of transformers.
-
-It imports nothing of this package, for modeling_titan_linear.py takes a copy along.
-"""
+"""Rotary frequencies, and their scaling to contexts beyond a pretraining's, by the names of transformers."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from titan_linear.models.adapters import (
 )
 from titan_linear.models.config import ModelConfig, differences
 from titan_linear.models.families import FAMILIES
-from titan_linear.models.families.remote import MODELING, ROPE
+from titan_linear.models.families.remote import MODELING
 from titan_linear.ops.runtime.support import short
 from titan_linear.storage.checkpoint import SaveFailed
 from titan_linear.storage.files import Json, progress, replacing
@@ -276,7 +276,7 @@ def _beside(config: Mapping[str, Any], like: Path | None) -> dict[str, bytes]:
     }
     files = [*like.glob("*processor_config.json"), *like.glob("chat_template.json")] if like else []
     if MODELING.name in named:
-        files += [MODELING, ROPE]
+        files.append(MODELING)
     elif named and like:
         files += like.glob("*.py")
     return {file.name: file.read_bytes() for file in files}

@@ -1,6 +1,6 @@
 """flash-linear-attention's models: KDA or Gated DeltaNet, with softmax layers where `attn` says so.
 
-The folders that we write also open without that library, through modeling_titan_linear.py (see remote.py).
+The folders that we write also open without that library, with ours, by modeling_titan_linear.py (see remote.py).
 """
 
 from __future__ import annotations

@@ -124,7 +124,8 @@ class RecurrentMixer(nn.Module):
         """x [B, T, D], the inputs of these convolutions side by side -> the output of each, [B, T, ., dim], after a
         silu. They are one convolution: one halo under context parallelism. norm_dim: they give q, k and v, and heads of
         q and k have this many channels and length 1."""
-        weights = [scaled(c.weight, c.factor) for c in convolutions]
+        # [D, W], or [D, 1, W] in modeling_titan_linear.py
+        weights = [scaled(c.weight.flatten(1), c.factor) for c in convolutions]
         biases = [c.bias for c in convolutions]
         bias = None if biases[0] is None else torch.cat(biases)
         options = {
