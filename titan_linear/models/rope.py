@@ -1,9 +1,6 @@
 """Rotary frequencies, and their scaling to contexts beyond pretraining.
 
 Types and fields have the names of transformers.
-
-This file imports nothing of this package, because modeling_titan_linear.py takes a copy of
-it along.
 """
 
 from __future__ import annotations

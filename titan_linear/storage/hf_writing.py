@@ -27,7 +27,7 @@ from titan_linear.models.adapters import (
 )
 from titan_linear.models.config import ModelConfig, differences
 from titan_linear.models.families import FAMILIES
-from titan_linear.models.families.remote import MODELING, ROPE
+from titan_linear.models.families.remote import MODELING
 from titan_linear.ops.runtime.support import short
 from titan_linear.storage.checkpoint import SaveFailed
 from titan_linear.storage.files import Json, json_bytes, progress, read_inside, replacing
@@ -331,7 +331,7 @@ def beside(config: Mapping[str, Any], like: Path | None) -> Files:
         for name in config.get("auto_map", {}).values()
     }
     copied = ["*processor_config.json", "chat_template.json", "generation_config.json"]
-    ours = [MODELING, ROPE] if MODELING.name in named else []
+    ours = [MODELING] if MODELING.name in named else []
     if named and not ours:
         copied.append("*.py")
     theirs = read_inside(like, *copied) if like else {}

@@ -2,8 +2,8 @@
 
 Softmax layers are listed in `attn`.
 
-The folders that we write also open without that library, through modeling_titan_linear.py
-(see remote.py).
+The folders that we write also open without that library, with this package installed, by
+modeling_titan_linear.py (see remote.py).
 """
 
 from __future__ import annotations

@@ -170,7 +170,8 @@ class RecurrentMixer(nn.Module):
         Returns:
             The output of each convolution, [B, T, ., dim].
         """
-        weights = [scaled(c.weight, c.factor) for c in convolutions]
+        # [D, W], or [D, 1, W] in modeling_titan_linear.py
+        weights = [scaled(c.weight.flatten(1), c.factor) for c in convolutions]
         biases = [c.bias for c in convolutions]
         bias = None if biases[0] is None else torch.cat(biases)
         options = {
