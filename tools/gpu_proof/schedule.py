@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
+from tools.harness import ROOT
+
 LIMIT = 540.0  # seconds of one command
 POLL = 0.01
 
