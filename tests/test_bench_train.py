@@ -104,7 +104,7 @@ def test_losses_are_timed_on_the_same_documents(worlds):
 
 def test_scoring_is_timed(worlds):
     keys = ['--evaluation.tasks=["mqar"]', "--evaluation.lengths=[256]", "--evaluation.samples=2"]
-    argv = [*SMALL, "--models", "gdn/debug", "--score", "--", *keys]
+    argv = [*SMALL, "--models", "gdn/debug", "--documents", "one", "--score", "--", *keys]
     (row,) = worlds(1).run(measured_on_rank, argv)[0]
     assert len(cells(bench_train.SCORED, row)) == 5
     assert all(row[what] > 0 for what in ("layers", "forward", "evaluate", "score"))

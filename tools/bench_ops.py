@@ -57,6 +57,7 @@ from titan_linear.ops.experts import loads
 from titan_linear.ops.triton.configs import CONFIGS, architecture, row
 from tools.harness import BOTH, FORWARD, TIMES, Inputs, Row, Stopwatch, Table, TimedFunction
 
+# boundaries of ten documents
 PACKED = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)
 TAPS = 4  # of the convolution
 EXPERTS = ("nemotron-h/nano-3-30B-A3B", "qwen3.5/35B-A3B", "granite-h/tiny", "kimi-linear/48B-A3B")
@@ -362,6 +363,8 @@ def add_experts(
     inputs = {"x": x, "weights": weights / weights.sum(1, keepdim=True), "experts": experts}
 
     def passes(build: Library) -> TimedFunction:
+        # torch compiles a function only a few times, fewer than there may be rows
+        torch.compiler.reset()
         with comparison.watch.device:
             run, layer = build(c, up, down)
         return TimedFunction(torch.compile(run, dynamic=False), inputs, layer.parameters())
@@ -388,8 +391,10 @@ def shapes(args: argparse.Namespace) -> Iterator[tuple[str, int, tuple[int, int]
 
 def head_dims(text: str) -> tuple[int, int]:
     """K and V from text such as 96x192."""
-    K, V = map(int, text.split("x"))
-    return K, V
+    K, _, V = text.partition("x")
+    if not (K.isdigit() and V.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} must be K and V of a head, such as 96x192")
+    return int(K), int(V)
 
 
 def head_counts(text: str) -> tuple[int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
@@ -53,13 +52,9 @@ def require_fla(option: str) -> None:
 
 def be_alone() -> None:
     """Without torchrun, describe a group of this process alone in the environment."""
-    if "RANK" in os.environ:
-        return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free port
 
 
 def is_first() -> bool:
