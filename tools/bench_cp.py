@@ -18,7 +18,7 @@ that the mask leaves. Documents: "one", "packed" (ten), "web" (log-normal length
 "mixed" (a median of 4,000, with long ones among them). --heads and --dims: as in tools.bench_ops; attention's are
 128 × 128, and 8/32 are 8 key and 32 query heads.
 
---peers: below our rows, those of FLA's KCP and its convolution on the same inputs; at the first call of
+--peers: below our rows, FLA's KCP and its convolution on the same inputs; at the first call of
 an op with a new number of heads it autotunes for minutes, and keeps what it found in Triton's cache. Its GDN runs
 without its guard against wrong numbers on Hopper: times only.
 

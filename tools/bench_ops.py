@@ -73,7 +73,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Case:
-    """What an op is timed on."""
+    """Shapes that an op is timed on."""
 
     op: str
     T: int

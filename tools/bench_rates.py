@@ -111,7 +111,7 @@ def bandwidths(bench: Bench) -> Figures:
 
 
 def products(bench: Bench) -> Figures:
-    """(width, TFLOP/s) of the product of rows with square weights, together with that of the weights' gradient: of
+    """(width, TFLOP/s) of the product of rows with square weights, together with the product for their gradient: of
     tokens with one weight, and of rows for experts, 8 for each token."""
     grouped = GROUPED_LINEAR.load("grouped_mm" if bench.gpu else "loop")
     rows = 8 * bench.tokens
@@ -364,7 +364,7 @@ PARTS = (bandwidths, products, launches, links, offload, attentions, operators)
 
 
 def measured() -> Figures:
-    """What a file of rates holds (planner/machine.py, `Rates`). The first rank reports each part on stderr."""
+    """Measure all that a file of rates holds (planner/machine.py, `Rates`). The first rank reports each part on stderr."""
     bench = Bench()
     name = platform.processor() or platform.machine()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

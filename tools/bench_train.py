@@ -12,7 +12,7 @@
 A row per model, loss and mode of checkpointing, stepped by the trainer. Keys after `--` are the run's, as
 for run_train.sh, and hold for all rows (`--metrics.telemetry_freq 1`: the cost of a step with telemetry). A step has
 training.local_batch_size streams on each data-parallel rank, unless keys say otherwise. Streams are random bytes, in a
-temporary folder that all ranks can read, or with `--documents run` those of the keys' corpus. Nothing is saved.
+temporary folder that all ranks can read, or with `--documents run` of the keys' corpus. Nothing is saved.
 With several losses all documents have that many tokens: so they fill streams, and pairs and single ones pack alike.
 
     tokens_per_second, tflops    of a GPU: median of --steps steps after --warmup, of the slowest rank; FLOPs and mfu:
@@ -21,7 +21,7 @@ With several losses all documents have that many tokens: so they fill streams, a
     sm_clock_mhz, power_watts    of the first rank's GPU, means over those steps (nvidia-ml-py)
     launches, idle               kernels and copies of one more step, under the profiler, and the share of the median
                                  step in which none of them would run
-    first_step_seconds           compilation included; the first row's is that of a new process. For empty
+    first_step_seconds           compilation included; the first row's belongs to a new process. For empty
                                  caches set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR to an empty folder
 
 --fla: also FLA's own model of the same configuration, eager and compiled, with the kernels that FLA takes on this chip
@@ -175,8 +175,8 @@ class Ours(Hook):
         self.trainer.train_step()
 
     def last_step(self) -> None:
-        """A step after which nothing goes on: work that ends on gloo's threads once a profiler has stopped writes into
-        freed memory."""
+        """Do a step and end all work in the background: if it ends on gloo's threads after a profiler has stopped, it
+        writes into freed memory."""
         self.step()
         self.trainer.passes.drop()
         self.trainer.feed.settle()

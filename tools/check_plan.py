@@ -1,4 +1,4 @@
-"""What the planner says of steps that were measured.
+"""Steps that were measured, compared with what the planner predicts.
 
 python -m tools.check_plan
 python -m tools.check_plan --rates mine.json      # by rates that tools/bench_rates.py measured

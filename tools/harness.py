@@ -1,4 +1,4 @@
-"""What the benchmarks share: processes, timing, tables, and where and when figures are measured."""
+"""Shared parts of the benchmarks: processes, timing, tables, and where and when figures are measured."""
 
 from __future__ import annotations
 
@@ -109,6 +109,7 @@ class Stopwatch:
         self.flush.zero_()
 
     def time(self, work: Callable[[], object], rounds: int = ROUNDS) -> Timing:
+        """Time work on all ranks, which all call this."""
         for _ in range(WARMUP):
             work()
         seconds = []
@@ -124,7 +125,7 @@ class Stopwatch:
 
 
 class TimedFunction:
-    """TimedFunction of a function: its forward pass, and forward and backward.
+    """A function on given inputs, whose forward pass, and forward and backward, are timed.
 
     Args:
         fn: called with the inputs by name; gives a tensor.
@@ -165,7 +166,7 @@ class TimedFunction:
 
 
 def output_of(*command: str) -> str:
-    """What a command prints; nothing if it fails or is not installed."""
+    """Run a command and return what it prints; nothing if it fails or is not installed."""
     try:
         return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
     except FileNotFoundError:

@@ -23,7 +23,7 @@ from titan_linear.step.optimizer import HostCopy, StepNumbers, build_optimizer
 from titan_linear.step.update import rate_at
 from titan_linear.storage.hf_writing import find_family
 
-# that FLA has, of those that we export
+# FLA's, among the families that we export
 FAMILIES = ("KDAForCausalLM", "GatedDeltaNetForCausalLM", "RWKV7ForCausalLM")
 # Keys of an exported config.json that are not FLA's, and one of which its default is faster.
 OURS = (
