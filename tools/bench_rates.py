@@ -364,7 +364,7 @@ PARTS = (bandwidths, products, launches, links, offload, attentions, operators)
 
 
 def measured() -> Figures:
-    """Measure all that a file of rates holds (planner/machine.py, `Rates`). The first rank reports each part on stderr."""
+    """Measure all `Rates` (planner/machine.py). The first rank reports each part on stderr."""
     bench = Bench()
     name = platform.processor() or platform.machine()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
