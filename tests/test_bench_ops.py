@@ -7,32 +7,22 @@ import argparse
 import pytest
 import torch
 
+from titan_linear.models.mlps.moe import MoEConfig
 from titan_linear.ops.triton.configs import config
-from tools.bench_ops import OPS, Case, can_run, candidates, head_counts
+from tools.bench_ops import OPS, Case, candidates, head_counts, matrices, ours
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("raw", [False, True])
-def test_the_ops_take_their_cases(op, raw, monkeypatch):
+def test_the_ops_take_their_cases(op):
     """Every input has a gradient, with grouped heads too."""
-    case = Case(op, 40, 2, 4, 16, 32, raw)
+    case = Case(op, 40, 2, 4, 16, 32)
     x = {name: t.requires_grad_() for name, t in case.inputs().items()}
-    y = OPS[op].fn(**x, **case.options, cu_seqlens=torch.tensor([0, 13, 40], dtype=torch.int32))[0]
+    y = case.function(cu_seqlens=torch.tensor([0, 13, 40], dtype=torch.int32))(**x)
     assert y.shape == ((1, 40, 4 * 16) if op == "conv" else (1, 40, 4, 32))
     grads = torch.autograd.grad(y, list(x.values()), torch.ones_like(y))
     assert all(grad.isfinite().all() and grad.any() for grad in grads)
     if op in ("kda", "gdn"):
-        assert x["g"].dtype == (torch.bfloat16 if raw else torch.float32)
-
-
-def test_which_peers_can_run_a_case():
-    equal, grouped = Case("kda", 64, 16, 16, 128, 128), Case("kda", 64, 16, 64, 128, 128)
-    assert (
-        can_run("cuDNN", equal) and not can_run("cuDNN", grouped) and can_run("FlashQLA", grouped)
-    )
-    other = Case("gdn", 64, 16, 16, 96, 192), Case("gdn", 64, 16, 16, 128, 128, raw=True)
-    for case in other:
-        assert can_run("FLA", case) and not can_run("FlashQLA", case) and not can_run("cuDNN", case)
+        assert x["g"].dtype == torch.float32
 
 
 def test_candidates_have_the_place_of_the_shipped_one():
@@ -58,3 +48,26 @@ def test_heads():
     for text in ("0", "a", "16/24", "/4"):
         with pytest.raises(argparse.ArgumentTypeError, match="must be a number of heads"):
             head_counts(text)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_what_is_timed_of_experts_is_the_sum_of_the_chosen_ones(activation):
+    """With gradients of all that others are given, too; gates come first."""
+    c = MoEConfig(num_experts=5, top_k=2, hidden_dim=6, activation=activation)
+    up, down = (25 * matrix.double() for matrix in matrices(c, 4))
+    x = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    weights, experts = torch.rand(7, 5, dtype=torch.float64).topk(2)
+    weights.requires_grad_()
+    layer, module = ours(c, up, down)
+    y = layer(x, weights, experts)
+    h = torch.einsum("nd,nkhd->nkh", x, up[experts])
+    h = (
+        h.relu().square()
+        if activation == "relu2"
+        else torch.nn.functional.silu(h[..., :6]) * h[..., 6:]
+    )
+    torch.testing.assert_close(
+        y, torch.einsum("nk,nkh,nkdh->nd", weights, h, down[experts]), rtol=0, atol=1e-11
+    )
+    grads = torch.autograd.grad(y.sum(), [x, weights, *module.parameters()])
+    assert all(grad.isfinite().all() and grad.any() for grad in grads)

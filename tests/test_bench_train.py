@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from unittest.mock import patch
 
 import pytest
-import torch
 
 from tests.refusals import is_refused
 from titan_linear.models.config import Documents
-from titan_linear.models.mlps.moe import MoE
-from tools import bench_train
-from tools.bench_train import COLUMNS, cells
+from tools import bench_train, harness
+from tools.bench_train import COLUMNS
+from tools.harness import cells
 
 SMALL = [
     "--models",
@@ -53,7 +51,7 @@ def test_steps_of_two_ranks(worlds):
         )
         assert row["launches"] is row["idle"] is None  # of kernels: none are launched here
         assert theirs["step_ms"] == row["step_ms"]  # the slowest rank's
-    assert len(cells(rows[0])) == len(COLUMNS)
+    assert len(cells(COLUMNS, rows[0])) == len(COLUMNS)
 
 
 @pytest.mark.parametrize("documents", ["one", "20"])
@@ -104,26 +102,12 @@ def test_losses_are_timed_on_the_same_documents(worlds):
     assert {row["in_step"] for row in rows} == {Documents(128, 8 * 16 * 17 / 2, 8 * 16**2)}
 
 
-def loads_on_rank(rank, world_size, argv):
-    """Rows, and the loads of experts in each layer of each of their steps."""
-    loads = []
-    with patch.object(MoE, "_count", lambda _, counts: loads.append(counts)):
-        return measured_on_rank(rank, world_size, argv), torch.stack(loads)
-
-
-def test_even_routing_is_a_row_of_its_own(worlds):
-    argv = ["--models", "kimi-linear/debug", "--seq-len", "64", "--steps", "1", "--warmup", "0"]
-    rows, loads = worlds(1).run(loads_on_rank, [*argv, "--routing", "even", "learnt"])[0]
-    even, learnt = loads.chunk(2)
-    assert [row["routing"] for row in rows] == ["even", "learnt"]
-    assert (
-        (even == 64 * 2 // 8).all() and (learnt.amax(1) > 16).all() and (learnt.sum(1) == 128).all()
-    )
-
-
-def test_layers_of_a_cut_model(worlds):
-    (row,) = worlds(1).run(measured_on_rank, [*SMALL, "--layers", "6"])[0]
-    assert row["layers"] == 6
+def test_scoring_is_timed(worlds):
+    keys = ['--evaluation.tasks=["mqar"]', "--evaluation.lengths=[256]", "--evaluation.samples=2"]
+    argv = [*SMALL, "--models", "gdn/debug", "--documents", "one", "--score", "--", *keys]
+    (row,) = worlds(1).run(measured_on_rank, argv)[0]
+    assert len(cells(bench_train.SCORED, row)) == 5
+    assert all(row[what] > 0 for what in ("layers", "forward", "evaluate", "score"))
 
 
 def test_a_refusal_of_fla_is_said_and_the_others_go_on():
@@ -141,7 +125,8 @@ def test_a_refusal_of_fla_is_said_and_the_others_go_on():
 @pytest.mark.cuda
 def test_a_row_of_a_gpu(worlds):
     (row,) = worlds(1, "nccl").run(
-        measured_on_rank, ["--models", "gdn/340M", "--layers", "2", "--seq-len", "4096"]
+        measured_on_rank,
+        ["--models", "gdn/340M", "--seq-len", "4096", "--", "--model.num_layers=2"],
     )[0]
     assert row["launches"] > 100 and 0 <= row["idle"] < 1 and row["memory_gib"] < 20
     assert (row["sm_clock_mhz"] is None) == (find_spec("pynvml") is None)
@@ -156,7 +141,7 @@ def test_a_row_of_a_gpu(worlds):
             "--losses: on the same tokens all documents are of --documents 'one' tokens",
         ),
         (["--steps", "0"], "--steps 0 must be 1 or more"),
-        (["--layers", "-1"], "command line: model.num_layers = -1 must be"),
+        (["--", "--model.num_layers=-1"], "command line: model.num_layers = -1 must be"),
         (["--models", "kda/7B"], "model.flavor = '7B' is unknown"),
         (["--checkpointing", "some"], "command line: activation_checkpoint.mode = 'some' must be"),
         (["--seq-len", "30", "--", "--parallelism.context_parallel_degree=4"], "parallelism: "),
@@ -164,7 +149,7 @@ def test_a_row_of_a_gpu(worlds):
     ],
 )
 def test_what_is_refused(argv, message, capsys, monkeypatch):
-    monkeypatch.setattr(bench_train, "find_spec", lambda name: None)
+    monkeypatch.setattr(harness, "find_spec", lambda name: None)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     assert is_refused(bench_train.main, argv, capsys).startswith(message)

@@ -15,16 +15,14 @@ from tests.refusals import is_refused
 from titan_linear.commands import generate
 from titan_linear.data import Document, build_tokenizer
 from titan_linear.data.corpus.tokenise import tokenise
-from tools import bench_cp, bench_experts, bench_ops
+from tools import bench_cp, bench_ops
 
 
 def test_each_mutant_has_its_place_and_tests():
     assert all(mutants.place(mutant) and mutants.tests_of(mutant) for mutant in mutants.MUTANTS)
 
 
-@pytest.mark.parametrize(
-    "tool", [bench_ops, bench_cp, bench_experts], ids=lambda tool: tool.__name__
-)
+@pytest.mark.parametrize("tool", [bench_ops, bench_cp], ids=lambda tool: tool.__name__)
 def test_without_a_gpu(tool, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [tool.__name__])

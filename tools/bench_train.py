@@ -2,80 +2,89 @@
 
     python -m tools.bench_train --models kda/340M gdn/340M hybrid/340M --checkpointing none selective full
     python -m tools.bench_train --models kda/340M gdn/340M --fla -- --compile.enable true
-    python -m tools.bench_train --models qwen3.5/9B --layers 4 --documents 4096
+    python -m tools.bench_train --models qwen3.5/9B --documents 4096 -- --model.num_layers 4
     python -m tools.bench_train --models hybrid/340M --documents run -- --training.dataset stdlib
     python -m tools.bench_train --losses ce weights dpo policy sequence distillation mtp --documents 4096
+    python -m tools.bench_train --score --models qwen3.5/9B --seq-len 131072 -- --training.dtype bfloat16
     torchrun --nproc-per-node 4 -m tools.bench_train --models hybrid/1.3B kda/1.3B --seq-len 131072 -- \\
         --parallelism.context_parallel_degree 4 --parallelism.context_parallel_layout zigzag
 
 A row per model, loss and mode of checkpointing, stepped by the trainer. Keys after `--` are the run's, as
 for run_train.sh, and hold for all rows (`--metrics.telemetry_freq 1`: the cost of a step with telemetry). A step has
 training.local_batch_size streams on each data-parallel rank, unless keys say otherwise. Streams are random bytes, in a
-temporary folder that all ranks can read, or with `--documents run` those of the keys' corpus. Nothing is saved.
+temporary folder that all ranks can read, or with `--documents run` of the keys' corpus. Nothing is saved.
 With several losses all documents have that many tokens: so they fill streams, and pairs and single ones pack alike.
 
-    tokens/s/GPU, TFLOP/s, MFU   median of --steps steps after --warmup, of the slowest rank; FLOPs: docs/telemetry.md
-    memory                       the most that PyTorch allocated in those steps, GiB, on the rank that had most
-    MHz, W                       SM clock and power of the first rank's GPU, means over those steps (nvidia-ml-py)
+    tokens_per_second, tflops    of a GPU: median of --steps steps after --warmup, of the slowest rank; FLOPs and mfu:
+                                 docs/telemetry.md
+    memory_gib                   the most that PyTorch allocated in those steps, on the rank that had most
+    sm_clock_mhz, power_watts    of the first rank's GPU, means over those steps (nvidia-ml-py)
     launches, idle               kernels and copies of one more step, under the profiler, and the share of the median
                                  step in which none of them would run
-    routing                      of experts: as their router learns it, or "even": to all in turn, as no router does
-    first step                   seconds, compilation included; the first row's is that of a new process. For empty
+    first_step_seconds           compilation included; the first row's belongs to a new process. For empty
                                  caches set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR to an empty folder
 
 --fla: also FLA's own model of the same configuration, eager and compiled, with the kernels that FLA takes on this chip
 (tools/peers.py), if flash-linear-attention is installed; on one GPU. If FLA refuses or runs out of memory, its reason
 stands below the table's other rows. On the CPU only times are measured.
+
+--score: instead of steps, tokens/s of all GPUs in forward passes of a model with drawn weights: of its layers alone,
+with the head, of evaluation.tasks at evaluation.lengths, and of titan-linear score, which takes the likeliest 64 tokens
+too and writes them.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from datetime import date, timedelta
+from datetime import timedelta
 from functools import partial
-from importlib.metadata import distributions
-from importlib.util import find_spec
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_linear.commands import command_parser, line, table
-from titan_linear.config import COLUMNS as COLUMNS_READ
+from titan_linear import score
+from titan_linear.commands import command_parser
+from titan_linear.config import COLUMNS as DTYPES
 from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
-from titan_linear.data import build_tokenizer, write_corpus
+from titan_linear.data import Streams, build_tokenizer, write_corpus
 from titan_linear.data.corpus.columns import DocumentTokens
-from titan_linear.distributed.groups import of_all_ranks, on_rank_0, process_group
-from titan_linear.distributed.process import ignore_warnings_of_torch, own_device, run_command
+from titan_linear.data.corpus.scores import begin
+from titan_linear.distributed.groups import on_rank_0, process_group
+from titan_linear.distributed.process import (
+    ignore_warnings_of_torch,
+    own_device,
+    refusing,
+    run_command,
+)
 from titan_linear.hooks import Hook, StepResult
 from titan_linear.hooks.report import clock_and_power, peak_memory_gib
 from titan_linear.losses import build_loss
+from titan_linear.losses.loss import logprobs
 from titan_linear.models.config import Documents, ModelConfig
-from titan_linear.models.mlps.moe import Router
+from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.build import model_without_tokenizer
+from titan_linear.run.evaluate import examine, open_prompts
+from titan_linear.run.reading import Columns, open_reader
 from titan_linear.step.feed import FeedStats
 from titan_linear.step.flops import peak_tflops, training_flops
 from titan_linear.step.optimizer import HostCopy
 from titan_linear.train import Trainer
 from tools import traces
-from tools.peers import Peer, be_alone, fla_has, fla_loss, fla_model, split_keys
+from tools.harness import Row, Table, be_alone, largest, require_fla, say, split_keys, synchronise
+from tools.peers import Peer, fla_has, fla_loss, fla_model
 
-PACKAGES = ("torch", "triton", "flash-attn-4", "fla-core", "tilelang", "flash-qla")
 FLA_MODES = ("none", "full")  # of activation checkpointing
 LOSSES = {  # keys of each; its corpus has the columns that it reads
     "ce": [],
@@ -87,6 +96,21 @@ LOSSES = {  # keys of each; its corpus has the columns that it reads
     "mtp": ["--model.mtp_layers=1"],
 }
 TOP = 64  # of the teacher's tokens
+# fields of a row → format; what a CPU does not tell is None
+COLUMNS = {
+    **dict.fromkeys(("model", "layers", "by", "loss", "checkpointing"), ""),
+    **dict.fromkeys(("tokens", "documents", "gpus"), ""),
+    "tokens_per_second": ",.0f",
+    "tflops": ".3g",
+    "mfu": ".1%",
+    "memory_gib": ".1f",
+    "sm_clock_mhz": ".0f",
+    "power_watts": ".0f",
+    "launches": "",
+    "idle": ".1%",
+    "first_step_seconds": ".1f",
+}
+SCORED = {"model": "", **dict.fromkeys(("layers", "forward", "evaluate", "score"), ",.0f")}
 
 
 # --- Random tokens ---------------------------------------------------------------------------------------------------
@@ -98,47 +122,38 @@ def random_corpora(args: argparse.Namespace, streams: int) -> Iterator[dict[str,
     calls it."""
     with tempfile.TemporaryDirectory() as own:
         folder = Path(on_rank_0(lambda: own, dist.group.WORLD))
+        keys = {}
         for loss in args.losses:
             on_rank_0(partial(write_random, folder / loss, args, streams, loss), dist.group.WORLD)
-        yield {
-            loss: ["--training.dataset=tokens", f"--training.dataset_path={folder / loss}"]
-            for loss in args.losses
-        }
+            keys[loss] = ["--training.dataset=tokens", f"--training.dataset_path={folder / loss}"]
+        yield keys
         dist.barrier()
 
 
 def write_random(corpus: Path, args: argparse.Namespace, streams: int, loss: str) -> None:
     draw = np.random.default_rng(0)
     tokens = streams * args.seq_len
-    if args.documents == "one":
-        lengths = np.full(streams, args.seq_len)
-    elif len(args.losses) > 1:
-        lengths = np.full(tokens // int(args.documents), int(args.documents))
-    else:
-        mean = int(args.documents)
-        lengths = 1 + draw.exponential(mean, size=2 + 2 * tokens // mean).astype(int)
+    length = args.seq_len if args.documents == "one" else int(args.documents)
+    lengths = np.full(tokens // length, length)
+    if args.documents != "one" and len(args.losses) == 1:
+        lengths = 1 + draw.exponential(length, size=2 + 2 * tokens // length).astype(int)
     read = build_loss(load_config(LOSSES[loss]))
+    names = ["weights"] * (loss == "weights") + [*read.columns]
 
     def document(n: int) -> DocumentTokens:
         # Log-probabilities; and advantages for which no policy of random bytes is clipped, which would save power.
-        columns = {
-            name: draw.normal(5.5 if name == "advantages" else -5.5, 0.1, n)
-            for name in read.columns
-        }
+        middles = {name: 5.5 if name in ("advantages", "weights") else -5.5 for name in names}
+        columns = {name: draw.normal(middle, 0.1, n) for name, middle in middles.items()}
         if "teacher_ids" in columns:
             columns["teacher_ids"] = draw.random((n, 256)).argsort(1)[:, :TOP]
             columns["teacher_logprobs"] = np.full((n, TOP), math.log(0.9 / TOP))
-        if loss == "weights":
-            columns["weights"] = draw.random(n, dtype=np.float32)
         return DocumentTokens(draw.integers(256, size=n), columns)
 
     write_corpus(
         corpus,
         map(document, lengths),
         build_tokenizer(None),
-        columns={
-            name: COLUMNS_READ[name] for name in (*["weights"] * (loss == "weights"), *read.columns)
-        },
+        columns={name: DTYPES[name] for name in names},
         pairs=read.group == 2,
     )
 
@@ -160,8 +175,8 @@ class Ours(Hook):
         self.trainer.train_step()
 
     def last_step(self) -> None:
-        """A step after which nothing goes on: work that ends on gloo's threads once a profiler has stopped writes into
-        freed memory."""
+        """Do a step and end all work in the background: if it ends on gloo's threads after a profiler has stopped, it
+        writes into freed memory."""
         self.step()
         self.trainer.passes.drop()
         self.trainer.feed.settle()
@@ -176,7 +191,7 @@ class Ours(Hook):
         return fed.steps, fed.documents
 
 
-class Fla:
+class Fla(Peer):
     """FLA's model on the same streams."""
 
     def __init__(self, config: Config, model: ModelConfig, compiled: bool):
@@ -184,27 +199,19 @@ class Fla:
         checkpointing = config.activation_checkpoint.mode == "full"
         self.name = "FLA, compiled" if compiled else "FLA"
         network = fla_model(model, device, compiled=compiled, checkpointing=checkpointing)
-        self.peer = Peer(config, network, fla_loss, device)
-        self.begun = 0  # steps when documents were last asked for
+        super().__init__(config, network, fla_loss, device)
         self.reading: HostCopy | None = None  # of the last step
 
     def step(self) -> None:
         """A step; the host then waits for the one before, so that it is never more than a step ahead."""
         before = self.reading
-        self.reading = self.peer.train_step()
-        if before and not (
-            math.isfinite((numbers := before.wait()).loss) and math.isfinite(numbers.grad_norm)
-        ):
-            raise RuntimeError("the loss or a gradient is not finite")
+        self.reading = self.train_step()
+        if before:
+            numbers = before.wait()
+            if not math.isfinite(numbers.loss + numbers.grad_norm):
+                raise RuntimeError("the loss or a gradient is not finite")
 
     last_step = step
-
-    def documents(self) -> tuple[int, Documents]:
-        steps = self.peer.step - self.begun
-        self.begun = self.peer.step
-        seen = self.peer.documents
-        self.peer.documents = []
-        return steps, Documents(*map(sum, zip(*seen, strict=True)))
 
 
 Kind = Callable[[Config, ModelConfig], Ours | Fla]
@@ -213,7 +220,11 @@ Kind = Callable[[Config, ModelConfig], Ours | Fla]
 # --- Measuring -------------------------------------------------------------------------------------------------------
 
 
-Row = dict[str, Any]  # COLUMNS by their fields, what a CPU does not tell None; and a step's
+def seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    synchronise()
+    return time.perf_counter() - begin
 
 
 def measure(
@@ -221,30 +232,32 @@ def measure(
 ) -> tuple[Row, Documents]:
     """Fields of a row, of the slowest or fullest rank, and the mean documents of a step. Launches, clock and power
     are this rank's."""
-    first = _seconds(subject.step, device)
+    first = seconds(subject.step)
     for _ in range(args.warmup):
         subject.step()
-    _synchronise(device)
+    synchronise()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     subject.documents()
-    ends = [time.perf_counter()]
+    times = []
     readings = []
+    begin = time.perf_counter()
     for _ in range(args.steps):
         subject.step()
         # while the device works: the next forward is queued
         readings.append(clock_and_power(device))
-        ends.append(time.perf_counter())
-    _synchronise(device)
+        end = time.perf_counter()
+        times.append(end - begin)
+        begin = end
+    synchronise()
     steps, documents = subject.documents()
-    times = [end - begin for begin, end in pairwise(ends)]
-    step, memory, first = _largest(median(times), peak_memory_gib(), first)
-    launches, busy = profiled(subject.last_step, device)
+    step, memory, first = largest(median(times), peak_memory_gib(), first)
+    launches, busy = profiled(subject.last_step) if device.type == "cuda" else (None, step)
     row: Row = {
         "step_ms": 1e3 * step,
         "memory_gib": memory,
         "launches": launches,
-        "idle": None if busy is None else max(1 - busy / step, 0.0),
+        "idle": None if launches is None else max(1 - busy / step, 0.0),
         "first_step_seconds": first,
         "sm_clock_mhz": None,
         "power_watts": None,
@@ -253,50 +266,12 @@ def measure(
     return row, Documents(*(total / steps for total in documents))
 
 
-def _seconds(work: Callable[[], None], device: torch.device) -> float:
-    begin = time.perf_counter()
-    work()
-    _synchronise(device)
-    return time.perf_counter() - begin
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _largest(*numbers: float) -> list[float]:
-    """The largest of each number over all ranks."""
-    return [max(column) for column in zip(*of_all_ranks(numbers, dist.group.WORLD), strict=True)]
-
-
-def profiled(step: Callable[[], None], device: torch.device) -> tuple[int | None, float | None]:
-    """Number of launches of a step, and the seconds in which one of them ran. None on a CPU."""
-    if device.type != "cuda":
-        return None, None
+def profiled(step: Callable[[], None]) -> tuple[int, float]:
+    """Number of launches of a step, and the seconds in which one of them ran."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step()
-        _synchronise(device)
+        seconds(step)
     ran = traces.events_of(profile)
     return len(ran), traces.busy(ran)
-
-
-@contextmanager
-def routing(kind: str) -> Iterator[None]:
-    """Inside, "even" sends tokens to all experts in turn, whatever the router says."""
-    learnt = Router.choose
-    if kind == "even":
-        Router.choose = in_turn
-    try:
-        yield
-    finally:
-        Router.choose = learnt
-
-
-def in_turn(router: Router, scores: Tensor) -> Tensor:
-    N, E = scores.shape
-    k = router.config.top_k
-    return torch.arange(N * k, device=scores.device).view(N, k) % E
 
 
 # --- Rows ------------------------------------------------------------------------------------------------------------
@@ -316,15 +291,13 @@ def configurations(
             "--checkpoint.enable=false",
             # the last one is not done: a step always follows
             f"--training.steps={args.steps + args.warmup + 3}",
-            *([f"--model.num_layers={args.layers}"] if args.layers else []),
             *LOSSES[loss],
             *corpora.get(loss, []),
         ]
         config = load_config([*argv, *keys])
         if not any(key.startswith("--training.global_batch_size") for key in keys):
-            streams = (
-                math.prod(data_parallel_degrees(config, ranks)) * config.training.local_batch_size
-            )
+            degrees = data_parallel_degrees(config, ranks)
+            streams = math.prod(degrees) * config.training.local_batch_size
             config = load_config([*argv, f"--training.global_batch_size={streams}", *keys])
         check_config(config, ranks)
         yield model, loss, config
@@ -333,25 +306,24 @@ def configurations(
 def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row | str]:
     """The rows, one after the other; where FLA gives none, its reason. Every rank calls this, in a process group."""
     ranks = dist.get_world_size()
-    largest = max(
-        config.training.global_batch_size for *_, config in configurations(args, keys, ranks, {})
-    )
-    of_losses = nullcontext({}) if args.documents == "run" else random_corpora(args, 4 * largest)
-    with of_losses as corpora, tempfile.TemporaryDirectory() as folder:
-        for name, loss, config in configurations(
-            args, [*keys, f"--job.dump_folder={folder}"], ranks, corpora
-        ):
-            kinds = [Ours]
-            if (
-                args.fla
-                and fla_has(model_without_tokenizer(config))
-                and config.activation_checkpoint.mode in FLA_MODES
-            ):
+    every = configurations(args, keys, ranks, {})
+    streams = 4 * max(config.training.global_batch_size for *_, config in every)
+    if args.score:
+        streams = args.steps * ranks
+    random = nullcontext({}) if args.documents == "run" else random_corpora(args, streams)
+    with random as corpora, tempfile.TemporaryDirectory() as folder:
+        keys = [*keys, f"--job.dump_folder={folder}"]
+        for name, loss, config in configurations(args, keys, ranks, corpora):
+            if args.score:
+                yield {"model": name} | scored(config)
+                continue
+            kinds: list[Kind] = [Ours]
+            has_mode = config.activation_checkpoint.mode in FLA_MODES
+            if args.fla and has_mode and fla_has(model_without_tokenizer(config)):
                 kinds += [partial(Fla, compiled=compiled) for compiled in (False, True)]
-            for kind, how in product(kinds, args.routing):
-                with routing(how):
-                    row = _row_or_reason(args, name, config, kind)
-                yield row if isinstance(row, str) else row | {"loss": loss, "routing": how}
+            for kind in kinds:
+                row = _row_or_reason(args, name, config, kind)
+                yield row if isinstance(row, str) else row | {"loss": loss}
                 gc.collect()
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
@@ -369,56 +341,64 @@ def _row_or_reason(args: argparse.Namespace, name: str, config: Config, kind: Ki
 def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row:
     model = model_without_tokenizer(config)
     device = own_device()
-    mode = config.activation_checkpoint.mode
     # torch compiles a function only a few times, fewer than there may be rows
     torch.compiler.reset()
     subject = kind(config, model)
-    measured_row, documents = measure(subject, args, device)
+    figures, documents = measure(subject, args, device)
     gpus = dist.get_world_size()
-    tflops = training_flops(model, documents) / measured_row["step_ms"] / 1e9 / gpus
+    gpu_seconds = figures["step_ms"] / 1e3 * gpus
+    tflops = training_flops(model, documents) / gpu_seconds / 1e12
     peak = peak_tflops(config, device)
     return {
         "model": name,
         "layers": model.num_layers,
         "by": subject.name,
-        "checkpointing": mode,
+        "checkpointing": config.activation_checkpoint.mode,
         "tokens": args.seq_len,
         "documents": args.documents,
         "gpus": gpus,
         "in_step": documents,  # of all GPUs, means over the steps
-        "tokens_per_second": documents.tokens / measured_row["step_ms"] * 1e3 / gpus,
+        "tokens_per_second": documents.tokens / gpu_seconds,
         "tflops": tflops,
         "mfu": peak and tflops / peak,
-        **measured_row,
+        **figures,
     }
 
 
-# Title, field of a row, format.
-COLUMNS = (
-    ("model", "model", ""),
-    ("layers", "layers", ""),
-    ("by", "by", ""),
-    ("loss", "loss", ""),
-    ("routing", "routing", ""),
-    ("checkpointing", "checkpointing", ""),
-    ("tokens", "tokens", ""),
-    ("documents", "documents", ""),
-    ("GPUs", "gpus", ""),
-    ("tokens/s/GPU", "tokens_per_second", ",.0f"),
-    ("TFLOP/s", "tflops", ".3g"),
-    ("MFU", "mfu", ".1%"),
-    ("memory, GiB", "memory_gib", ".1f"),
-    ("MHz", "sm_clock_mhz", ".0f"),
-    ("W", "power_watts", ".0f"),
-    ("launches", "launches", ""),
-    ("idle", "idle", ".1%"),
-    ("first step, s", "first_step_seconds", ".1f"),
-)
+# --- Scoring ---------------------------------------------------------------------------------------------------------
 
 
-def cells(row: Row) -> list[str]:
-    values = [(row[field], form) for _, field, form in COLUMNS]
-    return ["–" if value is None else format(value, form) for value, form in values]
+def scored(config: Config) -> Row:
+    """Tokens per second of all GPUs in passes without gradients."""
+    reader = open_reader(config)
+    size = config.training.local_batch_size
+    streams = score.streams_to_score(config, reader.tokenizer)
+    prompts = open_prompts(config, reader.tokenizer)
+
+    def of_layers(logits: ChunkedLogits, labels: Tensor, _: object) -> tuple[Tensor, ...]:
+        return (logits.x[:, 0].float(),)
+
+    def with_head(logits: ChunkedLogits, labels: Tensor, _: object) -> tuple[Tensor, ...]:
+        return (logprobs(logits, labels),)
+
+    def read(columns: Columns) -> object:
+        return list(reader.read(streams, columns, 0, size))
+
+    def rate(work: Callable[[], object], of: Streams = streams) -> float:
+        return len(of) * of.seq_len / seconds(work)
+
+    read(with_head)  # compiles
+    rates = {
+        "layers": rate(lambda: read(of_layers)),
+        "forward": rate(lambda: read(with_head)),
+        "evaluate": rate(lambda: examine(reader, prompts), prompts),
+    }
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(on_rank_0(lambda: own, reader.host))
+        asked, _ = score.parse(["PATH", "--output", str(folder), "--top-k", str(TOP)])
+        scores = score.scores_of(asked, config, reader.tokenizer)
+        on_rank_0(lambda: begin(folder, *scores), reader.host)
+        return rates | {"score": rate(lambda: score.score(folder, reader, streams))}
 
 
 # --- The command -----------------------------------------------------------------------------------------------------
@@ -427,55 +407,28 @@ def cells(row: Row) -> list[str]:
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     arguments, keys = split_keys(argv)
     parser = command_parser("python -m tools.bench_train", __doc__)
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        default=["kda/340M"],
-        help="NAME/FLAVOR of each row (default: kda/340M)",
-    )
-    parser.add_argument(
-        "--seq-len", type=int, default=32768, help="tokens per stream (default: 32768)"
-    )
-    parser.add_argument("--layers", type=int, help="cut each model to so many layers")
-    parser.add_argument(
-        "--documents",
-        default="one",
-        help='"one" per stream, the mean tokens of packed ones, or "run": the keys\'',
-    )
-    parser.add_argument(
-        "--checkpointing",
-        nargs="+",
-        default=["none"],
-        help="activation_checkpoint.mode of each row",
-    )
-    parser.add_argument(
-        "--losses", nargs="+", choices=LOSSES, default=["ce"], help="loss of each row (default: ce)"
-    )
-    parser.add_argument(
-        "--routing", nargs="+", choices=("learnt", "even"), default=["learnt"], help="of each row"
-    )
-    parser.add_argument("--steps", type=int, default=10, help="timed steps (default: 10)")
-    parser.add_argument(
-        "--warmup", type=int, default=3, help="untimed steps after the first (default: 3)"
-    )
-    parser.add_argument(
-        "--fla", action="store_true", help="also time flash-linear-attention's models"
-    )
-    parser.add_argument("--out", default="", help="JSON file to write all numbers to")
+    option = parser.add_argument
+    option("--models", nargs="+", default=["kda/340M"], help="NAME/FLAVOR of each row (kda/340M)")
+    option("--seq-len", type=int, default=32768, help="tokens per stream (default: 32768)")
+    option("--documents", default="one", help='(above; or "run": the keys\')')
+    option("--checkpointing", nargs="+", default=["none"], help="activation_checkpoint.mode")
+    option("--losses", nargs="+", choices=LOSSES, default=["ce"], help="of each row (default: ce)")
+    option("--steps", type=int, default=10, help="timed steps (default: 10)")
+    option("--warmup", type=int, default=3, help="untimed steps after the first (default: 3)")
+    option("--fla", action="store_true", help="also time flash-linear-attention's models")
+    option("--score", action="store_true", help="time titan-linear score and evaluate instead")
+    option("--out", default="", help="JSON file to write all numbers to")
     return parser.parse_args(arguments), keys
 
 
 def check(args: argparse.Namespace, keys: list[str], ranks: int) -> None:
     """ValueError: arguments or configurations that cannot be measured."""
-    if args.documents not in ("one", "run") and not (
-        args.documents.isdigit() and int(args.documents)
-    ):
+    length = int(args.documents) if args.documents.isdigit() else 0
+    if args.documents not in ("one", "run") and not length:
         raise ValueError(
             f"--documents {args.documents!r} must be 'one', 'run', or a mean length in tokens"
         )
-    if len(args.losses) > 1 and not (
-        args.documents.isdigit() and args.seq_len % (2 * int(args.documents)) == 0
-    ):
+    if len(args.losses) > 1 and (not length or args.seq_len % (2 * length)):
         raise ValueError(
             f"--losses: on the same tokens all documents are of --documents {args.documents!r} tokens, an even number "
             "in a stream; give a divisor of half of --seq-len"
@@ -484,8 +437,8 @@ def check(args: argparse.Namespace, keys: list[str], ranks: int) -> None:
         raise ValueError(
             f"--steps {args.steps} must be 1 or more, --warmup {args.warmup} 0 or more"
         )
-    if args.fla and not find_spec("fla"):
-        raise ValueError("--fla needs flash-linear-attention, which is not installed here")
+    if args.fla:
+        require_fla("--fla")
     if args.fla and (ranks > 1 or not torch.cuda.is_available()):
         raise ValueError(
             "--fla times its models on one GPU; start one process, where there is a GPU"
@@ -494,43 +447,21 @@ def check(args: argparse.Namespace, keys: list[str], ranks: int) -> None:
         model_without_tokenizer(config)  # refuses a model that does not exist
 
 
-def header() -> str:
-    """Where, when and with what the rows are measured."""
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
-    versions = sorted(
-        {f"{found.name} {found.version}" for found in distributions() if found.name in PACKAGES}
-    )
-    return ", ".join([where, str(date.today()), f"commit {commit}", *versions])
-
-
+@refusing
 def main(argv: list[str]) -> int:
     ignore_warnings_of_torch()
     args, keys = parse(argv)
     be_alone()
-    first = os.environ["RANK"] == "0"
-    try:
-        check(args, keys, int(os.environ["WORLD_SIZE"]))
-    except ValueError as error:
-        if first:
-            print(f"error: {error}", file=sys.stderr)
-        return 2
-    where = header()
-    rows = []
+    check(args, keys, int(os.environ["WORLD_SIZE"]))
     with process_group(timedelta(minutes=30)):
-        if first:
-            print(f"{where}\n\n{table([title for title, *_ in COLUMNS], [])}")
+        table = Table(SCORED if args.score else COLUMNS)
         for row in measured(args, keys):
-            rows.append(row)
-            if first:
-                print(row if isinstance(row, str) else line(cells(row)))
-    rows = [row for row in rows if not isinstance(row, str)]
-    if first and args.out:
-        fields = [field for _, field, _ in COLUMNS] + ["step_ms"]
-        found = [{field: row[field] for field in fields} for row in rows]
-        text = json.dumps({"measured": where, "keys": keys, "rows": found}, indent=1)
-        Path(args.out).write_text(text + "\n", encoding="utf-8")
+            if isinstance(row, str):
+                say(row)
+            else:
+                table.add(row)
+    if args.out:
+        table.write(args.out, keys=keys)
     return 0
 
 

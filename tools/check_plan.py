@@ -1,4 +1,4 @@
-"""What the planner says of steps that were measured.
+"""Steps that were measured, compared with what the planner predicts.
 
 python -m tools.check_plan
 python -m tools.check_plan --rates mine.json      # by rates that tools/bench_rates.py measured
@@ -40,7 +40,8 @@ def predictions(measured: Rates | None = None) -> list[tuple[Measured, float, fl
     """Rows of MEASURED, each with the planned tokens per second per GPU and the planned GiB, by the rates that come
     with the package or by `measured`; without rows whose attention kernel the rates lack."""
     rows_planned = []
-    for row in (Measured(**row) for row in json.loads(MEASURED.read_text(encoding="utf-8"))):
+    for fields in json.loads(MEASURED.read_text(encoding="utf-8")):
+        row = Measured(**fields)
         rates = measured or read_rates(shipped()[row.gpu])
         if row.attention not in rates.attention:
             continue
@@ -54,23 +55,19 @@ def predictions(measured: Rates | None = None) -> list[tuple[Measured, float, fl
 
 
 def checked(measured: Rates | None = None) -> str:
-    """A table of all rows."""
+    """A table of all rows. Of speeds, the planned time is compared."""
     head = ("setting", "GPUs", "tokens/s/GPU", "planned", "time off by", "GiB", "planned", "off by")
     rows = []
     for row, speed, needed in predictions(measured):
-        time = _beside(row.tokens_per_second, speed, "{:,.0f}", inverse=True)
-        rows.append((row.setting, row.gpus, *time, *_beside(row.memory_gib, needed, "{:.1f}")))
+        time = memory = "–", "–"
+        if row.tokens_per_second is not None:
+            off = row.tokens_per_second / speed - 1
+            time = f"{row.tokens_per_second:,.0f}", f"{off:+.0%}"
+        if row.memory_gib is not None:
+            memory = f"{row.memory_gib:.1f}", f"{needed / row.memory_gib - 1:+.0%}"
+        speeds = time[0], f"{speed:,.0f}", time[1]
+        rows.append([row.setting, row.gpus, *speeds, memory[0], f"{needed:.1f}", memory[1]])
     return table(head, rows)
-
-
-def _beside(
-    measured: float | None, planned: float, shape: str, inverse: bool = False
-) -> tuple[str, str, str]:
-    """Measured, planned, and by how much the plan is off; for speeds (inverse), by how much the planned time is."""
-    if measured is None:
-        return "–", shape.format(planned), "–"
-    off = measured / planned - 1 if inverse else planned / measured - 1
-    return shape.format(measured), shape.format(planned), f"{off:+.0%}"
 
 
 @refusing

@@ -6,8 +6,6 @@ in the run's type. The host waits for the device nowhere inside a step. One proc
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +23,7 @@ from titan_linear.step.optimizer import HostCopy, StepNumbers, build_optimizer
 from titan_linear.step.update import rate_at
 from titan_linear.storage.hf_writing import find_family
 
-# that FLA has, of those that we export
+# FLA's, among the families that we export
 FAMILIES = ("KDAForCausalLM", "GatedDeltaNetForCausalLM", "RWKV7ForCausalLM")
 # Keys of an exported config.json that are not FLA's, and one of which its default is faster.
 OURS = (
@@ -38,29 +36,6 @@ OURS = (
     "zero_centred_norm",
 )
 Loss = Callable[[nn.Module, Batch], Tensor]
-
-
-def split_keys(argv: list[str]) -> tuple[list[str], list[str]]:
-    """A tool's own arguments, and the run's keys after `--`."""
-    end = argv.index("--") if "--" in argv else len(argv)
-    return argv[:end], argv[end + 1 :]
-
-
-def be_alone() -> None:
-    """Without torchrun: describe a group of this process alone in the environment."""
-    if "RANK" in os.environ:
-        return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    alone = {
-        "RANK": 0,
-        "LOCAL_RANK": 0,
-        "WORLD_SIZE": 1,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    os.environ.update({name: str(value) for name, value in alone.items()})
 
 
 def fla_has(model: ModelConfig) -> bool:
@@ -135,12 +110,13 @@ class Peer:
 
     Args:
         loss: the sum of a batch's cross-entropies.
-        step: number of steps done.
+        done: number of steps.
     """
 
     def __init__(self, config: Config, model: nn.Module, loss: Loss, device: torch.device):
         t = config.training
-        self.config, self.model, self.loss, self.device, self.step = config, model, loss, device, 0
+        self.config, self.model, self.loss, self.device = config, model, loss, device
+        self.done = 0
         streams, _ = build_streams(config, build_tokenizer(tokenizer_path(config)), None)
         loader = StreamLoader(
             streams,
@@ -152,14 +128,23 @@ class Peer:
         )
         self.batches = iter(loader)
         self.optimizer = torch.optim.AdamW(build_optimizer(model, config.optimizer).param_groups)
-        self.documents: list[Documents] = []  # of all batches
+        self.fed: list[Documents] = []  # of all batches since `documents` was called
+        self.begun = 0  # steps that were done then
+
+    def documents(self) -> tuple[int, Documents]:
+        """The number of steps since the last call, and their documents."""
+        steps = self.done - self.begun
+        seen = self.fed
+        self.begun = self.done
+        self.fed = []
+        return steps, Documents(*map(sum, zip(*seen)))
 
     def train_step(self) -> HostCopy:
         """Do a step; its loss (nats per token) and gradient norm are on their way to the host."""
-        self.step += 1
+        self.done += 1
         t = self.config.training
         batches = [next(self.batches) for _ in range(t.global_batch_size // t.local_batch_size)]
-        self.documents += [Documents.of(batch.cu_seqlens.numpy()) for batch in batches]
+        self.fed += [Documents.of(batch.cu_seqlens.numpy()) for batch in batches]
         valid = sum(int((batch.labels != IGNORE).sum()) for batch in batches)
         dtype = DTYPES[t.mixed_precision_param]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -170,7 +155,7 @@ class Peer:
             total += loss.detach()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), t.max_norm)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate_at(self.config, self.step)
+            group["lr"] = rate_at(self.config, self.done)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return HostCopy(StepNumbers(total, norm.double(), signal=torch.zeros_like(total)))

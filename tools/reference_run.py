@@ -34,7 +34,8 @@ from titan_linear.step.flops import peak_tflops, training_flops
 from titan_linear.step.update import rate_at
 from titan_linear.storage.hf_writing import gather
 from titan_linear.storage.rundir import CONFIG, METRICS, json_lines
-from tools.peers import Loss, Peer, fla_has, fla_loss, fla_model, split_keys
+from tools.harness import split_keys
+from tools.peers import Loss, Peer, fla_has, fla_loss, fla_model
 
 LAST = 50  # steps at a curve's end of which the means are compared
 
@@ -69,12 +70,11 @@ def train_peer(
     (folder / CONFIG).write_text(config_to_toml(config), encoding="utf-8")
     peer = Peer(config, build(folder / "initial-hf", device), loss, device)
     with (folder / METRICS).open("w", encoding="utf-8") as file:
-        while peer.step < t.steps:
+        while peer.done < t.steps:
             line = timed_step(peer)
             print(json.dumps(line), file=file, flush=True)
-            print(
-                f"step {peer.step}/{t.steps}  loss {line['loss']:.4f}  grad {line['grad_norm']:.3g}"
-            )
+            loss, norm = line["loss"], line["grad_norm"]
+            print(f"step {peer.done}/{t.steps}  loss {loss:.4f}  grad {norm:.3g}")
 
 
 def timed_step(peer: Peer) -> dict[str, float]:
@@ -83,20 +83,21 @@ def timed_step(peer: Peer) -> dict[str, float]:
     then = time.perf_counter()
     numbers = peer.train_step().wait()
     seconds = time.perf_counter() - then
-    documents, peer.documents = peer.documents, []
+    _, documents = peer.documents()
+    tokens = t.global_batch_size * t.seq_len
     line = {
-        "step": peer.step,
+        "step": peer.done,
         "loss": numbers.loss,
         "grad_norm": numbers.grad_norm,
-        "lr": rate_at(config, peer.step),
-        "tokens": peer.step * t.global_batch_size * t.seq_len,
-        "tokens_per_second": t.global_batch_size * t.seq_len / seconds,
+        "lr": rate_at(config, peer.done),
+        "tokens": peer.done * tokens,
+        "tokens_per_second": tokens / seconds,
         "memory_gib": peak_memory_gib(),
         **clock_and_power(peer.device),
     }
     if peak := peak_tflops(config, peer.device):
         model = model_config(config, build_tokenizer(tokenizer_path(config)))
-        line["mfu"] = sum(training_flops(model, each) for each in documents) / seconds / 1e12 / peak
+        line["mfu"] = training_flops(model, documents) / seconds / 1e12 / peak
     return line
 
 

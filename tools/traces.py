@@ -1,5 +1,4 @@
-"""What traces of torch.profiler show of a GPU: busy time and exposed communication. Communication is NCCL's kernels,
-and copies and writes between GPUs, on whatever CUDA stream they run."""
+"""Events of a torch.profiler trace: how many ran on a GPU, and how long."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ Event = dict[str, Any]
 
 
 def events_of(profile: torch.profiler.profile) -> list[Event]:
-    """What ran on the device during a profile that has ended."""
+    """Read what ran on the device during a profile that has ended."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profile.export_chrome_trace(str(path))
@@ -28,27 +27,11 @@ def on_device(events: Iterable[Event]) -> list[Event]:
     return [e for e in events if e.get("cat") in ON_DEVICE and e.get("ph") == "X"]
 
 
-def communicates(event: Event) -> bool:
-    """Whether it is an NCCL kernel or a copy between GPUs."""
-    name = event["name"]
-    return "nccl" in name.lower() or "PtoP" in name
-
-
-def span_of(event: Event) -> tuple[float, float]:
-    """Start and end, in µs."""
-    return event["ts"], event["ts"] + event["dur"]
-
-
 def busy(ran: Iterable[Event]) -> float:
     """Seconds in which at least one of them ran."""
     total, until = 0.0, 0.0
-    for begin, end in sorted(map(span_of, ran)):
+    for begin, duration in sorted((event["ts"], event["dur"]) for event in ran):
+        end = begin + duration
         total += max(end - max(begin, until), 0.0)
         until = max(until, end)
     return total / 1e6
-
-
-def exposed(ran: Iterable[Event]) -> float:
-    """Seconds in which only collectives ran."""
-    ran = list(ran)
-    return busy(ran) - busy(e for e in ran if not communicates(e))

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from titan_linear.commands import command_parser, table
 from titan_linear.distributed.process import refusing, run_command
+from tools import harness
 from tools.gpu_proof import record
 from tools.gpu_proof.jobs import Setting, jobs
 from tools.gpu_proof.schedule import Job, Runner, run_jobs
@@ -108,7 +109,7 @@ def prove(selected: list[Job], gpus: record.Gpus, runner: Runner, out: Path) -> 
     out.mkdir(parents=True, exist_ok=True)
     file = out / record.COMMITTED.name
     records = record.read(file) or record.read(record.COMMITTED)
-    commit = record.commit()
+    commit = harness.commit()
     print(f"{gpus.key}, commit {commit}: {len(selected)} lines; {file} and logs.txt", flush=True)
 
     free = [gpus.gib - SPARE for _ in gpus.names]

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 from datetime import datetime
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_linear.commands import table
-from tools.gpu_proof.schedule import ROOT, Result
+from tools.gpu_proof.schedule import Result
+from tools.harness import ROOT, output_of, versions
 
 COMMITTED = ROOT / "docs" / "results" / "gpu_proof.json"
-COMMIT = "TITAN_LINEAR_COMMIT"  # environment variable: the commit, where there is no git
 RATES = {"rate-kda": "KDA 340M packed, tokens/s", "rate-hybrid": "hybrid 1.3B 32k, tokens/s"}
 Records = dict[str, dict[str, Any]]
 
@@ -40,7 +38,7 @@ def find_gpus() -> Gpus:
     """ValueError: there are none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     query = "nvidia-smi --query-gpu=index,name,memory.total,driver_version --format=csv,noheader,nounits"
-    found = _output([*query.split(), *(["-i", visible] if visible else [])])
+    found = output_of(*query.split(), *(["-i", visible] if visible else []))
     rows = [line.split(", ") for line in found.splitlines() if line.count(", ") == 3]
     if not rows or visible == "":
         raise ValueError("nvidia-smi shows no GPU; --cpu-rehearsal tests this command without one")
@@ -49,23 +47,9 @@ def find_gpus() -> Gpus:
     return Gpus(kinds[0], names, min(map(float, mib)) / 1024, drivers[0])
 
 
-def _output(command: list[str]) -> str:
-    """What a command prints; nothing if it fails or is not installed."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    except FileNotFoundError:
-        return ""
-
-
-def commit() -> str:
-    """The commit of this code, with "+" if files differ from it."""
-    head = _output(["git", "rev-parse", "--short", "HEAD"])
-    changed = _output(["git", "status", "--porcelain", "--", ".", ":!docs/results"])
-    return f"{head}{'+' if changed else ''}" if head else os.environ.get(COMMIT, "unknown")
-
-
-def versions(gpus: Gpus) -> dict[str, str]:
-    packages = {d.name: d.version for d in distributions() if d.name in ("torch", "triton")}
+def installed(gpus: Gpus) -> dict[str, str]:
+    """Versions of what a proof runs on."""
+    packages = versions(("torch", "triton"))
     return {"python": platform.python_version(), "driver": gpus.driver, **packages}
 
 
@@ -78,16 +62,18 @@ def read(file: Path) -> Records:
 
 def recorded_rate(records: Records, kind: str, name: str) -> float:
     """Tokens/s of a line, the newest on GPUs of this kind, however many there were; 0: there is none."""
-    found = [(record["kind"], record["lines"].get(name, {})) for record in records.values()]
-    lines = [line for of, line in found if of == kind and line.get("tokens_per_second")]
-    newest = max(lines, key=lambda line: line["date"], default={})
-    return newest.get("tokens_per_second", 0)
+    rates = {"": 0.0}  # by date
+    for record in records.values():
+        line = record["lines"].get(name)
+        if line and record["kind"] == kind and line["tokens_per_second"]:
+            rates[line["date"]] = line["tokens_per_second"]
+    return rates[max(rates)]
 
 
 def add(records: Records, gpus: Gpus, result: Result, at: str) -> None:
     """Put a line's result in the place of its last one. at: the commit."""
     lines = records.get(gpus.key, {}).get("lines", {})
-    line = {
+    lines[result.job.name] = {
         "passed": result.passed,
         "figure": result.figure.text,
         "seconds": round(result.seconds),
@@ -95,8 +81,7 @@ def add(records: Records, gpus: Gpus, result: Result, at: str) -> None:
         "commit": at,
         "date": f"{datetime.now():%Y-%m-%d %H:%M}",
     }
-    lines = {**lines, result.job.name: line}
-    records[gpus.key] = {"kind": gpus.kind, **versions(gpus), "lines": lines}
+    records[gpus.key] = {"kind": gpus.kind, **installed(gpus), "lines": lines}
 
 
 def write(records: Records, file: Path) -> None:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
+from tools.harness import ROOT
+
 LIMIT = 540.0  # seconds of one command
 POLL = 0.01
 
@@ -135,18 +136,19 @@ class Runner:
         begun = time.monotonic()
         outputs: list[str] = []
         log = ""
+        kill_at = self._named(job.kill_at)
         passed = True
         try:
             for n, command in enumerate(job.commands):
                 argv = shlex.split(self._named(command))
-                kill_at = Path(self._named(job.kill_at)) if job.kill_at and n == 0 else None
                 file = self.folder / f"{job.name}.{n}.log"
+                process = self.start(argv, self.environment(job, gpus), file)
                 try:
-                    process = self.start(argv, self.environment(job, gpus), file)
                     self._until_end(process, kill_at)
                 finally:
                     outputs.append(file.read_text(errors="replace"))
                     log += f"$ python -m {shlex.join(argv)}\n{outputs[-1]}\n"
+                kill_at = ""
             figure = job.check(outputs)
         except Failed as failed:
             figure, passed = Figure(str(failed)), False
@@ -175,12 +177,11 @@ class Runner:
 
     def environment(self, job: Job, gpus: list[int]) -> dict[str, str]:
         caches = self.folder / "caches"
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {
             **os.environ,
             "NGPU": str(job.processes or len(gpus) or 2),
             "CUDA_VISIBLE_DEVICES": ",".join(self.visible[gpu] for gpu in sorted(gpus)),
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
             "TMPDIR": str(self.folder),  # what is killed leaves files there
             "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
             "TORCHINDUCTOR_COMPILE_THREADS": "4",  # of each process: there are several
@@ -188,7 +189,7 @@ class Runner:
             "XDG_CACHE_HOME": str(caches),
         }
 
-    def _until_end(self, process: subprocess.Popen, kill_at: Path | None) -> None:
+    def _until_end(self, process: subprocess.Popen, kill_at: str) -> None:
         """Wait for a command's end, or for the file at which it is killed.
 
         Raises:
@@ -198,7 +199,7 @@ class Runner:
         deadline = time.monotonic() + LIMIT
         try:
             while process.poll() is None:
-                if kill_at and kill_at.exists():
+                if kill_at and Path(kill_at).exists():
                     return
                 if time.monotonic() > deadline:
                     raise Failed(f"a command did not end in {LIMIT:.0f} s")
