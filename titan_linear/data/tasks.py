@@ -5,7 +5,8 @@ Questions are made offline, from a seed and, for some tasks, from a text.
 niah_*, vt, cwe, fwe, qa_*
     The thirteen forms of RULER (Hsieh et al. 2024): needles, variables, words, documents.
 mqar, copy, induction
-    Pairs of words among pairs (Arora et al. 2023), a passage among words, pairs of words in a text.
+    Pairs of words among pairs (Arora et al. 2023), a passage among words, pairs of words in
+    a text.
 """
 
 from __future__ import annotations

@@ -157,8 +157,8 @@ def with_adapter(model: ModelConfig, config: Config) -> ModelConfig:
         )
     try:
         family = family_of(model, config)
-    # No architecture holds the model.
     except ValueError:
+        # No architecture holds the model.
         shared = ()
     else:
         shared = joined(model, family)

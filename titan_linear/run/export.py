@@ -284,8 +284,8 @@ def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
         dtype = "float32"
     try:
         destination(run, model.base, tokenizer, files=files)
-    # Adapters can be trained with such a tokenizer.
     except UnfitTokenizer as error:
+        # Adapters can be trained with such a tokenizer.
         print(f"warning: {error}; the folder gets no tokenizer")
         tokenizer, files = None, {}
     with ExitStack() as opened:

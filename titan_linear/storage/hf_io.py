@@ -2,9 +2,11 @@
 
     config.json                      the model (models/families/)
     model-00001-of-00003.safetensors ...
-    model.safetensors.index.json     tensor -> file; a single file is model.safetensors, without an index
+    model.safetensors.index.json     tensor -> file; a single file is model.safetensors, without an
+                                     index
     tokenizer.json, ...              the tokenizer (data/corpus/tokenizer.py)
-    modeling_titan_linear.py, rope.py  the model, where transformers does not have it (models/families/remote.py)
+    modeling_titan_linear.py, rope.py  the model, where transformers does not have it
+                                       (models/families/remote.py)
 
 `models/adapters.py` maps rows of tensors on disk to rows of our parameters; this module
 moves the bytes. A folder is checked as a whole from its headers (`open_folder`,

@@ -1,7 +1,8 @@
 """PEFT folders: adapters of a Hugging Face model, as `peft` and `transformers` open them.
 
     adapter_config.json            rank, alpha, what is adapted
-    adapter_model.safetensors      A and B by the names of transformers' modules; other parameters that were trained
+    adapter_model.safetensors      A and B by the names of transformers' modules; other parameters
+                                   that were trained
 
 A matrix adapted there may be several of our projections: they share A, and B's rows lie as
 the matrix's rows do (`models/adapters.py`). For stacked experts, A [E, r, inputs] is stored

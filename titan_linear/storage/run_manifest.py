@@ -87,7 +87,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
         )
-    # Git is missing, or this is not a repository.
     except (OSError, subprocess.CalledProcessError):
+        # Git is missing, or this is not a repository.
         return None
     return done.stdout.strip()

@@ -3,8 +3,8 @@
 column-*.bin
     [num_tokens] or [num_tokens, n], as in the folder of a corpus.
 scores.json
-    Fingerprints of the corpus and the tokenizer, the columns, and the scoring's progress; at the end,
-    each file's size and checksums, as in corpus.json.
+    Fingerprints of the corpus and the tokenizer, the columns, and the scoring's progress;
+    at the end, each file's size and checksums, as in corpus.json.
 
 Checksums are compared when scores are opened, at the disk's speed, unless no file has
 changed since the last comparison.
