@@ -193,6 +193,7 @@ def locate(folder: Folder, family: str, model: ModelConfig) -> list[Placement]:
         said = [_with_file(problem, folder) for problem in problems[:LISTED]]
         said += [f"and {len(problems) - LISTED} more"] if len(problems) > LISTED else []
         raise ValueError(f"'{folder.path}': {head} " + "; ".join(said)) from None
+    # Every tensor must have a dtype that can be read.
     for tensor in (
         folder.tensors[source.name] for placement in places for source in placement.sources
     ):

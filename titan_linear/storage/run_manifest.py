@@ -34,6 +34,7 @@ def write_manifest(
         implementations: the implementation chosen for each op, {"chunk_kda": "triton",
             ...}.
     """
+    # null stands for anything that is missing here.
     manifest = {
         "versions": {
             "titan_linear": __version__,

@@ -188,6 +188,7 @@ def _compare(path: Path, reader: Reader, state: dict[str, State]) -> None:
             f"'{path}' holds weights only (checkpoint.last_save_model_only), from which no run can resume; choose an "
             "earlier checkpoint.load_step, or start a new run with checkpoint.initial_load_path"
         )
+    # First the names, then the sizes, of the model and of the optimizer.
     for part, values in state.items():
         shapes = {f"{part}.{name}": tuple(x.shape) for name, x in values.items()}
         there = {name: tuple(x.size) for name, x in saved.items() if name.startswith(f"{part}.")}

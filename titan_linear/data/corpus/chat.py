@@ -299,6 +299,7 @@ class Conversations:
         return _with_answer(ids, of_tokens, f"no message of the role {ANSWERER!r} is trained on")
 
     def _writer(self, record: Record) -> _Writer:
+        # Some tables hold tools and variables as JSON text.
         tools = [] if record.get("tools") == "" else _parsed(record.get("tools"))
         if not _are_objects(tools or []):
             raise _Problem("'tools' is no list of objects, nor the JSON text of one")

@@ -336,6 +336,7 @@ def verify_once(folder: Path, info: str, files: Mapping[str, Json]) -> None:
     """
     for name, file in files.items():
         _check_size(folder / name, file["size"])
+    # Compare with the file stats noted when the files were last found whole.
     path = os.fsencode(os.path.abspath(folder))
     note = default_cache_dir() / f"whole-{hashlib.sha256(path).hexdigest()[:24]}.json"
     stats = ((name, (folder / name).stat()) for name in (info, *files))
@@ -343,6 +344,7 @@ def verify_once(folder: Path, info: str, files: Mapping[str, Json]) -> None:
     with suppress(Unreadable):
         if read_json(note, dict[str, list[int]], "") == found:
             return
+    # Read everything, and note the stats for the next start.
     verify_files(folder, files)
     try:
         note.parent.mkdir(parents=True, exist_ok=True)

@@ -102,6 +102,7 @@ def with_scores(
                 f"loss.scores: {folder} was scored with --temperature {scores.by['temperature']}, and the loss reads "
                 f"log-probabilities at {temperature:g}; score with that, or set distillation.temperature"
             )
+        # Add the columns to every corpus with the content that was scored.
         corpora = [
             replace(corpus, columns={**corpus.columns, **columns})
             if corpus.identity == identity

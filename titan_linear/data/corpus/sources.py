@@ -612,6 +612,7 @@ def _records(batch: Any, fields: _Fields) -> Iterator[Json | str]:
             if isinstance(error, UnicodeDecodeError)
             else f"cannot be read ({error})"
         ]
+        # Read the rows one by one, so that only unreadable rows become problems.
         if len(batch) > 1:
             records = (
                 record
@@ -635,6 +636,7 @@ def _as_in_json(value: Any, kind: Any) -> Any:
     if isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json":
         check_nesting(value, RECORD_NESTED)
         return json.loads(value)
+    # Nested types: structs lose their null fields.
     if isinstance(kind, pa.Schema | pa.StructType):
         return {
             field.name: _as_in_json(x, field.type)
@@ -647,6 +649,7 @@ def _as_in_json(value: Any, kind: Any) -> Any:
         }
     if isinstance(value, list):
         return [_as_in_json(x, kind.value_type) for x in value]
+    # Scalars.
     if isinstance(value, bytes):
         return value.decode("utf-8")
     if not isinstance(value, str | int | float):

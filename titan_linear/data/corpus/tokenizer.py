@@ -359,6 +359,7 @@ class HuggingFaceTokenizer:
             if file.is_file()
         }:
             return found
+        # A setting is one template, a list of named ones, or an object by name.
         setting = self._settings.get("chat_template")
         if isinstance(setting, list):
             setting = {

@@ -218,6 +218,7 @@ def _info(
         "source": source,
         "files": files,
     }
+    # Entries that only some corpora have.
     info |= {name: n for name in ("group", "leaves") if (n := getattr(journal, name)) > 1}
     if journal.columns:
         info["columns"] = {
