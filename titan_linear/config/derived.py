@@ -104,8 +104,8 @@ def replicas_wait(t: Training) -> bool:
 
     Replicas are the copies of FSDP's shards. Until then, FSDP2 holds a rank's sum on the
     device, in the type of reductions. With CPU offload, or if gradients are kept in another
-    type, they are summed over replicas in every micro-step. A narrower type would not be
-    the type in which micro-steps are added up; a wider one takes no memory.
+    type, they are summed over replicas in every micro-step. This way,
+    micro-steps are not added up in a narrower type, and a wider type takes no memory.
     """
     return not t.enable_cpu_offload and t.mixed_precision_reduce == t.dtype
 

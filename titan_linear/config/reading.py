@@ -200,8 +200,8 @@ def _read_toml(path: str) -> Tables:
         raise ValueError(
             f"job.config_file = {path!r} cannot be read: {error.strerror}; give a TOML file"
         ) from None
-    # Malformed TOML or UTF-8.
     except ValueError as error:
+        # Malformed TOML or UTF-8.
         raise ValueError(f"{path} is not TOML: {error}; correct it there") from None
 
 

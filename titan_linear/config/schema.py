@@ -434,11 +434,10 @@ class Compile(Section):
 
 
 class Float8(Section):
-    """Float8 (e4m3, a scale for each row) in products of hidden states with weights of 2048 × 2048
-    or more, and in products that give the hidden states' gradients. Gradients of weights, gates,
-    routers, experts, convolutions, recurrences, attention and the head stay in
-    training.mixed_precision_param.
-    """
+    """Float8 (e4m3, a scale for each row) in products of hidden states with weights of 2048 ×
+    2048 or more, and in products that give the hidden states' gradients. Gradients of weights,
+    gates, routers, experts, convolutions, recurrences, attention and the head stay in
+    training.mixed_precision_param."""
 
     rules = (Rule.MAY_CHANGE,)
 

@@ -5,7 +5,8 @@ Questions are made offline, from a seed and, for some tasks, from a text.
 niah_*, vt, cwe, fwe, qa_*
     The thirteen forms of RULER (Hsieh et al. 2024): needles, variables, words, documents.
 mqar, copy, induction
-    Pairs of words among pairs (Arora et al. 2023), a passage among words, pairs of words in a text.
+    Pairs of words among pairs (Arora et al. 2023), a passage among words, pairs of words in
+    a text.
 """
 
 from __future__ import annotations
@@ -143,6 +144,7 @@ def variables(draw: Draw, text: Iterator[str], depth: float) -> Question:
     """
     chains, lines = [], []
     numbers = draw("number", 2)
+    # Each chain assigns a value to its first variable, and each variable to the next.
     for value in numbers:
         chains.append(draw("name", 5))
         lines.append(
@@ -172,6 +174,7 @@ def counted(
     words = sorted(words) if len(set(counts)) == 1 else words
     often = [word for word, count in zip(words, counts) for _ in range(count)]
 
+    # The wrong answers are the rare words of the first line; later lines draw new ones.
     def lines() -> Iterator[str]:
         yield " ".join(draw.shuffled(often + others)) + "\n"
         while True:

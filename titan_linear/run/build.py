@@ -157,8 +157,8 @@ def with_adapter(model: ModelConfig, config: Config) -> ModelConfig:
         )
     try:
         family = family_of(model, config)
-    # No architecture holds the model.
     except ValueError:
+        # No architecture holds the model.
         shared = ()
     else:
         shared = joined(model, family)
@@ -211,6 +211,7 @@ def balance_experts(model: ModelConfig, config: Config) -> ModelConfig:
     asked = {field: value for field, value in asked.items() if value >= 0}
     if not asked:
         return model
+    # Refuse keys for which the model has nothing to balance.
     if model.moe is None or (t.expert_bias_update_rate > 0 and not model.moe.selection_bias):
         key, what = (
             (next(iter(asked)), "experts")

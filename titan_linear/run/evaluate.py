@@ -3,8 +3,10 @@
 Prompts are packed as documents, and their answers are scored in one forward pass, under any
 split.
 
-    exact    1 if greedy decoding would write the answer: each of its tokens is the likeliest after those before it
-    score    1 if the answer is likelier than other candidates, at the token where they differ; chance: 1 / candidates
+    exact    1 if greedy decoding would write the answer: each of its tokens is the likeliest after
+             those before it
+    score    1 if the answer is likelier than other candidates, at the token where they differ;
+             chance: 1 / candidates
     loss     −log p of the answer, nats per token
 
 A prompt's numbers are means over its answers. Earlier answers stand in the prompt, so no
@@ -89,7 +91,11 @@ def text_of(config: Config, tokenizer: Tokenizer) -> Side:
 
 
 def records_of(sample: Sample, rows: np.ndarray) -> list[Record]:
-    """Return the records of one prompt. rows: of `_answered`."""
+    """Return the records of one prompt.
+
+    Args:
+        rows: the prompt's rows of `_answered`.
+    """
     return by_position(sample, rows) if sample.task == LOSS else [recall(sample, rows)]
 
 

@@ -284,8 +284,8 @@ def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
         dtype = "float32"
     try:
         destination(run, model.base, tokenizer, files=files)
-    # Adapters can be trained with such a tokenizer.
     except UnfitTokenizer as error:
+        # Adapters can be trained with such a tokenizer.
         print(f"warning: {error}; the folder gets no tokenizer")
         tokenizer, files = None, {}
     with ExitStack() as opened:
@@ -372,6 +372,7 @@ def merged(
         weight = base(name)
         if name not in adapted:
             return weight
+        # Projections that share a matrix share the A of the first.
         first = first_of(name, model.adapter, adapted)
         A, B = (trained(lora_name(n, part)).double() for n, part in ((first, "A"), (name, "B")))
         return weight.double() + model.adapter.factor * (B.flatten(A.dim() - 2, -2) @ A).view_as(

@@ -73,7 +73,7 @@ def generate(
     If the model is sharded, every rank makes the same call.
 
     Args:
-        options: of `continuations`.
+        options: the options of `continuations`.
 
     Raises:
         ValueError: a prompt has no tokens.
@@ -213,7 +213,7 @@ class _Reader:
         self.length, self.pending = 0, model.embedding.weight.new_empty(1, 0, model.config.dim)
 
     def read(self, tokens: Sequence[int]) -> list[int]:
-        """Return the likeliest token after each."""
+        """Read these tokens, and return the likeliest token after each."""
         h = self.model.head.norm(
             self._through(range(self.model.config.num_layers), self.length, tokens)
         )

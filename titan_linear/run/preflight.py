@@ -294,6 +294,7 @@ def check_schedule(config: Config, step: int, length: int) -> None:
     steps = config.training.steps
     if config.lr_scheduler.total_steps:
         return
+    # Compare the rate of this step under the old and the new length.
     then, now = (
         learning_rate(step, config.optimizer.lr, config.lr_scheduler, n) for n in (length, steps)
     )
@@ -477,6 +478,7 @@ def check_node_heads(model: ModelConfig, config: Config, world_size: int, node_s
     """Raise ValueError if the ranks of a node cannot share softmax heads, but must."""
     p = config.parallelism
     copies = p.context_parallel_degree * p.tensor_parallel_degree
+    # Ranks of each context-parallel group.
     groups = [
         range(first, first + copies, p.tensor_parallel_degree)
         for first in range(0, world_size, copies)
@@ -510,11 +512,13 @@ def check_float8(model: ModelConfig, config: Config) -> None:
     if not float8.enable:
         return
     products = use_float8(unallocated(model, torch.float32), [])
+    # Every filter must match a product.
     for part in float8.filter_fqns:
         if not any(part in name for names in products for name in names):
             raise ValueError(
                 f"float8.filter_fqns: {part!r} is in the name of no projection in float8; remove it"
             )
+    # Some product must remain.
     if not use_float8(unallocated(model, torch.float32), float8.filter_fqns):
         which = (
             "outside float8.filter_fqns"

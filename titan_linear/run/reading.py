@@ -109,9 +109,8 @@ class Reader:
         copied.wait()
         labels, *columns = (x.numpy() for x in numbers)
         own = [x[labels != IGNORE] for x in columns]
-        return list(
-            filter(None, gathered([] if self.dims.tp_ranks.rank else own, self.host))
-        )  # ranks of tp have the same
+        # Tensor-parallel ranks have the same numbers: only the first sends them.
+        return list(filter(None, gathered([] if self.dims.tp_ranks.rank else own, self.host)))
 
 
 def open_reader(config: Config) -> Reader:
@@ -130,7 +129,7 @@ def open_reader(config: Config) -> Reader:
 def config_for(path: Path, keys: list[str]) -> Config:
     """Return the configuration of the run that made these weights, with these keys changed.
 
-    Its weights are the ones that are loaded first.
+    A run with this configuration begins from these weights.
     """
     # Options for a Hugging Face folder, or for a checkpoint of a run.
     if (path / CONFIG).is_file():

@@ -7,12 +7,14 @@ Of a model with adapters, only the trained weights are saved.
         __R_0.distcp       what rank R wrote; any other number of ranks can read it
         .metadata          DCP's own index, which we never open (manifest.py)
         progress.json      `Progress`: the step, and what the run trains on
-        manifest.json      size and CRC-32 of every file above, the file of each slice of each tensor, and a
-                           CRC-32 of this file itself
-      step-200.tmp/        a save in progress, or what a killed save or removal left: the next save removes it
-      abandoned-DATE/      checkpoints of later steps, which the run left behind by resuming from an earlier one
-      rewound.json         the checkpoint.load_step to which the run has gone back; the same command then
-                           resumes from the newest
+        manifest.json      size and CRC-32 of every file above, the file of each slice of each
+                           tensor, and a CRC-32 of this file itself
+      step-200.tmp/        a save in progress, or what a killed save or removal left: the next save
+                           removes it
+      abandoned-DATE/      checkpoints of later steps, which the run left behind by resuming from an
+                           earlier one
+      rewound.json         the checkpoint.load_step to which the run has gone back; the same command
+                           then resumes from the newest
 
 A save fills step-N.tmp. Every rank computes the checksums of its own files while it writes
 them, syncs the files and reads them back from the disk to compare. Rank 0 adds the manifest

@@ -2,7 +2,8 @@
 
     config.json                      the model (models/families/)
     model-00001-of-00003.safetensors ...
-    model.safetensors.index.json     tensor -> file; a single file is model.safetensors, without an index
+    model.safetensors.index.json     tensor -> file; a single file is model.safetensors, without an
+                                     index
     tokenizer.json, ...              the tokenizer (data/corpus/tokenizer.py)
     modeling_titan_linear.py         the model, where transformers does not have it (models/families/remote.py)
 
@@ -191,6 +192,7 @@ def locate(folder: Folder, family: str, model: ModelConfig) -> list[Placement]:
         said = [_with_file(problem, folder) for problem in problems[:LISTED]]
         said += [f"and {len(problems) - LISTED} more"] if len(problems) > LISTED else []
         raise ValueError(f"'{folder.path}': {head} " + "; ".join(said)) from None
+    # Every tensor must have a dtype that can be read.
     for tensor in (
         folder.tensors[source.name] for placement in places for source in placement.sources
     ):

@@ -78,6 +78,7 @@ def find_family(model: ModelConfig, tokenizer: Files | None = None) -> str:
     """
     reasons = []
     kinds = {layer.kinds for layer in model.layers}
+    # Collect the reasons of families that have the layers but cannot hold the model.
     for family, has in FAMILIES.items():
         if kinds <= set(has.layers) and (has.experts if model.moe else has.mlp):
             try:

@@ -1,7 +1,8 @@
 """PEFT folders: adapters of a Hugging Face model, as `peft` and `transformers` open them.
 
     adapter_config.json            rank, alpha, what is adapted
-    adapter_model.safetensors      A and B by the names of transformers' modules; other parameters that were trained
+    adapter_model.safetensors      A and B by the names of transformers' modules; other parameters
+                                   that were trained
 
 A matrix adapted there may be several of our projections: they share A, and B's rows lie as
 the matrix's rows do (`models/adapters.py`). For stacked experts, A [E, r, inputs] is stored
@@ -161,6 +162,8 @@ def peft_config(model: ModelConfig, family: str, options: Options, base: str) ->
     """
     check_peft(model, family)
     held = contents(model, family)
+    # An adapter is named by its module, or by its weight for stacked experts and
+    # peft_weights.
     by_weight = FAMILIES[family].peft_weights
     adapted = [x for x in held if x.lora == "B"]
     modules = [x for x in adapted if not (x.stacked or x.module.rpartition(".")[2] in by_weight)]
@@ -357,6 +360,7 @@ def check_base(theirs: str, base: str, path: Path) -> None:
 def _check_options(path: Path, options: Options) -> None:
     config = settings_of(path)
     asked = {key: getattr(options, name) for key, name in OPTIONS.items()}
+    # Options must be equal; null and false are the same.
     for key, ours in (asked | UNREADABLE).items():
         theirs = config.get(key)
         if theirs != ours and not (theirs in (None, False) and not ours):
@@ -368,6 +372,7 @@ def _check_options(path: Path, options: Options) -> None:
             raise ValueError(
                 f"'{path / PEFT_CONFIG}': {key} = {theirs!r}, and the run has {ours!r}; {remedy}"
             )
+    # Some initializations have changed the base.
     if str(begun := config.get("init_lora_weights")).startswith(OF_THE_BASE):
         raise ValueError(
             f"'{path / PEFT_CONFIG}': init_lora_weights = {begun!r} changes the base; save it with peft's "

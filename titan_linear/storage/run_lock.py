@@ -64,8 +64,8 @@ def lock_folder(folder: str, key: str = "job.dump_folder") -> Iterator[None]:
         try:
             _sign(file, folder, key)
             yield
-        # The start is refused.
         except (ValueError, SystemExit):
+            # The start is refused.
             _take_back(new)
             raise
 

@@ -34,6 +34,7 @@ def write_manifest(
         implementations: the implementation chosen for each op, {"chunk_kda": "triton",
             ...}.
     """
+    # null stands for anything that is missing here.
     manifest = {
         "versions": {
             "titan_linear": __version__,
@@ -87,7 +88,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
         )
-    # Git is missing, or this is not a repository.
     except (OSError, subprocess.CalledProcessError):
+        # Git is missing, or this is not a repository.
         return None
     return done.stdout.strip()

@@ -205,8 +205,8 @@ def verify(path: Path) -> None:
                         else "was altered since it was saved (size or checksum)"
                     )
                     raise ValueError(f"checkpoint file '{path / name}' {problem}; {remedy}")
-        # Also after a signal.
         finally:
+            # Also after a signal.
             stop.set()
 
 

@@ -86,8 +86,8 @@ def _fill(reader: Reader, state: dict[str, State], group: dist.ProcessGroup | No
             process_group=group,
             no_dist=group is None,
         )
-    # A BaseException, the same on every rank.
     except dcp.CheckpointException as failure:
+        # A BaseException, the same on every rank.
         raise ValueError(
             f"'{reader.path}' cannot be loaded: {reasons(failure)}; {REMEDY}"
         ) from failure
@@ -120,7 +120,8 @@ def named_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the weights by name, without what wrappers add to names.
 
     A tied weight comes once, by its first name. The tensors share the memory of the model's
-    parameters. A part of a tensor has its place in the whole one.
+    parameters. A part of a tensor
+    records its place in the whole one.
     """
     state = get_model_state_dict(model)
     first = {name for name, _ in model.named_parameters()}
@@ -187,6 +188,7 @@ def _compare(path: Path, reader: Reader, state: dict[str, State]) -> None:
             f"'{path}' holds weights only (checkpoint.last_save_model_only), from which no run can resume; choose an "
             "earlier checkpoint.load_step, or start a new run with checkpoint.initial_load_path"
         )
+    # First the names, then the sizes, of the model and of the optimizer.
     for part, values in state.items():
         shapes = {f"{part}.{name}": tuple(x.shape) for name, x in values.items()}
         there = {name: tuple(x.size) for name, x in saved.items() if name.startswith(f"{part}.")}

@@ -238,7 +238,8 @@ def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool
         with suppress(OSError):  # not permitted in a cache that others wrote for us
             # Record the last use.
             os.utime(lock_file(folder))
-    # Refuse a corpus that does not fit the tokenizer or lacks bad documents.
+    # Refuse a corpus of another tokenizer, or one that skipped documents where they must stop
+    # the work.
     corpus = load_corpus(folder)
     if t.dataset != "tokens":
         corpus = replace(corpus, name=f"{t.path_key} = {t.path or t.dataset!r}")
@@ -269,8 +270,8 @@ def cached_corpus(texts: Texts) -> Corpus | None:
         if texts.dataset != "tokens":
             folder = _named(default_cache_dir() / f"{texts.dataset}-{texts.key}")
         return load_corpus(folder) if folder and (folder / INFO).exists() else None
-    # The run itself refuses it.
     except ValueError:
+        # The run itself refuses it.
         return None
 
 

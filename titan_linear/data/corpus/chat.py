@@ -2,15 +2,16 @@
 
 `training.dataset_format` is one of
 
-    messages     `messages`, a list of {"role", "content"}, or ShareGPT's `conversations`, and `tools` if any, as the
-                 chat template of the tokenizer's folder writes them. Answers are trained on: the messages of the role
-                 "assistant", each token with the message's `weight`, `train`, `trainable`, `loss` or `loss_scale`,
-                 0 to 1
-    completion   `prompt` and `completion`, two texts, each tokenised separately, without a space that the tokenizer
-                 puts before texts, and the end token; what follows the prompt is trained on
+    messages     `messages`, a list of {"role", "content"}, or ShareGPT's `conversations`, and
+                 `tools` if any, as the chat template of the tokenizer's folder writes them. Answers
+                 are trained on: the messages of the role "assistant", each token with the message's
+                 `weight`, `train`, `trainable`, `loss` or `loss_scale`, 0 to 1
+    completion   `prompt` and `completion`, two texts, each tokenised separately, without a space
+                 that the tokenizer puts before texts, and the end token; what follows the prompt is
+                 trained on
     tokens       `tokens`, a list of ids, all of which are trained on
-    preference   `chosen` and `rejected`, two documents: texts or messages after a question. Only answers that the
-                 other one lacks count
+    preference   `chosen` and `rejected`, two documents: texts or messages after a question. Only
+                 answers that the other document lacks count
 
 A chat template is a jinja2 program from elsewhere. It runs in jinja2's sandbox, in a
 separate process, which ends if one text takes SECONDS. It sees only the record and the
@@ -22,8 +23,8 @@ reasoning has the names that templates read. Arguments of calls that are JSON te
 parsed where the template would quote the text. A record with a tool, a call or a message
 that the template does not write is a bad document.
 
-An answer is the text that the template has between {% generation %} and {% endgeneration
-%}. Without these marks, the conversation is rendered twice for each answer: up to it, as a
+An answer is the text that the template has between {% generation %} and
+{% endgeneration %}. Without these marks, the conversation is rendered twice for each answer: up to it, as a
 prompt, and including it. If the second text begins with the first, and the whole
 conversation with the second, the answer is what the second adds to the first, up to the
 special token that ends it. A template that writes an answer differently in a longer
@@ -215,7 +216,7 @@ def _conversations(answers: list[Any], asked: Record) -> list[list[Record]]:
 
 
 def _as_messages(value: Any, role: str) -> list[Record]:
-    """Return a list of messages from a list, a message, or a text of this role."""
+    """Return a list of messages, from a list, one message, or a text by this role."""
     if isinstance(value, str):
         value = {"role": role, "content": value}
     messages = value if isinstance(value, list) else [value]
@@ -298,6 +299,7 @@ class Conversations:
         return _with_answer(ids, of_tokens, f"no message of the role {ANSWERER!r} is trained on")
 
     def _writer(self, record: Record) -> _Writer:
+        # Some tables hold tools and variables as JSON text.
         tools = [] if record.get("tools") == "" else _parsed(record.get("tools"))
         if not _are_objects(tools or []):
             raise _Problem("'tools' is no list of objects, nor the JSON text of one")
@@ -379,8 +381,8 @@ class _Writer(NamedTuple):
         try:
             with _in_time():
                 return (program or self.programs.plain).render(values)
-        # Whatever the template raises.
         except Exception as error:
+            # Whatever the template raises.
             null = (
                 ""
                 if all("content" in message for message in messages)

@@ -2,15 +2,21 @@
 
 A corpus is a folder (little-endian, no headers):
 
-    tokens.bin    uint16 if the vocabulary has at most 2¹⁶ ids, else uint32   [num_tokens], documents end to end
-    offsets.bin   int64    [num_documents + 1]; document d is tokens[offsets[d] : offsets[d+1]], never empty
-    hashes.bin    uint64   [num_documents]; blake2b of the document's tokens, which decides the held-out split
-    column-*.bin  [num_tokens] or [num_tokens, n]: values of tokens, described by "columns" in corpus.json;
-                  column-weights.bin: weight of each, in conversations 0 except for answers. Without it, all count 1
-    files.bin     int64    [num_files + 1], texts only: documents files[f] to files[f + 1] are of text file f
+    tokens.bin    uint16 if the vocabulary has at most 2¹⁶ ids, else uint32   [num_tokens],
+                  documents end to end
+    offsets.bin   int64    [num_documents + 1]; document d is tokens[offsets[d] : offsets[d+1]],
+                  never empty
+    hashes.bin    uint64   [num_documents]; blake2b of the document's tokens, which decides the
+                  held-out split
+    column-*.bin  [num_tokens] or [num_tokens, n]: values of tokens, described by "columns" in
+                  corpus.json; column-weights.bin: weight of each, in conversations 0 except for
+                  answers. Without it, all count 1
+    files.bin     int64    [num_files + 1], texts only: documents files[f] to files[f + 1] are of
+                  text file f
     files.json    the paths of these text files when they were tokenised
-    corpus.json   counts, dtype, the tokenizer's fingerprint, the content's fingerprint, the source, and each file's
-                  size and CRC-32 per 16 MiB; a CRC-32 of the JSON itself under "checksum"
+    corpus.json   counts, dtype, the tokenizer's fingerprint, the content's fingerprint, the source,
+                  and each file's size and CRC-32 per 16 MiB; a CRC-32 of the JSON itself under
+                  "checksum"
 
 Elsewhere (in a checkpoint, for example) a corpus is identified by `Corpus.fingerprint`,
 which depends only on the tokens and on which of them are trained on.
@@ -330,6 +336,7 @@ def verify_once(folder: Path, info: str, files: Mapping[str, Json]) -> None:
     """
     for name, file in files.items():
         _check_size(folder / name, file["size"])
+    # Compare with the file stats noted when the files were last found whole.
     path = os.fsencode(os.path.abspath(folder))
     note = default_cache_dir() / f"whole-{hashlib.sha256(path).hexdigest()[:24]}.json"
     stats = ((name, (folder / name).stat()) for name in (info, *files))
@@ -337,6 +344,7 @@ def verify_once(folder: Path, info: str, files: Mapping[str, Json]) -> None:
     with suppress(Unreadable):
         if read_json(note, dict[str, list[int]], "") == found:
             return
+    # Read everything, and note the stats for the next start.
     verify_files(folder, files)
     try:
         note.parent.mkdir(parents=True, exist_ok=True)

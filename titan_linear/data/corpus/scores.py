@@ -3,8 +3,8 @@
 column-*.bin
     [num_tokens] or [num_tokens, n], as in the folder of a corpus.
 scores.json
-    Fingerprints of the corpus and the tokenizer, the columns, and the scoring's progress; at the end,
-    each file's size and checksums, as in corpus.json.
+    Fingerprints of the corpus and the tokenizer, the columns, and the scoring's progress;
+    at the end, each file's size and checksums, as in corpus.json.
 
 Checksums are compared when scores are opened, at the disk's speed, unless no file has
 changed since the last comparison.
@@ -102,6 +102,7 @@ def with_scores(
                 f"loss.scores: {folder} was scored with --temperature {scores.by['temperature']}, and the loss reads "
                 f"log-probabilities at {temperature:g}; score with that, or set distillation.temperature"
             )
+        # Add the columns to every corpus with the content that was scored.
         corpora = [
             replace(corpus, columns={**corpus.columns, **columns})
             if corpus.identity == identity

@@ -1,12 +1,15 @@
 """Sources: where documents come from, and in what order.
 
     stdlib    the *.py files of this Python's standard library; a file is a document
-    text      a file, a folder (all its files except hidden ones) or globs, separated by commas; a file is a document
-    jsonl     the same, *.jsonl (also compressed: .gz, .zst, .xz, .bz2) in folders; a line is a document: its text field
-    parquet   the same, *.parquet in folders; a row is a document: its text column. In folders of records, names that
-              begin with "_" (a table's log, what a job left unfinished) are skipped
-    arrow     the same, *.arrow in folders; a row is a document. A folder that Hugging Face's `datasets` saved is read
-              in the order of its state.json
+    text      a file, a folder (all its files except hidden ones) or globs, separated by commas; a
+              file is a document
+    jsonl     the same, *.jsonl (also compressed: .gz, .zst, .xz, .bz2) in folders; a line is a
+              document: its text field
+    parquet   the same, *.parquet in folders; a row is a document: its text column. In folders of
+              records, names that begin with "_" (a table's log, what a job left unfinished) are
+              skipped
+    arrow     the same, *.arrow in folders; a row is a document. A folder that Hugging Face's
+              `datasets` saved is read in the order of its state.json
 
 A record (a line or a row) yields as document the text of one field or, in other formats,
 the conversation that several fields hold (chat.py). Files are read in the order of their
@@ -143,8 +146,8 @@ class _Fields:
                 )
         try:
             to_json(content, bytes_mode="base64", fallback=str)
-        # Half a character.
         except ValueError as error:
+            # Half a character.
             return Document("", origin, size, f"not JSON in UTF-8: {error}; repair it")
         columns = {name: record[name] for name in self.columns}
         # Look for unread fields of the record and its messages that are named like columns.
@@ -323,7 +326,8 @@ def _walk(
             folders.clear()
             continue
         seen.add(real)
-        # Sorted, so that of two links to a folder the first one is followed on any file system.
+        # Sorted, so that of two links to a folder the first one is followed on any file
+        # system.
         folders[:] = sorted(
             name for name in folders if not name.startswith(".") and name not in skip
         )
@@ -608,6 +612,7 @@ def _records(batch: Any, fields: _Fields) -> Iterator[Json | str]:
             if isinstance(error, UnicodeDecodeError)
             else f"cannot be read ({error})"
         ]
+        # Read the rows one by one, so that only unreadable rows become problems.
         if len(batch) > 1:
             records = (
                 record
@@ -631,6 +636,7 @@ def _as_in_json(value: Any, kind: Any) -> Any:
     if isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json":
         check_nesting(value, RECORD_NESTED)
         return json.loads(value)
+    # Nested types: structs lose their null fields.
     if isinstance(kind, pa.Schema | pa.StructType):
         return {
             field.name: _as_in_json(x, field.type)
@@ -643,6 +649,7 @@ def _as_in_json(value: Any, kind: Any) -> Any:
         }
     if isinstance(value, list):
         return [_as_in_json(x, kind.value_type) for x in value]
+    # Scalars.
     if isinstance(value, bytes):
         return value.decode("utf-8")
     if not isinstance(value, str | int | float):

@@ -215,6 +215,6 @@ def _work(encoder: Encoder, connection: Connection, inherited: list[Connection])
                 # The process that asked raises whatever the tokenizer raises.
                 encoded = error
             connection.send(encoded)
-    # The parent is gone.
     except (EOFError, OSError):
+        # The parent is gone.
         return

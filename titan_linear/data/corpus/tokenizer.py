@@ -70,7 +70,7 @@ _NO_SPACE = {
     "prepend_scheme": "never",
     "add_prefix_space": False,
 }
-# The most characters that may be made of one: real tokenizers make some tens.
+# Maximum number of characters made of one; real tokenizers make some tens.
 _GROWTH = 10_000
 GENERATION = "generation_config.json"
 _COPIED = ("vocab.json", "merges.txt", "tokenizer.model", GENERATION)
@@ -247,8 +247,8 @@ class HuggingFaceTokenizer:
         self._file, data = file, _read(file)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
-        # tokenizers raises bare Exception, and nothing narrower.
         except Exception as error:
+            # tokenizers raises bare Exception, and nothing narrower.
             raise ValueError(
                 f"model.tokenizer_path: {file} is no Hugging Face tokenizer: {error}; fetch it again"
             ) from error
@@ -280,7 +280,7 @@ class HuggingFaceTokenizer:
         self._settings = _read_settings(file.parent)
         self.bos_id = vocabulary.get(_name_of(self._settings.get("bos_token")))
         self.first_ids = [x for x in self._tokenizer.encode("").ids if x == self.bos_id]
-        # It would also move the places of tokens.
+        # A post-processor would also move the places of tokens.
         self._tokenizer.post_processor = None
         self.eos_id = _find_eos(file, self._settings, self._added, vocabulary)
         # The end of generated texts is in generation_config.json, else in the model's
@@ -305,8 +305,8 @@ class HuggingFaceTokenizer:
         try:
             # A letter of cuneiform, which vocabularies do not have.
             known = len(self.encode("\U00012000"))
-        # A document with such a letter is refused.
         except ValueError:
+            # A document with such a letter is refused.
             return line
         return (
             line
@@ -359,6 +359,7 @@ class HuggingFaceTokenizer:
             if file.is_file()
         }:
             return found
+        # A setting is one template, a list of named ones, or an object by name.
         setting = self._settings.get("chat_template")
         if isinstance(setting, list):
             setting = {

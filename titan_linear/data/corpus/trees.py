@@ -5,7 +5,8 @@ A node is an object with
     tokens, or text     its own, which continue the parent's
     weights             optional: how much each token counts, a number or a list with one for each
     children            optional: nodes
-    other columns       (columns.py) as the loss reads them; optional in a node whose tokens count nothing
+    other columns       (columns.py) as the loss reads them; optional in a node whose tokens count
+                        nothing
 
 and a record is the root. Each path from the root to a leaf is a document; a text ends, at a
 leaf, with the end token. `trees_of` makes trees of documents (`training.share_prefixes`).

@@ -192,8 +192,8 @@ def write_into(
             and (temporary / JOURNAL).exists()
         ):
             print(f"what is tokenised is kept in {temporary}: the same command resumes from it")
-        # On a full disk, for example: leave no half corpus that fills it.
         else:
+            # On a full disk, for example: leave no half corpus that fills it.
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
@@ -218,6 +218,7 @@ def _info(
         "source": source,
         "files": files,
     }
+    # Entries that only some corpora have.
     info |= {name: n for name in ("group", "leaves") if (n := getattr(journal, name)) > 1}
     if journal.columns:
         info["columns"] = {
@@ -265,7 +266,7 @@ def _write_arrays(
                 _sync_files(files)
                 write_whole(folder / JOURNAL, as_json(asdict(journal)))
                 journaled = time.monotonic()
-        # Check and complete the whole.
+        # Check the counts, and complete the files.
         if not journal.num_documents:
             raise ValueError(f"no documents to write to {folder}; give one at least")
         if journal.num_documents % journal.group:

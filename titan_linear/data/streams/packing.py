@@ -1,6 +1,6 @@
 """Packed streams: documents laid end to end, cut into streams of `seq_len` tokens.
 
-    line     | d5        |d0 |d3            |d1  |d4   | d2 |d1  |d2 | d5   …     epoch 0 ends after d2
+    line     | d5        |d0 |d3            |d1  |d4   | d2 |d1  |d2 | d5   …   epoch 0 ends after d2
     streams  |---- 0 ----|---- 1 ----|---- 2 ----|---- 3 ----|---- 4 ----|  …     T tokens each
 
 Each stream is a function of its index, found without reading the streams before it: i·T

@@ -9,7 +9,8 @@ the documents of the other side. It stores only the number of the side's tokens 
 bundle, 8 bytes for BUNDLE documents. For more than SMALL documents, these sums are computed
 once and kept in a file next to the token caches, which all processes of a machine map:
 
-    split-<fingerprint of the corpus>-<threshold>.bin     int64 [2, bundles + 1]: to train on, held out; then a CRC-32
+    split-<fingerprint of the corpus>-<threshold>.bin
+        int64 [2, bundles + 1]: to train on, held out; then a CRC-32
 """
 
 from __future__ import annotations
