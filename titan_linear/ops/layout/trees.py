@@ -96,8 +96,7 @@ class Tree(NamedTuple):
 
 
 def exchanged(tree: Tree) -> tuple[int, int]:
-    """Return how many points' S_ext and M a rank sends to all ranks, and the number of
-    folds that states follow from.
+    """Return the number of points whose S_ext and M a rank sends to all, and of folds.
 
     There is one fold for each level of shared points, of which there are no more than
     points, and one for the rank's own points.
@@ -109,8 +108,7 @@ def tree_of(nodes: Nodes, owners: np.ndarray, size: int, rank: int) -> Tree:
     """Build the tables of one rank.
 
     Args:
-        owners: rank of each fragment of `size` tokens; with a single rank, nodes are not
-            cut.
+        owners: rank of each fragment of `size` tokens; a single rank has uncut nodes.
     """
     start = nodes.starts(size if owners.any() else None)
     owner = owners[start // size]
