@@ -66,12 +66,12 @@ class Rule(Protocol):
     kept: Sequence[Tensor]
 
     def boundary(self, chains: Chains) -> tuple[Tensor, Tensor]:
-        """Return S_ext [slots,HV,K,V] and M of each slot's entry, as `chains.wanted`
-        requests.
+        """Return S_ext [slots,HV,K,V] and M of each slot's entry.
 
-        The entry's end state is M S + S_ext if S enters it. M is [slots,HV,K,K], or
-        [slots,HV,K or 1] if it is diagonal. K and V of these tensors, and of the states
-        computed from them, may be padded with zeros.
+        They are needed only where `chains.wanted` requests them. The entry's end state is M
+        S + S_ext if S enters it. M is [slots,HV,K,K], or [slots,HV,K or 1] if it is
+        diagonal. K and V of these tensors, and of the states computed from them, may be
+        padded with zeros.
         """
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
@@ -173,8 +173,9 @@ class Saved(NamedTuple):
 
 
 class _Recurrence(torch.autograd.Function):
-    """The function (initial_state [N,HV,K,V] or None, fields of `call.inputs`) -> (o, final
-    states).
+    """Function of (initial_state [N,HV,K,V] or None, fields of `call.inputs`).
+
+    It returns (o, final states).
     """
 
     @staticmethod
@@ -307,8 +308,8 @@ def run(
     name = recurrence.named("initial_state")
     check_floats(**{name: initial_state})
     _check_state(name, initial_state, N, v.shape[2], K, v.shape[3], state_v_first)
-    # Ulysses: exchange tokens for heads, and run the whole stream.
     initial_state = swapped(initial_state, state_v_first)
+    # Ulysses: exchange tokens for heads, and run the whole stream.
     several = cp_context is not None and cp_context.ranks.world_size > 1
     if several and cp_method == "ulysses":
         return _over_heads(recurrence, given, options, cp_context, impl), None

@@ -187,15 +187,17 @@ def block_sizes(world_size: int) -> list[int]:
 
 
 def blocks_wanted(fragments: Fragments, world_size: int, *, reverse: bool) -> tuple[ndarray, bool]:
-    """Return what blocks of ranks pass on to the next block.
+    """Return what blocks of ranks pass on, and whether any fragments run from the last rank
+    down.
+
+    A block passes on a STATE if a document continues from its last fragment into the next,
+    and a STATE_AND_M if that state also depends on what enters the first fragment. In
+    reverse it passes on from its first fragment into the one before.
 
     Returns:
-        [Σ W/n · slots] int32: for blocks of each of `block_sizes`, in rank order, and for
-            each slot: NOTHING, STATE or STATE_AND_M. A block passes on a STATE if a
-            document continues from its last fragment into the next, and a STATE_AND_M if
-            that state also depends on what enters the first fragment. In reverse it passes
-            on from its first fragment into the one before.
-        Also whether the fragments of some slots run from the last rank to the first.
+        [Σ W/n · slots] int32, NOTHING, STATE or STATE_AND_M: for blocks of each of
+            `block_sizes`, in rank order, and for each slot; and whether the fragments of
+            some slots run from the last rank to the first.
     """
     # Arrange the fragments' properties by rank and slot.
     slots = len(fragments) // world_size

@@ -126,7 +126,7 @@ class Nodes:
         return np.append(self.edges[heads], self.edges[-1]), self.begins[heads]
 
     def below(self, edges: ndarray) -> ndarray | None:
-        """Return rectangles [., 4] of the tokens below nodes and the tokens that they
+        """Return rectangles [., 4]: the tokens below nodes, and the tokens that they
         continue.
 
         A row has the range of queries below a node, then the range of keys: from the
@@ -163,7 +163,7 @@ class Nodes:
         return number, self.edges[nodes], np.where(last, end[number], self.edges[nodes + 1])
 
     def starts(self, size: int | None) -> ndarray:
-        """Return where each entry begins [E]: each node, and each fragment of `size`
+        """Return where entries begin [E]: at each node, and at each fragment of `size`
         tokens.
         """
         cuts = np.arange(0, self.edges[-1], size or self.edges[-1])

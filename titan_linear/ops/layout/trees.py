@@ -1,9 +1,9 @@
 """Tables of prefix trees (nodes.py) that recurrences and attention read.
 
-An entry is the part of a node in a fragment. Entries that others begin from are *points*: M
-S + S_ext leaves a point if S enters it. All states follow from the points' S_ext and M by a
-fold along the paths (ops/exchange/trees.py). Points that have entries of other ranks below
-them are *shared*: all ranks read their S_ext and M.
+An entry is the part of a node in a fragment. Entries that others begin from are *points*.
+If S enters a point, M S + S_ext leaves it. All states follow from the points' S_ext and M
+by a fold along the paths (ops/exchange/trees.py). Points that have entries of other ranks
+below them are *shared*: all ranks read their S_ext and M.
 """
 
 from __future__ import annotations
