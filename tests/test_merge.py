@@ -161,6 +161,13 @@ def test_copies_of_a_tied_embedding_are_not_lost(tmp_path, corpus, capsys):
     assert convert(argv) == 0
 
 
+def test_a_run_says_how_the_adapters_that_it_begins_from_were_trained(tmp_path, corpus, capsys):
+    folder = exported("Bamba", tmp_path, model__attention__rope_theta=50000.0)
+    preflight(config_of("Bamba", tmp_path, corpus, adapter__initial_load_path=folder), 1)
+    said = "were trained with --model.attention.rope_theta=50000.0 --training.seq_len=32"
+    assert said in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "key, value",
     [

@@ -1,4 +1,7 @@
-"""All commands: `titan-linear COMMAND …`, or `python -m titan_linear COMMAND …` where the package is not installed."""
+"""All commands of titan_linear: `titan-linear COMMAND …`.
+
+`python -m titan_linear COMMAND …` does the same where the package is not installed.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from titan_linear.distributed.process import MISTAKE, run_command
 
 
 class Command(NamedTuple):
-    module: str  # whose main(argv) returns the exit code
+    # The module that has `main(argv)`, which returns the exit code.
+    module: str
     does: str
 
 

@@ -4,10 +4,12 @@ titan-linear evaluate outputs/debug --tasks niah_single_2 mqar --lengths 1k 2k
 titan-linear evaluate --write corpora/mqar --tasks mqar --lengths 256 1k --evaluation.samples 1000 --debug.seed 1
 titan-linear evaluate Qwen3.5-2B --tasks niah_multikey_1 vt --lengths 4k 64k 1m --training.dataset_path 'books/*'
 
-PATH is a run's folder or its checkpoint/, a step-N in it, or a Hugging Face folder. Keys, the run's own and those that
-are given here, say what the texts are and under which split it runs, of NGPU processes as in training. Tasks and
-scores: docs/telemetry.md. FOLDER/evaluation.jsonl gets a line for each prompt. --write makes prompts to train on
-instead, a folder (training.dataset = "tokens") whose labels are the answers; give another seed than the evaluation's.
+PATH is a run's folder or its checkpoint/, a step-N in it, or a Hugging Face folder. The
+run's keys, and keys given here, determine the texts and the split. NGPU is the number of
+processes, as in training. Tasks and scores: docs/telemetry.md. FOLDER/evaluation.jsonl gets
+a line for each prompt. --write makes prompts to train on instead: a folder
+(training.dataset = "tokens") whose labels are the answers. Give it another seed than the
+evaluation's.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ SIZES = {"k": 1 << 10, "m": 1 << 20}
 @refusing
 def main(argv: list[str]) -> int:
     args, keys = parse(argv)
+    # A worker evaluates. The first process checks everything, then starts the workers.
     if under_launcher():
         return joined(load_config(keys), partial(evaluate, args.output))
     if args.write:
@@ -47,18 +50,21 @@ def main(argv: list[str]) -> int:
     config, node, tokenizer, model = checked(args.path, keys)
     check_evaluation(config, model, tokenizer)
     if args.output:
-        write_down([], 0, Path(args.output))  # refused here, if at all, not after hours
+        # An output that cannot be written is refused here, not after hours.
+        write_down([], 0, Path(args.output))
     return run_workers(config, node, "titan_linear.evaluate", ["--output", args.output])
 
 
 def write_prompts(folder: str, config: Config) -> None:
-    """A corpus, of which the answers are trained on."""
+    """Write a corpus whose labels are the answers of the prompts."""
     tokenizer = open_tokenizer(config)
     check_evaluation(config, model_config(config, tokenizer), tokenizer)
     prompts = open_prompts(config, tokenizer)
     made = map(prompts.prompt, prompts.samples)
     documents = (
-        DocumentTokens(rows[:, 0], {WEIGHTS: np.float32(rows[:, 1] != NONE)}) for rows in made
+        # Only tokens of answers have weight: in the other rows the second column is NONE.
+        DocumentTokens(rows[:, 0], {WEIGHTS: np.float32(rows[:, 1] != NONE)})
+        for rows in made
     )
     write_corpus(folder, documents, tokenizer, columns={WEIGHTS: COLUMNS[WEIGHTS]})
     print(f"{len(prompts.samples):,} prompts in '{folder}'")
@@ -71,13 +77,13 @@ def evaluate(output: str, config: Config) -> None:
 
 
 def examined(config: Config) -> list[Record]:
-    """What each prompt has shown, on rank 0."""
+    """Return the scores of each prompt, on rank 0."""
     reader = open_reader(config)
     return examine(reader, open_prompts(config, reader.tokenizer))
 
 
 def step_of(config: Config) -> int:
-    """Of the checkpoint; 0 for a folder from elsewhere."""
+    """Return the checkpoint's step; 0 for a folder from elsewhere."""
     found = re.search(r"step-(\d+)$", config.checkpoint.initial_load_path)
     return int(found[1]) if found else 0
 
@@ -96,7 +102,7 @@ def shown(records: list[Record], output: str, step: int) -> None:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The arguments, and those that are keys of the configuration."""
+    """Return the arguments of this command, and the arguments that are configuration keys."""
     parser = command_parser(
         "titan-linear evaluate",
         __doc__,
@@ -119,6 +125,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     args, keys = path_and_keys(parser, argv)
     if not (args.path or args.write or under_launcher()):
+        # These options are short forms of configuration keys.
         raise ValueError(
             "give PATH, what is evaluated: a run's folder, a checkpoint or a Hugging Face folder"
         )

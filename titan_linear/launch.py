@@ -1,12 +1,15 @@
-"""Start a run, or this machine's part of it: `NGPU=4 python -m titan_linear.launch --training.steps 100`.
+"""Start a run, or this machine's part of it.
 
-Everything that can be refused is refused here, before a process starts: the configuration, the run's folder, the
-corpus, the tokenizer, the checkpoint; and each node writes its token cache. Then torchrun starts the workers, in this
-process. `torchrun -m titan_linear.train` works too: there rank 0 does what is done here before.
+NGPU=4 python -m titan_linear.launch --training.steps 100
+
+Everything that can be refused is refused here, before a process starts: the configuration,
+the run's folder, the corpus, the tokenizer and the checkpoint. Each node also writes its
+token cache. Then torchrun starts the workers, in this process. `torchrun -m
+titan_linear.train` works too: in that case rank 0 makes the same checks.
 
 NGPU                      number of processes on this node
-NNODES, NODE_RANK         number of nodes, and which this one is (default: 1, 0)
-MASTER_ADDR, MASTER_PORT  where node 0 is (with several nodes; default port: 29500)
+NNODES, NODE_RANK         number of nodes, and this node's number (default: 1, 0)
+MASTER_ADDR, MASTER_PORT  address of node 0 (with several nodes; default port: 29500)
 """
 
 from __future__ import annotations
@@ -42,28 +45,40 @@ from titan_linear.storage.rundir import CONFIG
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-PREPARE = 24 * 3600  # seconds for the nodes to meet: each prepares its data before
-REPEAT = 0.3  # seconds in which a wrapper that passes signals on may send the same one again
-FOLLOWING = (LOST, -signal.SIGTERM)  # how workers end because another has: torchrun sends SIGTERM
+# Seconds for the nodes to meet: each of them prepares its data first.
+PREPARE = 24 * 3600
+# Seconds in which a wrapper that passes signals on may send the same signal again.
+REPEAT = 0.3
+# Exit codes of workers that ended because another did: torchrun sends SIGTERM.
+FOLLOWING = (LOST, -signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class Node:
-    """This machine among those of a run, and where they meet: NODE_RANK of NNODES, MASTER_ADDR, MASTER_PORT."""
+    """This machine among the machines of a run, and the place where they meet.
+
+    Read from NODE_RANK of NNODES, MASTER_ADDR and MASTER_PORT.
+    """
 
     processes: int
     rank: int = 0
     count: int = 1
-    address: str = ""  # unless it is alone
+    # Empty if this machine is alone.
+    address: str = ""
     port: int = 0
 
 
 @refusing
 def main(argv: list[str]) -> int:
-    """Check, then run. Return the exit code: 0, 2 for a user's mistake, 130, 143, or a failed worker's."""
+    """Check the run, then start it; return the exit code.
+
+    The code is 0, 2 for a user's mistake, 130, 143, or a failed worker's.
+    """
+    # Until there are workers, a request to stop ends this process at once.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # meant for the workers, once there are any
+    # SIGUSR1 is meant for the workers, once there are any.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if any(flag in ("-h", "--help") and what == "flavors" for flag, what in pairwise(argv)):
         from titan_linear.models.presets import flavors
 
@@ -72,7 +87,7 @@ def main(argv: list[str]) -> int:
     config, node = load_config(argv), this_node()
     world_size = node.count * node.processes
     check_config(config, world_size)
-    # slow to import; --help and misspelt keys do without
+    # This import is slow. `--help` and misspelled keys do not need it.
     from titan_linear.run.preflight import cleared
 
     with (
@@ -88,10 +103,12 @@ def this_node() -> Node:
     Raises:
         ValueError: a variable is missing or wrong.
     """
+    # A single node does not need the other variables.
     processes = process_count()
     nodes = _number("NNODES", "1", 1)
     if nodes == 1:
         return Node(processes)
+    # With several nodes, check this node's number and the address of node 0.
     rank = _number("NODE_RANK", "", 0)
     port = _number("MASTER_PORT", "29500", 1)
     if port > 65535:
@@ -105,8 +122,9 @@ def this_node() -> Node:
         raise ValueError(
             f"NNODES = {nodes} needs MASTER_ADDR, the address of node 0; set it, the same on every node"
         )
+    # torchrun would look for a wrong address for as long as it waits.
     try:
-        socket.getaddrinfo(address, port)  # torchrun would look for it for as long as it waits
+        socket.getaddrinfo(address, port)
     except (OSError, UnicodeError, OverflowError) as error:
         raise ValueError(
             f"MASTER_ADDR = {address!r}, MASTER_PORT = {port} is no address ({error}); give node 0's"
@@ -115,10 +133,12 @@ def this_node() -> Node:
 
 
 def process_count() -> int:
-    """Number of processes on this node: NGPU, else the number of GPUs present, else 2, on the CPU.
+    """Return the number of processes on this node.
+
+    It is NGPU if set, else the number of GPUs present, else 2, on the CPU.
 
     Raises:
-        ValueError: NGPU is not a positive number, or more than the GPUs present.
+        ValueError: NGPU is not a positive number, or is more than the GPUs present.
     """
     import torch
 
@@ -138,20 +158,21 @@ def _number(name: str, default: str, least: int) -> int:
     return int(value)
 
 
-# --- Workers ---------------------------------------------------------------------------------------------------------
+# --- Workers ------------------------------------------------------------------------------
 
 
 def run_workers(
     config: Config, node: Node, module: str = "titan_linear.train", more: Sequence[str] = ()
 ) -> int:
-    """Run `python -m module`, with `more` arguments, in this node's processes, by torchrun, and return the exit code of
-    the whole.
+    """Run `python -m module` in this node's processes; return the run's exit code.
 
-    Workers read the configuration as it was checked, also when they start again: its file may have changed by then.
+    torchrun starts the processes. `more` is appended to their arguments. Workers read the
+    configuration as it was checked, also when they start again: the user's file may have
+    changed by then.
 
     Raises:
         ValueError: the nodes cannot meet.
-        SystemExit: after a signal, if there were no workers yet or it was a second Ctrl-C.
+        SystemExit: a signal came before there were workers, or Ctrl-C came a second time.
     """
     if node.count > 1:
         print(f"node {node.rank} of {node.count} meets the others at {node.address}:{node.port}")
@@ -164,11 +185,12 @@ def run_workers(
         )
         workers = Workers(node, config, folder, [module, "--job.config_file", str(checked), *more])
         workers.run_to_end()
-        # a signal of another node
+        # Another node may have received the signal.
         stopped_for = workers.stop or (int(agreed.read_text()) if agreed.exists() else 0)
     failures = workers.failures
     if workers.stop:
-        # A worker that was asked to stop before it handled signals was killed by the request, and others lost it.
+        # A worker that was asked to stop before it handled signals was killed by the
+        # request. Other workers then lost it.
         failures = {
             rank: failure for rank, failure in failures.items() if failure.exitcode not in FOLLOWING
         }
@@ -178,13 +200,13 @@ def run_workers(
 
 
 def _environment(processes: int) -> dict[str, str]:
-    """Variables for the workers; a default yields to a value that the user has set."""
+    """Return variables for the workers; a value that the user has set wins over a default."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // processes)),
-        # Waiting threads soon sleep: on a machine with other work, spinning would take the core that the thread they
-        # wait for needs. If they slept at once (PASSIVE sets libgomp's spin count to 0), waking them would halve the
-        # speed of a free machine.
+        # Waiting threads soon sleep. On a machine with other work, spinning would take the
+        # core that the awaited thread needs. If they slept at once (PASSIVE sets libgomp's
+        # spin count to 0), waking them would halve the speed of a free machine.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -194,6 +216,7 @@ def _environment(processes: int) -> dict[str, str]:
 
 def _report(failures: dict[int, ProcessFailure]) -> int:
     """Print which rank failed first, and return its exit code."""
+    # Workers that followed another's failure sort last, then the earliest failure wins.
     order = {
         rank: (failure.exitcode in FOLLOWING, failure.timestamp)
         for rank, failure in failures.items()
@@ -211,12 +234,14 @@ def _report(failures: dict[int, ProcessFailure]) -> int:
 class Workers(threading.Thread):
     """torchrun's `run`, in a thread, and the workers that it starts.
 
-    It never sees a signal: it would kill the workers 30 seconds later. Signals come to the main thread, also while
-    PyTorch waits for other nodes in C++. The first request to stop is passed on to workers as SIGTERM: they save for
-    as long as it takes, and end with 0. A Ctrl-C after it ends them at once, but not within REPEAT seconds: wrappers
+    torchrun never sees a signal: it would kill the workers 30 seconds later. Signals come
+    to the main thread, also while PyTorch waits for other nodes in C++. The first request
+    to stop is passed on to the workers as SIGTERM: they save for as long as it takes, and
+    end with 0. A Ctrl-C after it ends them at once, but not within REPEAT seconds: wrappers
     repeat at once what the terminal has already sent, and a person takes longer.
 
-    stop: number of the signal of the first request; 0: none. failures: of this node's workers, by rank.
+    `stop` is the number of the first request's signal (0: none). `failures` holds this
+    node's failed workers, by rank.
     """
 
     def __init__(self, node: Node, config: Config, folder: str, command: list[str]):
@@ -233,18 +258,22 @@ class Workers(threading.Thread):
             "monitor-interval": 0.1,
             "log-dir": folder,
         }
+        # Several nodes meet at node 0's address.
         if node.count > 1:
             options |= {"nnodes": node.count, "node-rank": node.rank}
             options |= {"rdzv-endpoint": self.place, "rdzv-conf": f"timeout={PREPARE}"}
         else:
-            # In a file of our own: through a port, whoever reaches it can have all workers start again, and what comes
-            # through it is unpickled. The workers meet on the loopback; torchrun's store listens on all interfaces.
+            # A single node meets in a file of our own. Through a port, whoever reaches it
+            # could make all workers start again, and data received through it is unpickled.
+            # The workers meet on the loopback; torchrun's store listens on all interfaces.
             options |= {
                 "rdzv-backend": "c10d",
                 "rdzv-conf": "store_type=file",
                 "local-addr": "localhost",
             }
             options |= {"rdzv-endpoint": f"{folder}/rendezvous"}
+            # Bind the port here and pass it on as an open socket, so that nobody else can
+            # take it.
             listening = socket.create_server(("127.0.0.1", 0))
             _, port = listening.getsockname()
             self.store = TCPStore(
@@ -261,18 +290,20 @@ class Workers(threading.Thread):
             *command,
         ]
         self.stop, self.stopped_at = 0, 0.0
-        self.told: set[int] = set()  # process ids of workers that SIGTERM was sent to
+        # Process ids of workers that SIGTERM was sent to.
+        self.told: set[int] = set()
         self.failures: dict[int, ProcessFailure] = {}
         self.error: BaseException | None = None
 
     def run_to_end(self) -> None:
         self.start()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # as nohup has it
+            # A SIGHUP that nohup ignores stays ignored.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on_request)
-        # snapshots (profiling.py)
+        # SIGUSR1 asks the workers for memory snapshots (profiling.py).
         signal.signal(signal.SIGUSR1, lambda number, _: _send(number, self._running()))
+        # Pass requests on to workers until torchrun ends.
         while self.is_alive():
             self.join(0.1)
             self._pass_on()
@@ -284,14 +315,17 @@ class Workers(threading.Thread):
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import get_args_parser, run
 
+        # The launcher reports failures itself, so torchrun's log is silenced. With
+        # restarts, it still prints the error of the worker that made all of them start
+        # again.
         log = logging.getLogger("torch.distributed.elastic")
         log.propagate = False
-        log.handlers = [logging.NullHandler()]  # what happens is said here
-        if self.max_restarts:  # but for the worker because of which others start again
+        log.handlers = [logging.NullHandler()]
+        if self.max_restarts:
             said = logging.StreamHandler()
             said.setLevel(logging.ERROR)
             logging.getLogger("torch.distributed.elastic.multiprocessing.api").addHandler(said)
-        # Workers inherit this, and unblock it once they can handle it.
+        # Workers inherit the blocked signal and unblock it once they can handle it.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         try:
             run(get_args_parser().parse_args(self.arguments))
@@ -302,12 +336,14 @@ class Workers(threading.Thread):
             self.error = ValueError(
                 f"nodes cannot meet at {self.place} ({reason}); give node 0's address, a free port"
             )
-        except BaseException as error:  # to `run_to_end`
+        # `run_to_end` raises it in the main thread.
+        except BaseException as error:
             self.error = error
 
     def _running(self) -> set[int]:
-        """Process ids of the workers: the children of this thread."""
-        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+        """Return the process ids of the workers: the children of this thread."""
+        # The files are missing once the thread has ended.
+        with suppress(FileNotFoundError, ProcessLookupError):
             return {
                 int(child)
                 for child in Path(f"/proc/self/task/{self.native_id}/children").read_text().split()
@@ -316,11 +352,14 @@ class Workers(threading.Thread):
 
     def _on_request(self, number: int, _: FrameType | None) -> None:
         running = self._running()
+        # Ignore repeats: only a second Ctrl-C, after REPEAT seconds, counts.
         if self.stop and (number != signal.SIGINT or time.monotonic() - self.stopped_at < REPEAT):
             return
+        # On a second Ctrl-C, or before there are workers, end everything at once.
         if self.stop or not running:
             _send(signal.SIGKILL, running)
             sys.exit(128 + (self.stop or number))
+        # On the first request, announce the stop; `_pass_on` sends it to the workers.
         self.stop, self.stopped_at = number, time.monotonic()
         after = (
             "after a last save"
@@ -330,11 +369,15 @@ class Workers(threading.Thread):
         print(f"stopping {after}; Ctrl-C again stops at once", file=sys.stderr)
 
     def _pass_on(self) -> None:
-        """After a request, send SIGTERM to workers that have not had it; some may have been about to start."""
+        """After a request, send SIGTERM to the workers that have not had it.
+
+        Some of them may only have been about to start.
+        """
         running = self._running()
         if not self.stop or running <= self.told:
             return
-        if self.told and not self.told & running:  # all start again (comm.max_restarts)
+        # All workers have started again (comm.max_restarts), so the save failed.
+        if self.told and not self.told & running:
             print("error: the workers have failed instead of saving", file=sys.stderr)
             sys.exit(1)
         _send(signal.SIGTERM, running - self.told)

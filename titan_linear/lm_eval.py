@@ -1,11 +1,13 @@
-"""lm-evaluation-harness on trained weights, without an export, under any split (pip install 'titan_linear[eval]').
+"""lm-evaluation-harness on trained weights, under any split (pip install
+'titan_linear[eval]').
 
 NGPU=4 titan-linear lm-eval outputs/a --tasks arc_easy,wikitext --limit 100 --parallelism.context_parallel_degree 4
 
-PATH is a run's folder or its checkpoint/, a step-N in it, or a Hugging Face folder. Options with a dot in their names
-are keys, the run's own ones changed; all others are those of `lm_eval run`, whose --model titan_linear this is.
-Requests are packed as documents; none is cut. Texts are generated one at a time, with the likeliest tokens unless the
-task draws them (do_sample, temperature, top_p).
+The weights need no export. PATH is a run's folder or its checkpoint/, a step-N in it, or a
+Hugging Face folder. Options with a dot in their names are keys, which change the run's own.
+All other options are passed to `lm_eval run`, whose --model is titan_linear. Requests are
+packed as documents; none is cut. Texts are generated one at a time, with the likeliest
+tokens unless the task samples (do_sample, temperature, top_p).
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from titan_linear.run.reading import Reader, open_reader
 from titan_linear.score import checked, joined
 
 CHAT = "--apply_chat_template"
-# of a task's generation_kwargs; the first length that is given counts
+# Names in a task's generation_kwargs. The first length that is given counts.
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 OPTIONS = {*LENGTHS, "max_length", "until", "do_sample", "temperature", "top_p"}
 
@@ -41,13 +43,18 @@ OPTIONS = {*LENGTHS, "max_length", "until", "do_sample", "temperature", "top_p"}
 @refusing
 def main(argv: list[str]) -> int:
     options, keys = parted(argv)
+    # A worker runs the harness. The first process checks everything, then starts the
+    # workers.
     if under_launcher():
         return joined(load_config(keys), partial(harness, options))
     parser = command_parser(
         "titan-linear lm-eval", __doc__, usage="titan-linear lm-eval PATH --tasks …"
     )
     parser.add_argument(
-        "path", metavar="PATH", help="a checkpoint of ours, or a Hugging Face folder"
+        "path",
+        metavar="PATH",
+        help="a checkpoint of ours, or a Hugging Face folder",
+        # Everything that can be refused is refused here, before a process starts.
     )
     args, options = parser.parse_known_args(options)
     if not find_spec("lm_eval"):
@@ -62,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 
 def parted(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Options of lm_eval and keys, each with its values."""
+    """Split arguments into options of lm_eval and keys, each with its values."""
     options: list[str] = []
     keys: list[str] = []
     into = options
@@ -89,10 +96,12 @@ def harness(options: list[str], config: Config) -> None:
 def likelihoods(
     requests: Sequence[tuple[list[int], int]], reader: Reader
 ) -> list[tuple[float, bool]]:
-    """log p of each request's tokens from a place on, and whether greedy decoding would write them.
+    """Return each request's log p from a position on, and whether greedy decoding yields
+    it.
 
-    Every rank has all of them. A request without such tokens has 0.0 and True.
+    Every rank has all of them. A request without tokens from there on has 0.0 and True.
     """
+    # Requests without tokens to score are left out here and filled in at the end.
     samples = [
         Sample("", len(tokens), 0.0, i)
         for i, (tokens, begin) in enumerate(requests)
@@ -104,6 +113,7 @@ def likelihoods(
         stream_length(reader.config, max((sample.length for sample in samples), default=0)),
     )
     shown = [
+        # In each row, column 3 is "the likeliest token", column 4 log p.
         examine(
             reader,
             prompts,
@@ -111,21 +121,26 @@ def likelihoods(
         )
     ]
     dist.broadcast_object_list(shown, group=reader.host)
+    # Rank 0 has the results; all ranks need them, because the harness runs on each.
     scored = iter(shown[0])
     return [next(scored) if begin < len(tokens) else (0.0, True) for tokens, begin in requests]
 
 
 def decoding(options: dict[str, Any], context: int, seed: int) -> dict[str, Any]:
-    """How a text is generated after `context` tokens, by a task's generation_kwargs.
+    """Return how a text is generated after `context` tokens, from a task's
+    generation_kwargs.
 
-    ValueError: they ask for what is not done here.
+    Raises:
+        ValueError: generation_kwargs ask for something that is not supported.
     """
-    # 1 is neutral: num_beams, repetition_penalty
+    # A value of 1 is neutral: num_beams, repetition_penalty.
     if unused := [name for name, x in options.items() if name not in OPTIONS and x != 1]:
         raise ValueError(f"generation_kwargs: {unused[0]} is not used here; leave it out")
+    # `max_length` counts the context as well.
     most = next((options[name] for name in LENGTHS if name in options), 256)
     if "max_length" in options:
         most = max(options["max_length"] - context, 0)
+    # Greedy decoding is temperature 0.
     drawn = options.get("do_sample", "temperature" in options)
     temperature = options.get("temperature", 1.0) if drawn else 0.0
     return {
@@ -135,7 +150,10 @@ def decoding(options: dict[str, Any], context: int, seed: int) -> dict[str, Any]
 
 
 def adapted(config: Config) -> type:
-    """The class that lm_eval takes, of this rank's model. It treats texts as lm_eval's `hf` does."""
+    """Return a class of models for lm_eval that reads this rank's model.
+
+    It treats texts as lm_eval's `hf` does.
+    """
     from lm_eval.api.model import TemplateLM
 
     reader = open_reader(config)
@@ -157,7 +175,7 @@ def adapted(config: Config) -> type:
             self, string: str, add_special_tokens: bool | None = None, **_: Any
         ) -> list[int]:
             tokens = tokenizer.encode(string).tolist()
-            # A chat template may have written them.
+            # A chat template may already have written the first ids.
             begun = add_special_tokens is False or tokens[:1] == tokenizer.first_ids
             return tokens if begun else tokenizer.first_ids + tokens
 
@@ -170,31 +188,30 @@ def adapted(config: Config) -> type:
             return chat().text(chat_history, add_generation_prompt)
 
         def loglikelihood(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-            pairs = [self._pair(*request.args) for request in requests]
-            return self._loglikelihood_tokens([("", *pair) for pair in pairs])
-
-        def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-            if context:
-                return self._encode_pair(context, continuation)
-            tokens = self.tok_encode(continuation, add_special_tokens=False)
-            return [], tokens[tokens[:1] == [self.prefix_token_id] :]
+            encoded = []
+            for context, more in (request.args for request in requests):
+                if context:
+                    encoded.append(("", *self._encode_pair(context, more)))
+                else:
+                    tokens = self.tok_encode(more, add_special_tokens=False)
+                    encoded.append(("", [], tokens[tokens[:1] == [self.prefix_token_id] :]))
+            return self._loglikelihood_tokens(encoded)
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
             pairs = [(context or [self.prefix_token_id], more) for _, context, more in requests]
             return likelihoods([(context + more, len(context)) for context, more in pairs], reader)
 
         def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
-            texts = [self.tok_encode(*request.args) for request in requests]
-            found = self._loglikelihood_tokens([("", [], tokens) for tokens in texts])
-            return [logprob for logprob, _ in found]
+            texts = [[self.prefix_token_id, *self.tok_encode(*x.args)] for x in requests]
+            return [logprob for logprob, _ in likelihoods([(text, 1) for text in texts], reader)]
 
         def generate_until(self, requests: Any, **_: Any) -> list[str]:
             return [self._until(i, *request.args) for i, request in enumerate(requests)]
 
         def _until(self, number: int, text: str, options: dict[str, Any]) -> str:
             context = self.tok_encode(text) or [self.prefix_token_id]
-            until = options.get("until") or []
-            ends = [end for end in ([until] if isinstance(until, str) else until) if end]
+            ends = options.get("until") or []
+            ends = [ends] if isinstance(ends, str) else [*filter(None, ends)]
 
             def stops(new: list[int]) -> bool:
                 written = tokenizer.decode(new, special=True)

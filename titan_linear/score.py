@@ -1,18 +1,21 @@
-"""Score texts with trained weights: the log-probability of each token after those before it in its document.
+"""Score texts with trained weights: the log-probability of each token of a document.
 
 titan-linear score outputs/dpo/checkpoint/step-150 -o scores/ --training.dataset_path 'pairs.jsonl' …
 titan-linear score Qwen3.5-2B -o teacher/ --top-k 64 --training.dataset jsonl --training.dataset_path 'data/*.jsonl' …
 titan-linear score --compare scores/ others/
 
-PATH is a run's folder or its checkpoint/, a step-N in it, or a Hugging Face folder. Keys, the run's own and those that
-are given here, say what is scored and under which split, of NGPU processes as in training: training.dataset_path,
-training.seq_len, parallelism.…. Documents are whole in a stream, if all of them fit.
+PATH is a run's folder or its checkpoint/, a step-N in it, or a Hugging Face folder. The
+run's keys, and keys given here, determine which texts are scored (training.dataset_path,
+training.seq_len) and under which split (parallelism.…). NGPU is the number of processes, as
+in training. A token is predicted from the tokens before it in its document. Documents are
+not cut if all of them fit into a stream.
 
-The folder gets a column, `reference` unless --as names another that losses read, and with --top-k the likeliest ids and
-their log-probabilities, teacher_ids and teacher_logprobs. A run reads it with loss.scores = "scores/", on the same
-texts. If it is stopped, the same command continues. It knows the weights by their content, for which a Hugging Face
-folder is read once more, and takes the room for all columns at the start. --compare prints the largest differences of
-two such folders.
+The folder gets a column: `reference`, unless --as names another that losses read. With
+--top-k it also gets the likeliest ids and their log-probabilities, teacher_ids and
+teacher_logprobs. A run on the same texts reads it with loss.scores = "scores/". A command
+that was stopped continues when it is run again. It recognizes the weights by their content,
+for which a Hugging Face folder is read once more. It takes the disk space for all columns
+at the start. --compare prints the largest differences between two such folders.
 """
 
 from __future__ import annotations
@@ -47,12 +50,14 @@ from titan_linear.run.data import first_weights_of, open_corpora
 from titan_linear.run.preflight import check_model
 from titan_linear.run.reading import Reader, config_for, open_reader
 
-SAVED = 30.0  # seconds of scoring that a kill costs
+# Seconds of scoring that a kill costs.
+SAVED = 30.0
 
 
 @refusing
 def main(argv: list[str]) -> int:
     args, keys = parse(argv)
+    # A worker scores. The first process checks everything, then starts the workers.
     if under_launcher():
         return joined(load_config(keys), partial(score_corpus, Path(args.output)))
     if args.compare:
@@ -63,6 +68,7 @@ def main(argv: list[str]) -> int:
         raise ValueError(
             "give PATH, what scores, and -o, a folder for the scores; or --compare and two folders"
         )
+    # Weights from elsewhere have no texts of their own to score.
     config, node, tokenizer, _ = checked(args.path, keys)
     texts_named = config.training.dataset != "stdlib" or "stdlib" in str(keys)
     if hf_weights(config) and not texts_named:
@@ -75,7 +81,7 @@ def main(argv: list[str]) -> int:
 
 
 def checked(path: str, keys: list[str]) -> tuple[Config, Node, Tokenizer, ModelConfig]:
-    """What these weights are read with, and where."""
+    """Return the configuration, node, tokenizer and model for reading these weights."""
     config, node = config_for(Path(path), keys), this_node()
     world_size = node.count * node.processes
     check_config(config, world_size)
@@ -86,7 +92,7 @@ def checked(path: str, keys: list[str]) -> tuple[Config, Node, Tokenizer, ModelC
 
 
 def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) -> tuple[Scores, int]:
-    """What these arguments ask for, and the number of tokens of the corpus."""
+    """Return the columns that the arguments ask for, and the corpus's number of tokens."""
     if args.top_k > (words := tokenizer.vocab_size):
         raise ValueError(
             f"--top-k {args.top_k} is above the {words} tokens of the tokenizer; give {words} at most"
@@ -94,9 +100,11 @@ def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) ->
     streams = streams_to_score(config, tokenizer)
     corpus = streams.corpus
     print(corpus.summary)
+    # Columns of the folder: dtype, and numbers per token (0: one number).
     columns = {args.column: ("<f4", 0)}
     if args.top_k:
         columns |= {"teacher_ids": ("<i4", args.top_k), "teacher_logprobs": ("<f4", args.top_k)}
+    # The record by which a later start recognizes that it continues the same scores.
     scores = Scores(
         corpus=corpus.fingerprint,
         tokenizer=corpus.info["tokenizer"]["fingerprint"],
@@ -114,12 +122,16 @@ def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) ->
 
 
 def streams_to_score(config: Config, tokenizer: Tokenizer) -> PackedStreams:
-    """One pass over the corpus; documents are whole if all fit, and those of prefix trees always."""
+    """Return one pass over the corpus.
+
+    Documents are not cut if all of them fit; documents of prefix trees never are.
+    """
     if config.training.mixture:
         raise ValueError(
             "training.mixture: a corpus is scored at a time; give training.mixture = [], training.dataset and its path"
         )
     (corpus,) = open_corpora(changed(config, {"validation.enable": False}), tokenizer)
+    # Documents of one group (a pair, a tree) stay together, so the largest group must fit.
     seq_len = config.training.seq_len
     whole = np.diff(corpus.offsets).reshape(-1, corpus.group).sum(1).max() <= seq_len
     targets = Targets("token", (PLACE,), corpus.group * whole)
@@ -128,11 +140,11 @@ def streams_to_score(config: Config, tokenizer: Tokenizer) -> PackedStreams:
     )
 
 
-# --- In each process --------------------------------------------------------------------------------------------------
+# --- In each process ----------------------------------------------------------------------
 
 
 def joined(config: Config, work: Callable[[Config], None]) -> int:
-    """The exit code of this process, which does its part of `work` in the default group."""
+    """Run this process's part of `work` in the default group and return the exit code."""
     try:
         with process_group(timedelta(seconds=config.comm.init_timeout_seconds)):
             work(config)
@@ -147,8 +159,9 @@ def score_corpus(folder: Path, config: Config) -> None:
 
 
 def score(folder: Path, reader: Reader, streams: Streams) -> None:
-    """Write what is missing of the folder's columns."""
+    """Write the missing scores of the folder's columns."""
     begun, size = time.perf_counter(), reader.config.training.local_batch_size
+    # Resume from the first stream without scores; each round reads `each` streams.
     scores = on_rank_0(lambda: read_scores(folder), reader.host)
     each, end = reader.dims.dp * size, len(streams)
     start, count = scores.next_stream // each, -(-end // each)
@@ -157,6 +170,7 @@ def score(folder: Path, reader: Reader, streams: Streams) -> None:
     for n, of_all in enumerate(reader.read(streams, columns, start, size), start + 1):
         if dist.get_rank():
             continue
+        # Rank 0 writes the numbers, and marks them as done every SAVED seconds.
         put(folder, scores, of_all)
         if n == count or time.perf_counter() - saved > SAVED:
             keep(folder, scores, min(n * each, end))
@@ -181,13 +195,16 @@ def _columns(
     return columns[PLACE], *numbers
 
 
-# --- Arguments --------------------------------------------------------------------------------------------------------
+# --- Arguments ----------------------------------------------------------------------------
 
 
 def path_and_keys(
     parser: argparse.ArgumentParser, argv: list[str]
 ) -> tuple[argparse.Namespace, list[str]]:
-    """The arguments, with PATH if it comes first (argparse would take the value of a key for it); and the rest."""
+    """Return the arguments, with PATH if it comes first, and the rest.
+
+    argparse would take the value of a key for PATH.
+    """
     has_path = bool(argv) and not argv[0].startswith("-")
     args, keys = parser.parse_known_args(argv[has_path:])
     args.path = argv[0] if has_path else ""
@@ -195,7 +212,7 @@ def path_and_keys(
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The arguments, and those that are keys of the configuration."""
+    """Return the arguments of this command, and the arguments that are configuration keys."""
     parser = command_parser(
         "titan-linear score",
         __doc__,

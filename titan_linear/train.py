@@ -1,8 +1,9 @@
-"""The trainer: `python -m titan_linear.train` in each process of a run (see launch.py, which starts them).
+"""The trainer: `python -m titan_linear.train` in each process of a run (launch.py starts
+them).
 
-build   what is trained → mesh → model (meta → parallelize → allocate) → optimizer → weights → feed
+build   data and weights → mesh → model (meta → parallelize → allocate) → optimizer → weights → feed
 step    batch → forward → backward, summed over micro-batches → update: sums over ranks, clipping, optimizer
-loop    steps, saves and validations until the last step or a signal; all else hangs on it (hooks/)
+loop    steps, saves and validations until the last step or a signal; everything else is a hook (hooks/)
 """
 
 from __future__ import annotations
@@ -70,15 +71,16 @@ from titan_linear.storage.step_folders import Progress
 class Trainer:
     """A run on this rank, ready for its next step.
 
-    host: a group of all ranks, in which they wait while one rank works alone at its disk. Inside steps hosts use the
-    default group, which has the steps' time-out (`ParallelDims.groups`).
+    `host` is a group of all ranks in which they wait while one rank works alone at its
+    disk. Inside steps, hosts use the default group, which has the steps' time-out
+    (`ParallelDims.groups`).
     """
 
     def __init__(self, config: Config):
         self.config, self.stop = config, StopSignal()
         self.device, self.host = own_device(), host_group()
 
-        # What is trained, where, and from which weights.
+        # What is trained, on which devices, and from which weights.
         known = saved_progress(config, self.host)
         subject = open_subject(config, known, self.host)
         self.content = subject.content
@@ -92,9 +94,10 @@ class Trainer:
             config, known, self.model, self.optimizer, self.loader, self.checkpointer, self.host
         )
         self.step, self.skipped = (known.step, known.skipped) if known else (0, 0)
-        self.begun = self.step  # the step that is being computed
+        # The step that is being computed.
+        self.begun = self.step
 
-        # A step: its passes, and its end.
+        # A step: forward and backward passes, then the update.
         self.telemetry = Telemetry(
             config, self.model, self.dims, self.device, subject.streams, subject.groups
         )
@@ -110,7 +113,7 @@ class Trainer:
         self.feed = self.passes.feed
         self.update = Update(config, self.passes, self.dims, self.optimizer, self.telemetry)
 
-        # What hangs on each step, and what comes between steps.
+        # Hooks that run in each step, and work that runs between steps.
         self.spikes = Spikes(config, subject.streams)
         self.grace = Grace(
             config.checkpoint.grace_seconds,
@@ -121,7 +124,8 @@ class Trainer:
         )
         self.compilation = Compilation(config, self.dims, self.host)
         self.hooks: list[Hook] = [self.spikes, self.telemetry, self.grace, self.compilation]
-        self.exports: Exports | None = None  # on rank 0
+        # Exists on rank 0 only.
+        self.exports: Exports | None = None
         reads = self.model, self.dims, self.feed.cut, self.passes.precision, self.host
         reader = Reader(config, subject.tokenizer, *reads)
         ask = self.grace.ask_validating
@@ -138,31 +142,37 @@ class Trainer:
     def _save_seconds(self) -> float:
         return self.checkpointer.seconds if self.checkpointer else 0.0
 
-    # --- One step ----------------------------------------------------------------------------------------------------
+    # --- One step -------------------------------------------------------------------------
 
     def train_step(self) -> dict[str, float | None]:
-        """Do one optimizer step over the next global_batch_size streams, and return its numbers; the loss is None if
-        no token has a label.
+        """Run one optimizer step over the next global_batch_size streams and return its
+        numbers.
 
-        The host waits for the device once, for the step's numbers, after it has queued all of the step's work and, if
-        nothing comes between, the next step's first forward: so the device always has work. With offload the host
+        The loss is None if no token has a label.
+
+        The host waits for the device once per step, for the step's numbers. Before it
+        waits, it queues all of the step's work and, if nothing comes between the two steps,
+        the next step's first forward: so the device always has work. With offload the host
         waits before the update, because it computes the update itself.
 
         Raises:
-            NonFinite: loss or norm is not finite, and training.on_nonfinite is "stop".
+            NonFinite: the loss or the norm is not finite, and training.on_nonfinite is "stop".
             StepAbandoned: a signal came, and there is no time to complete the step (grace.py).
         """
         self.begun = self.step + 1
         for hook in self.hooks:
             hook.before_step(self.begun)
-        # each micro-batch: batch → forward → backward
+        # Queue each micro-batch (batch → forward → backward) and the update.
         losses, streams = self.passes.run(self.grace.ask)
         coming = self.update.run(losses, self.begun, self.stop.received)
         self.step = self.begun
         self.loader.advance()
-        fed = self.feed.take(prefetch=not self._ended)  # while the device computes
+        # Prepare the next batches and queue the first forward while the device computes.
+        fed = self.feed.take(prefetch=not self._ended)
         if not self._ended and self._next_follows():
             self.passes.begin()
+        # Wait for this step's numbers. They tell all ranks of a signal that any rank has
+        # received.
         numbers = coming.wait()
         self.stop.agreed = int(numbers.signal)
         if self.stop.agreed:
@@ -184,29 +194,39 @@ class Trainer:
             seen=numbers.seen,
             moment=coming.arrived,
         )
+        # Every hook gets the same record of the step.
         for hook in self.hooks:
             hook.after_step(done)
         return done.numbers
 
     def _next_follows(self) -> bool:
-        """Whether the next step follows at once: no validation or save is due, streams keep their length, and telemetry
-        watches neither step."""
+        """Whether the next step follows at once.
+
+        It does if no validation or save is due, the streams keep their length, and
+        telemetry watches neither step.
+        """
         following = self.step + 1
         watched = self.telemetry.on or self.telemetry.watches(following)
         return not (watched or self.compilation.changes_length(following) or any(self._due()))
 
     def _due(self) -> tuple[bool, ...]:
-        """Whether a save, a validation and an evaluation follow this step, if no signal comes."""
+        """Whether a save, a validation and an evaluation follow this step, if no signal
+        comes.
+        """
         c, v, e = self.config.checkpoint, self.config.validation, self.config.evaluation
         frequencies = c.interval, v.freq if v.enable else 0, e.freq
         return tuple(freq > 0 and (self.step % freq == 0 or self._ended) for freq in frequencies)
 
-    # --- The loop ----------------------------------------------------------------------------------------------------
+    # --- The loop -------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Run steps until the last one, or until a signal, which ends the run after a save."""
+        """Run steps until the last one, or until a signal, after which the run saves and
+        ends.
+        """
         self.hooks += self._writing_hooks()
         with ExitStack() as hooks:
+            # Enter the hooks, so that each of them can clean up when the loop ends or
+            # raises.
             for hook in self.hooks:
                 hooks.enter_context(hook)
             try:
@@ -221,7 +241,10 @@ class Trainer:
             self._finish()
 
     def _writing_hooks(self) -> list[Hook]:
-        """The hooks that write files, in the run's folder. Before theirs rank 0 writes what the run is made of."""
+        """Return the hooks that write files into the run's folder.
+
+        Before them, rank 0 writes the configuration and the description of the run.
+        """
         config, first = self.config, dist.get_rank() == 0
         hooks: list[Hook] = [MemorySnapshots(config)]
         if first:
@@ -234,7 +257,8 @@ class Trainer:
         if first and config.checkpoint.export_interval:
             self.exports = Exports(config, self.step, self.checkpointer.in_use)
             hooks.append(self.exports)
-        # behind the report: the time of a trace is in the next step's
+        # The profiler comes after the report: the next step pays for the time of writing a
+        # trace.
         if config.profiling.enable_profiling:
             hooks.append(Profiler(config, self.step, self.feed.settle, self._between_steps))
         return hooks
@@ -247,12 +271,13 @@ class Trainer:
         return stack
 
     def _save_and_validate(self) -> None:
-        """Save, validate and evaluate, if due after this step. After a signal: save alone."""
+        """Save, validate and evaluate, if due after this step. After a signal, only save."""
         saves, validates, evaluates = (True, False, False) if self.stop.agreed else self._due()
         if not (saves or validates or evaluates):
             return
         with self._between_steps():
-            if saves:  # first, so that an error in validation costs no steps
+            # The save comes first, so that an error in validation costs no steps.
+            if saves:
                 self.save()
             if validates:
                 v, (loss, *reports) = self.config.validation, self.evaluation.validate()
@@ -266,7 +291,7 @@ class Trainer:
                     hook.after_evaluation(self.step, records)
 
     def validate(self) -> float:
-        """Nats per token over the held-out documents."""
+        """Return nats per token over the held-out documents."""
         return self.evaluation.validate()[0]
 
     def save(self) -> None:
@@ -286,9 +311,10 @@ class Trainer:
             hook.after_save(self.step)
 
     def _abandon(self, why: str) -> None:
-        """Save and end after a signal that came between two micro-steps or while validating.
+        """Save and end after a signal that came between two micro-steps or during a
+        validation.
 
-        Nothing has changed since the last step's end.
+        The state has not changed since the last step's end.
         """
         if why and dist.get_rank() == 0:
             grace = self.config.checkpoint.grace_seconds
@@ -300,9 +326,12 @@ class Trainer:
                 self.save()
 
     def _finish(self) -> None:
-        """Complete the run after its last step: the save under way, the export, the sample."""
+        """Complete the run after its last step: finish the save under way, the export, the
+        sample.
+        """
         if self.checkpointer:
             self.checkpointer.wait()
+        # A run that was not stopped exports its weights and writes a sample.
         if not self.stop.agreed:
             if self.config.checkpoint.last_save_in_hf:
                 export_last(self.config, self.model, self.tokenizer, self.content.base)
@@ -311,30 +340,37 @@ class Trainer:
             )
             if text and dist.get_rank() == 0:
                 print(f"--- sample\n{text}\n---")
+        # Exports that still run keep their checkpoints. Older ones can be removed
+        # afterwards.
         if self.exports:
             self.exports.finish(self.stop)
-            self.checkpointer.prune(self.step)  # checkpoints that were kept for exports
+            self.checkpointer.prune(self.step)
             self.exports.report(self.stop)
         if dist.get_rank() == 0:
             print(ended(self.config, self.step, bool(self.stop.agreed)))
 
 
-# --- One process of a run --------------------------------------------------------------------------------------------
+# --- One process of a run -----------------------------------------------------------------
 
 
 def main(argv: list[str]) -> int:
-    """Join the run's processes and train; return the exit code. What ends the run is said by `report`, or inside the
-    process group by `Ending.leave`."""
+    """Join the run's processes and train; return the exit code.
+
+    An error is printed by `report`, or inside the process group by `Ending.leave`.
+    """
     die_with_parent()
     ignore_warnings_of_torch()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # except while it trains (profiling.py)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # the launcher blocks it
+    # SIGUSR1 asks for a memory snapshot (profiling.py). It is ignored except while the
+    # trainer runs. The launcher blocks it in its workers until here.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
     with outliving_readers():
         try:
             join(load_config(argv))
         except Exception as error:
             return report(error)
-    return 0  # to torchrun anything else is a failure
+    # torchrun takes any other exit code as a failure.
+    return 0
 
 
 def join(config: Config) -> None:
@@ -348,7 +384,8 @@ def join(config: Config) -> None:
         watch = held.enter_context(
             watched(folder / RECORDERS, ending.store, config.comm.train_timeout_seconds)
         )
-        # torchrun: once joined, the others can wait while rank 0 checks and tokenises
+        # Under torchrun, rank 0 checks the run and tokenizes here. The other ranks have
+        # joined and can wait.
         if not under_launcher():
             world_size = dist.get_world_size()
             node_size = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -356,6 +393,7 @@ def join(config: Config) -> None:
             on_rank_0(lambda: held.enter_context(clearance), host_group())
         try:
             train(config, watch, ending)
+        # Tell the user which command predicts the memory that the run needs.
         except torch.OutOfMemoryError as error:
             plan = f"titan-linear plan --gpus {dist.get_world_size()} --job.config_file {folder / CONFIG}"
             raise torch.OutOfMemoryError(

@@ -1,11 +1,13 @@
-"""modeling_titan_linear.py, which our folders take along: it is our models, in transformers alone."""
+"""modeling_titan_linear.py, which our folders take along: it is our models, as transformers opens them."""
 
+import importlib
 from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.dynamic_module_utils import check_imports
 
 from tests.models.ours import initialised, loss_of
 from tests.records import read_json, write_json
@@ -194,6 +196,49 @@ def test_generation_reads_each_token_once_and_warns_of_nothing(folders, monkeypa
     model.generate(torch.arange(5)[None], max_new_tokens=3, do_sample=False, pad_token_id=0)
     model(torch.arange(5)[None])
     assert read == [5, 1, 1, 5] and not [text for text in warnings if "past_key_values" in text]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("left", [True, False])
+def test_padded_texts_are_read_and_continued_as_alone(left, folders):
+    model, tokens = theirs(folders("hybrid debug")[0], torch.float64), tokens_of(2, 40)
+    mask = torch.ones_like(tokens)
+    mask[1, slice(31) if left else slice(9, None)] = 0
+    text = mask.bool()
+    read = model(tokens, attention_mask=mask)
+    more = tokens_of(2, 43)[:, 40:]
+    cache = {"past_key_values": read.get("cache", read.get("past_key_values"))}
+    outputs = [read]
+    for part in (more, *more.split(1, 1)):  # three tokens at once, and three more one by one
+        mask = torch.cat([mask, torch.ones_like(part)], 1)
+        outputs.append(model(part, attention_mask=mask, **cache))
+    for row, seen in enumerate(text):
+        alone = model(torch.cat([tokens[row][seen], more[row], more[row]])[None]).logits[0]
+        first, *others = (out.logits[row] for out in outputs)
+        assert (torch.cat([first[seen], *others]) - alone).norm() < 1e-10 * alone.norm()
+    mask[0, -1] = 0
+    with refused("attention_mask: padding follows cached tokens"):
+        model(more, attention_mask=mask, **cache)
+
+
+def test_a_new_model_has_drawn_weights(folders):
+    config = AutoConfig.from_pretrained(folders("hybrid debug")[0], trust_remote_code=True)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert (model.model.norm.weight == 1).all()
+    layers = [layer.mlp.up_proj.weight for layer in model.model.layers]
+    assert layers[0].std().item() == pytest.approx(config.initializer_range, rel=0.1)
+    assert not torch.equal(layers[0], layers[1])
+
+
+def test_without_the_package_transformers_says_so(monkeypatch):
+    def imported(name):
+        if name == "titan_linear":
+            raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib, "import_module", imported)
+    with pytest.raises(ImportError, match=r"titan_linear\. Run .pip install titan_linear"):
+        check_imports(MODELING)
 
 
 @pytest.mark.parametrize("name", MODELS)

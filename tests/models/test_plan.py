@@ -331,11 +331,13 @@ def test_scans_of_gpus_are_planned_for():
 @pytest.mark.parametrize(
     ("methods", "tokens", "said"),
     [
-        ({"softmax_method": "auto", "layout": "contiguous"}, 2**20, False),
+        ({"softmax_method": "auto", "layout": "contiguous"}, 2**20, True),
         ({"softmax_method": "auto", "layout": "contiguous"}, 2**21, True),
+        ({"softmax_method": "auto", "layout": "zigzag"}, 2**20, False),
         ({"softmax_method": "auto", "layout": "zigzag"}, 2**21, False),
         ({"softmax_method": "ring", "layout": "contiguous"}, 2**15, True),
-        ({"softmax_method": "allgather", "layout": "contiguous"}, 2**21, False),
+        ({"softmax_method": "allgather", "layout": "contiguous"}, 2**15, True),
+        ({"softmax_method": "allgather", "layout": "zigzag"}, 2**15, False),
     ],
 )
 def test_a_run_says_where_ranks_wait(methods, tokens, said):

@@ -1,4 +1,7 @@
-"""Commands beside training, a file for each; the doctor is in proof/, and `titan-linear train` in launch.py."""
+"""Commands other than training, a file for each.
+
+The doctor is in proof/, and `titan-linear train` is in launch.py.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,17 @@ from typing import Any
 
 
 def command_parser(prog: str, about: str | None, **options: Any) -> argparse.ArgumentParser:
-    """Of a command, whose help begins with its module's docstring, as it stands there."""
+    """Return a command's parser, whose help begins with the module's docstring, unchanged."""
     return argparse.ArgumentParser(
         prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter, **options
     )
 
 
 def table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    """In Markdown."""
+    """Return a table in Markdown."""
     return "\n".join([line(head), "|---" * len(head) + "|", *map(line, rows)])
 
 
 def line(row: Sequence[object]) -> str:
-    """One of a table in Markdown."""
+    """Return one line of a table in Markdown."""
     return f"| {' | '.join(map(str, row))} |"

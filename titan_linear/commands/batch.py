@@ -1,13 +1,17 @@
-"""What a step trains on: its streams, their documents, and which of their tokens are learnt.
+"""Show what a step trains on: its streams, their documents, and which tokens are learned.
 
 titan-linear batch --job.config_file mine.toml
 titan-linear batch --job.config_file outputs/debug/config.toml --step 40 --stream 79 --characters 0
 titan-linear batch --job.config_file outputs/debug/config.toml --spike -1
 
---spike N takes line N of the run's spikes.jsonl (-1: the last) and shows that step's micro-batches with their losses,
-the highest first. Keys are the run's, as for run_train.sh; nothing is written into its folder. For each document this
-prints where it lies in its stream, and its text with special tokens: a line for each part that is learnt, or context
-alone, as questions are, and the first token of every document: of one that goes on, the stream before learns it.
+--spike N takes line N of the run's spikes.jsonl (-1: the last) and shows that step's
+micro-batches with their losses, the highest first. Keys are the run's, as for run_train.sh;
+nothing is written into its folder.
+
+For each document this prints its place in its stream, and its text with special tokens.
+Each part has a line of its own: a part is either learned or only context. Questions are
+context, and so is the first token of every document; if a document continues from the
+stream before, that stream learns the token.
 """
 
 from __future__ import annotations
@@ -40,11 +44,11 @@ def main(argv: list[str]) -> int:
 
 
 def lines_of(argv: list[str]) -> Iterator[str]:
-    """What the command prints."""
+    """Return the lines that the command prints."""
     args, keys = parse(argv)
     config = load_config(keys)
     tokenizer = build_tokenizer(tokenizer_path(config))
-    # The newest checkpoint knows the mixtures.
+    # The newest checkpoint knows the state of the mixtures.
     progress = known_progress(config, -1)
     streams, _ = build_streams(config, tokenizer, progress)
     return shown(args, config, streams, tokenizer)
@@ -53,10 +57,11 @@ def lines_of(argv: list[str]) -> Iterator[str]:
 def shown(
     args: argparse.Namespace, config: Config, streams: Streams, tokenizer: Tokenizer
 ) -> Iterator[str]:
-    """The lines to print."""
+    """Return the lines to print."""
     G = config.training.global_batch_size
     step = args.step
     losses = {}
+    # A spike gives the step, and the order of its streams: the highest loss first.
     if args.spike is not None:
         spike = read_spike(Path(config.job.dump_folder) / SPIKES, args.spike)
         step = spike["step"]
@@ -67,6 +72,7 @@ def shown(
         losses = {
             i: m["loss"] for m in sorted(spike["micro_batches"], key=_badness) for i in m["streams"]
         }
+    # Show the chosen streams, all of which must be the step's.
     first = (step - 1) * G
     for i in args.stream or losses or range(first, first + G):
         if not first <= i < first + G:
@@ -82,20 +88,24 @@ def shown(
 
 def _badness(micro_batch: Json) -> float:
     loss = micro_batch["loss"]
-    # non-finite losses are written as text
+    # Non-finite losses are written as text; they come first.
     return -loss if isinstance(loss, float) else float("-inf")
 
 
 def documents(stream: Stream, tokenizer: Tokenizer, characters: int) -> Iterator[str]:
-    """Lines for each document of a stream, or node of a prefix tree. characters: how many of a part's beginning and of
-    its end; 0: all."""
-    # the last label lies in the next stream
+    """Return lines for each document of a stream, or node of a prefix tree.
+
+    characters: number of characters shown of a part's beginning and of its end; 0: all.
+    """
+    # The last label lies in the next stream.
     targets = np.append(False, stream.columns["weights"][:-1] > 0)
     back = stream.columns.get(BACK, np.zeros_like(stream.tokens))
     for n, (start, end) in enumerate(pairwise(stream.cu_seqlens.tolist())):
         tokens, learnt = stream.tokens[start:end], targets[start:end]
+        # A node of a tree continues from a token of another node.
         above = f", continues token {start - back[start]}" if back[start] else ""
         yield f"  document {n}: [{start}, {end}), {end - start} tokens, {learnt.sum()} learnt{above}"
+        # One line for each part whose tokens are all learned, or all context.
         for begin, stop in pairwise([0, *(np.flatnonzero(np.diff(learnt)) + 1), end - start]):
             text = tokenizer.decode(tokens[begin:stop], special=True)
             if characters and len(text) > 2 * characters:
@@ -105,7 +115,7 @@ def documents(stream: Stream, tokenizer: Tokenizer, characters: int) -> Iterator
 
 
 def read_spike(path: Path, number: int) -> Json:
-    """Line `number` of spikes.jsonl, counted from 1, or from the end if negative."""
+    """Return line `number` of spikes.jsonl, counted from 1, or from the end if negative."""
     if not path.is_file():
         raise ValueError(
             f"--spike {number}: there is no '{path}': no loss of this run stood out; give --step"
@@ -119,7 +129,7 @@ def read_spike(path: Path, number: int) -> Json:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This command's own options, and the run's keys."""
+    """Return this command's own options, and the run's keys."""
     parser = command_parser("titan-linear batch", __doc__, allow_abbrev=False)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, default=1, help="a step of the run (default: 1)")

@@ -1,16 +1,19 @@
-"""Convert between our checkpoints and Hugging Face folders, in one process that holds one tensor at a time.
+"""Convert between our checkpoints and Hugging Face folders.
+
+One process does it, and holds one tensor at a time.
 
 titan-linear convert to-hf outputs/run/checkpoint/step-1000 exported --export-dtype bfloat16
 titan-linear convert from-hf Qwen3.5-2B converted
 titan-linear convert merge outputs/run merged
 
-to-hf     CHECKPOINT is a run's folder, its checkpoint/ (the newest step is taken), or a step-N in it. If the run began
-          from a Hugging Face folder, the names, config.json and tokenizer are that folder's; --like names another copy
-          of it. Of a run with adapters it is a PEFT folder.
-merge     SOURCE is a PEFT folder or, as above, a checkpoint with adapters; FOLDER gets the sum of each weight and its
-          adapter, rounded once, and all else as to-hf writes it.
-from-hf   writes CHECKPOINTS/step-0, weights only, for checkpoint.initial_load_path; checkpoint.initial_load_in_hf
-          starts a run from the Hugging Face folder itself.
+to-hf     CHECKPOINT is a run's folder, its checkpoint/ (the newest step is taken), or a step-N
+          in it. If the run began from a Hugging Face folder, the names, config.json and
+          tokenizer are taken from that folder; --like names another copy of it. A run with
+          adapters becomes a PEFT folder.
+merge     SOURCE is a PEFT folder or, as above, a checkpoint with adapters. FOLDER gets the sum
+          of each weight and its adapter, rounded once, and everything else as to-hf writes it.
+from-hf   writes CHECKPOINTS/step-0, weights only, for checkpoint.initial_load_path.
+          checkpoint.initial_load_in_hf starts a run from the Hugging Face folder itself.
 """
 
 from __future__ import annotations
@@ -57,14 +60,16 @@ def _check_new(folder: Path) -> None:
 
 
 def from_hf(folder: Path, checkpoints: Path, dtype: torch.dtype) -> None:
-    """Write CHECKPOINTS/step-0."""
+    """Write CHECKPOINTS/step-0 from a Hugging Face folder."""
     if steps := whole_steps(checkpoints):
         raise ValueError(
             f"'{checkpoints}' holds checkpoints already (step-{steps[-1]}); choose another folder"
         )
+    # Find each parameter's tensors in the folder, without reading them.
     family, model = read_model(folder)
     source = open_folder(folder)
     found = locate(source, family, model)
+    # The checkpointer needs a process group, here of one process.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with ExitStack() as files:
         files.callback(dist.destroy_process_group)
@@ -75,6 +80,7 @@ def from_hf(folder: Path, checkpoints: Path, dtype: torch.dtype) -> None:
             bar.update()
             return reader.whole(entry, dtype)
 
+        # Each tensor is read when it is written: only one is in memory at a time.
         Checkpointer(checkpoints).save_lazily(
             0,
             {entry.name: partial(read, entry) for entry in found},

@@ -1,17 +1,18 @@
-"""Corpora of tokens: write one, and look after the caches that runs have made.
+"""Corpora of tokens: write one, and manage the caches that runs have made.
 
 titan-linear corpus write corpora/web --dataset jsonl --path 'data/*.jsonl.gz' --tokenizer Qwen3.5-2B
 titan-linear corpus list
 titan-linear corpus check                     # every cache; or: check corpora/web jsonl-0123…
 titan-linear corpus prune --older-than 30     # days since their last use; or: prune jsonl-0123… or: prune --all
 
-write     tokenises texts, of any kind that training.dataset has, into a folder of their own, which a run reads with
-          training.dataset = "tokens" and training.dataset_path = that folder. If it is stopped, the same command
-          resumes from where it was.
-list      says where the caches are ($XDG_CACHE_HOME/titan_linear, else ~/.cache/titan_linear), what they hold, and how
-          large they are.
+write     tokenizes texts, of any kind that training.dataset has, into a folder of their own. A
+          run reads it with training.dataset = "tokens" and training.dataset_path = that folder.
+          A command that was stopped resumes when it is run again.
+list      prints where the caches are ($XDG_CACHE_HOME/titan_linear, else ~/.cache/titan_linear),
+          what they contain, and their size.
 check     checks every byte against the checksums.
-prune     removes caches, which runs make again from their texts; nothing else, and no cache that is being written.
+prune     removes caches, which runs make again from their texts. It removes nothing else, and no
+          cache that is being written.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from titan_linear.data.corpus.writing import lock_file, temporary_folder
 from titan_linear.distributed.process import refusing
 from titan_linear.storage.files import default_cache_dir
 
-DAY = 86400  # seconds
+# Seconds.
+DAY = 86400
 
 
 @refusing
@@ -48,6 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def write(args: argparse.Namespace) -> int:
+    # Options of formats with fields are errors elsewhere, not ignored.
     if args.format != "text" and args.dataset not in FIELD_SOURCES:
         raise ValueError(
             f"--format {args.format} is for --dataset {', '.join(FIELD_SOURCES)}; remove it"
@@ -72,13 +75,13 @@ def write(args: argparse.Namespace) -> int:
 
 
 def caches(folder: Path) -> list[Path]:
-    """The caches in this folder, whole or unfinished, sorted by name."""
+    """Return the caches in this folder, complete or unfinished, sorted by name."""
     names = {path.name.removesuffix(".tmp") for path in folder.glob("*-*") if path.is_dir()}
     return [folder / name for name in sorted(names) if CACHE_NAME.fullmatch(name)]
 
 
 def named(name: str) -> Path:
-    """The folder of a cache, given by its name, or of a corpus, given by its path."""
+    """Return the folder of a cache, given by its name, or of a corpus, given by its path."""
     if CACHE_NAME.fullmatch(name) and not Path(name).exists():
         return default_cache_dir() / name
     return Path(os.path.expanduser(name)).absolute()
@@ -106,7 +109,7 @@ def describe(cache: Path) -> str:
 
 
 def size(cache: Path) -> int:
-    """Bytes of a cache and of its unfinished folder."""
+    """Return the bytes of a cache and of its unfinished folder."""
     folders = (cache, temporary_folder(cache))
     return sum(
         file.stat().st_size for folder in folders for file in folder.glob("*") if file.is_file()
@@ -114,7 +117,7 @@ def size(cache: Path) -> int:
 
 
 def days(cache: Path) -> float:
-    """Days since a run last opened the cache."""
+    """Return the days since a run last opened the cache."""
     lock = lock_file(cache)
     return (time.time() - (lock if lock.exists() else cache).stat().st_mtime) / DAY
 
@@ -123,9 +126,11 @@ def check(folders: list[Path]) -> int:
     damaged = 0
     for folder in folders:
         lacking = CACHE_NAME.fullmatch(folder.name) and not folder.exists()
+        # A cache that is still being written has no checksums yet.
         if lacking and temporary_folder(folder).exists():
             print(f"{folder.name}: unfinished")
             continue
+        # A damaged corpus does not keep the others from being checked.
         try:
             if lacking:
                 raise ValueError(
@@ -142,6 +147,7 @@ def check(folders: list[Path]) -> int:
 
 def prune(args: argparse.Namespace) -> int:
     folder = default_cache_dir()
+    # Refuse wrong arguments before anything is removed.
     if strange := [name for name in args.names if folder / name not in caches(folder)]:
         raise ValueError(
             f"{strange[0]!r} is not a token cache in {folder}; titan-linear corpus list names them"
@@ -150,6 +156,7 @@ def prune(args: argparse.Namespace) -> int:
         raise ValueError("prune needs names of caches, or --older-than DAYS, or --all")
     if args.older_than is not None and not args.older_than >= 0:
         raise ValueError(f"--older-than {args.older_than:g} must be 0 or more days")
+    # Caches that a process is using are kept.
     for cache in [folder / name for name in args.names] or caches(folder):
         if args.older_than is None or days(cache) > args.older_than:
             freed = size(cache)
@@ -164,6 +171,7 @@ def prune(args: argparse.Namespace) -> int:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser("titan-linear corpus", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    # Options of `write`, whose descriptions are those keys' in the configuration.
     make = commands.add_parser("write")
     make.add_argument("folder", metavar="FOLDER", help="must not exist")
     make.add_argument("--dataset", choices=TEXT_SOURCES, required=True, help="kind of the texts")
@@ -181,6 +189,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     make.add_argument("--format", choices=FORMATS, default="text", help=f"{about} (default: text)")
     bad = keys["on_bad_document"].description
     make.add_argument("--on-bad-document", choices=("stop", "skip"), default="stop", help=bad)
+    # Options of `list`, `check` and `prune`.
     commands.add_parser("list")
     look = commands.add_parser("check")
     look.add_argument(

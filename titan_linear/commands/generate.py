@@ -5,9 +5,10 @@ titan-linear generate Qwen3.5-2B --prompt "def " --draft --temperature 0
 titan-linear generate Qwen3.5-2B --prompt "Once upon a time" --prompt "In the beginning" --top-p 0.9 --seed 1
 titan-linear generate Qwen3.5-2B --chat --max-new-tokens 1000
 
-PATH is a run's folder or its checkpoint/ (the newest step is taken), a step-N in it, or a Hugging Face folder with its
-tokenizer.json. All prompts form one batch; each text is printed with its prompt. With --chat, prompts and then lines of
-the terminal are turns of one conversation, by the chat template of the tokenizer's folder, until Ctrl-D.
+PATH is a run's folder or its checkpoint/ (the newest step is taken), a step-N in it, or a
+Hugging Face folder with its tokenizer.json. All prompts form one batch; each text is
+printed with its prompt. With --chat, the prompts and then lines of the terminal are turns
+of one conversation, until Ctrl-D. It uses the chat template of the tokenizer's folder.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def main(argv: list[str]) -> int:
     ignore_warnings_of_torch()
     device = device_of(args.device)
     sampling = Sampling(args.temperature, args.top_p, args.seed)
+    # Refuse wrong arguments before the weights are read.
     if args.max_new_tokens < 0:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens} must be 0 or more")
     dtype = (
@@ -59,6 +61,7 @@ def main(argv: list[str]) -> int:
         )
     if not (args.chat or args.prompt):
         raise ValueError("--prompt is missing: give a text to continue, or --chat")
+    # Read the weights, then generate.
     model, tokenizer = load(Path(args.path), args.tokenizer, dtype, device, args.draft)
     model.use(args.impl, device, dtype)
     drafts = Drafts() if args.draft else None
@@ -82,7 +85,7 @@ def chat(
     first: Sequence[str],
     answers: Callable[[list[list[int]]], list[list[int]]],
 ) -> None:
-    """Print an answer to each turn: the first ones, then lines of the terminal."""
+    """Print an answer to each turn: the prompts given, then lines of the terminal."""
     conversation, messages = Conversations(tokenizer, "--chat"), []
     for turn in chain(first, lines()):
         messages.append({"role": "user", "content": turn})
@@ -98,13 +101,18 @@ def lines() -> Iterator[str]:
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device of this name; by default the GPU, if there is one. ValueError: it cannot be used here."""
+    """Return the device of this name; by default the GPU, if there is one.
+
+    Raises:
+        ValueError: the device cannot be used here.
+    """
     if not name:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # no such name; built without CUDA
+    # The name is unknown, or PyTorch was built without CUDA.
+    except (RuntimeError, AssertionError) as error:
         raise ValueError(
             f"--device {name} cannot be used: {str(error).partition(chr(10))[0]}; leave it out"
         ) from error
@@ -118,8 +126,14 @@ def device_of(name: str | None) -> torch.device:
 def load(
     path: Path, tokenizer: str, dtype: torch.dtype, device: torch.device, draft: bool = False
 ) -> tuple[Decoder, Tokenizer]:
-    """The model, on one device, and its tokenizer. draft: with the layers that predict further tokens. ValueError: what
-    is at `path` cannot be used."""
+    """Return the model, on one device, and its tokenizer.
+
+    draft: load the layers that predict further tokens as well.
+
+    Raises:
+        ValueError: the weights at `path` cannot be used.
+    """
+    # A Hugging Face folder says itself how many layers predict further tokens.
     in_hf = (path / CONFIG).is_file()
     keys = ["--model.mtp_layers", str(mtp_depth(read_config(path)))] if in_hf and draft else []
     run = config_for(path, [*keys, *(("--model.tokenizer_path", tokenizer) if tokenizer else ())])
@@ -127,6 +141,7 @@ def load(
         raise ValueError(
             f"--draft: '{path}' has no layers that predict further tokens; leave it out"
         )
+    # Check the checkpoint and the tokenizer before the model is allocated.
     weights, text = Path(run.checkpoint.initial_load_path), open_tokenizer(run)
     if not in_hf:
         verify(weights)
@@ -138,7 +153,11 @@ def load(
 
 
 def tokenizer_warning(path: Path, in_hf: bool, asked: str, tokenizer: Tokenizer) -> str:
-    """A warning, if the tokenizer is not that of the weights or not known to be; else "". asked: --tokenizer."""
+    """Return a warning if the tokenizer may not be the one the weights were trained with,
+    else "".
+
+    It also warns if the weights' tokenizer is not known. asked: --tokenizer.
+    """
     own = path / TOKENIZER
     if not in_hf:
         content = read_progress(path).content

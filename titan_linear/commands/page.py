@@ -1,7 +1,9 @@
-"""The page of `titan-linear report --html`: runs as curves and tables, in one file without scripts.
+"""The page of `titan-linear report --html`: curves and tables of runs, in one file without
+scripts.
 
-Matplotlib draws each chart as SVG, as wide as a telephone's screen, so that a column of them is read there and several
-on a monitor or on paper. Ink has the colour of the page's text, which is light on dark where the reader's browser is.
+Matplotlib draws each chart as SVG, as wide as a telephone's screen, so that a column of
+them is readable there and several columns fit a monitor or paper. Ink has the color of the
+page's text, which is light on dark if the reader's browser is.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from titan_linear.run.evaluate import means, tiles
 from titan_linear.storage.files import Json
 from titan_linear.storage.rundir import CONFIG, EVALUATION, METRICS, SPIKES, TELEMETRY, json_lines
 
+# Key of metrics.jsonl → caption of its chart.
 CURVES = {
     "grad_norm": "gradient norm",
     "lr": "learning rate",
@@ -36,34 +39,45 @@ CURVES = {
     "mfu": "MFU",
     "memory_gib": "memory, GiB",
 }
+# Names of axes, and quantity of telemetry.jsonl → axis of its chart.
 POSITION, LENGTH, SOURCE = "position in the document", "length", "source"
 SEEN = {"loss_by_position": POSITION, "loss_by_depth": "tokens later", "loss_by_source": SOURCE}
-# what a user kept of a command, in the run's folder
+# Outputs of commands that the user kept in the run's folder: file → command.
 WORDS = {"plan.txt": "plan", "doctor.txt": "doctor"}
-LAST_SPIKES, SPIKE_LINES = 4, 16  # shown of each run, and of each spike
+# Number of spikes shown of each run, and number of lines shown of each spike.
+LAST_SPIKES, SPIKE_LINES = 4, 16
 Points = Iterable[tuple[Any, Any]]
-Charts = list[tuple[str, Markup]]  # caption, SVG
+# Pairs of caption and SVG.
+Charts = list[tuple[str, Markup]]
 
 
 class Run(NamedTuple):
     folder: Path
-    loss: type[Loss]
-    steps: list[Json]  # of metrics, and spikes, of which not every step is logged
-    seen: dict[str, Json]  # telemetry: quantity → where → what was seen last
+    # Lines of metrics, and spikes, whose steps are not all logged.
+    steps: list[Json]
+    # Telemetry: quantity → layer, position or source → the last observation.
+    seen: dict[str, Json]
     spikes: list[Json]
-    scores: list[Json]  # of the last evaluation
+    # Records of the last evaluation.
+    scores: list[Json]
 
 
 def page(
     folders: Sequence[Path], standing: Sequence[Sequence[str]], differences: Sequence[Sequence[str]]
 ) -> str:
-    """The whole page. standing: a row for each property, with a cell for each run; differences: likewise, of keys."""
+    """Return the page as HTML.
+
+    standing: a row for each property, with a cell for each run. differences: likewise, a
+    row for each key.
+    """
     if not find_spec("matplotlib"):
         raise ValueError(
             "--html draws with matplotlib, which is not installed; pip install 'titan_linear[report]'"
         )
-    from matplotlib.colors import to_hex  # an extra
+    # matplotlib is an optional dependency.
+    from matplotlib.colors import to_hex
 
+    # The template lays out what these functions return.
     runs = [read(folder) for folder in folders]
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     return (
@@ -95,26 +109,28 @@ def read(folder: Path) -> Run:
         json_lines(folder / name, Json) for name in (METRICS, TELEMETRY, SPIKES, EVALUATION)
     )
     seen: dict[str, Json] = {}
-    for line in telemetry:  # a watched step looks into a few layers at a time
+    # A watched step covers a few layers only, so the latest of each layer are combined.
+    for line in telemetry:
         for quantity in line.keys() - {"step"}:
             seen.setdefault(quantity, {}).update(line[quantity])
     steps = sorted(metrics + spikes, key=lambda line: line["step"])
     last = [line for line in scores if line["step"] == scores[-1]["step"]]
-    return Run(folder, loss_of(folder), steps, seen, spikes, last)
+    return Run(folder, steps, seen, spikes, last)
 
 
 def loss_of(run: Path) -> type[Loss]:
     return LOSSES[load_config(["--job.config_file", str(run / CONFIG)]).loss.name]
 
 
-# --- Charts ----------------------------------------------------------------------------------------------------------
+# --- Charts -------------------------------------------------------------------------------
 
 
 def curves(runs: Sequence[Run]) -> Charts:
-    unit = " or ".join(dict.fromkeys(run.loss.unit for run in runs))
+    kinds = dict.fromkeys(loss_of(run.folder) for run in runs)
+    unit = " or ".join(dict.fromkeys(loss.unit for loss in kinds))
     captions = {"loss": f"training loss, {unit}", "validation_loss": f"validation loss, {unit}"}
-    for run in runs:
-        for name, caption in run.loss.reports.items():
+    for loss in kinds:
+        for name, caption in loss.reports.items():
             captions |= {name: caption, f"validation_{name}": f"validation {caption}"}
     charts = []
     for key, caption in (captions | CURVES).items():
@@ -125,19 +141,27 @@ def curves(runs: Sequence[Run]) -> Charts:
 
 
 def losses(runs: Sequence[Run]) -> Charts:
-    """What telemetry saw last of losses by the first position of a bin, by how many tokens later, and by source."""
+    """Return charts of the last losses by position, by further token and by source.
+
+    Positions are the first of a bin; further tokens are by how many tokens later.
+    """
     charts = []
     for quantity, axis in SEEN.items():
-        number = plain if axis == SOURCE else int
+        # "$" begins a formula in matplotlib.
+        number = (lambda name: name.replace("$", r"\$")) if axis == SOURCE else int
         points = [[(number(x), y) for x, y in run.seen.get(quantity, {}).items()] for run in runs]
         charts += drawn("nats per token", axis, points)
     return charts
 
 
 def layers(runs: Sequence[Run]) -> Charts:
-    """What telemetry saw last of each layer: a dot for each head or expert, runs side by side."""
+    """Return charts of each layer's last telemetry: a dot for each head or expert.
+
+    Runs are side by side.
+    """
     charts = []
     for quantity in sorted({quantity for run in runs for quantity in run.seen}):
+        # A layer's dots lie above its number, shifted a little for each run.
         points = [
             [
                 (int(layer[1]) + 0.1 * n, y)
@@ -152,8 +176,10 @@ def layers(runs: Sequence[Run]) -> Charts:
 
 
 def recall(runs: Sequence[Run]) -> Charts:
-    """What the last evaluation found of each task: scores by length (of a text, by position), and of each run by length
-    and depth."""
+    """Return charts of each task in the last evaluation.
+
+    They show scores by length (of a text, by position), and each run's by length and depth.
+    """
     charts = []
     for task in dict.fromkeys(line["task"] for run in runs for line in run.scores):
         by, axis = ("position", POSITION) if task == LOSS else ("length", LENGTH)
@@ -169,29 +195,30 @@ def recall(runs: Sequence[Run]) -> Charts:
     return charts
 
 
-def plain(name: str) -> str:
-    """The name, of which matplotlib makes no formula."""
-    return name.replace("$", r"\$")
-
-
 def drawn(caption: str, axis: str, points: Sequence[Points]) -> Charts:
-    """A chart of each run's points, unless there are none. A y that is no finite number (null, or text, in a file) is
-    left out. Logarithmic where numbers lie far apart."""
+    """Return a chart of each run's points, or no chart if there are no points.
+
+    A y that is not a finite number (null or text in a file) is left out. The axis is
+    logarithmic if the numbers lie far apart.
+    """
     finite = [
         [(x, float(y)) for x, y in of if y is not None and math.isfinite(float(y))] for of in points
     ]
     values = [y for of in finite for _, y in of]
     if not values:
         return []
+    # Many points are drawn as a line alone.
     with axes_of(caption) as (axes, charts):
         for of in finite:
             style = "." if axis == "layer" else ".-" if len(of) < 33 else "-"
             axes.plot([x for x, _ in of], [y for _, y in of], style)
         axes.set_xlabel(axis)
+        # Lengths and positions double from bin to bin.
         if axis in (POSITION, LENGTH):
             axes.set_xscale("log", base=2)
         elif axis != SOURCE:
             axes.locator_params("x", integer=True, min_n_ticks=1)
+        # Scores by length are never on a logarithmic axis.
         if axis != LENGTH and 0 < 30 * min(values) < max(values):
             axes.set_yscale("log")
             axes.yaxis.set_minor_formatter("")
@@ -199,7 +226,9 @@ def drawn(caption: str, axis: str, points: Sequence[Points]) -> Charts:
 
 
 def tiled(caption: str, lines: Sequence[Json]) -> Charts:
-    """A tile for each length and depth: the darker, the lower."""
+    """Return a chart with a tile for each length and depth: the darker, the lower the
+    score.
+    """
     lengths, depths, scores = tiles(lines)
     with axes_of(caption) as (axes, charts):
         axes.imshow(scores, vmin=0, vmax=1, aspect="auto")
@@ -215,7 +244,7 @@ def tiled(caption: str, lines: Sequence[Json]) -> Charts:
 
 @contextmanager
 def axes_of(caption: str) -> Iterator[tuple[Any, Charts]]:
-    """Axes to draw on, and a list that then has the chart."""
+    """Yield axes to draw on, and a list that has the chart afterwards."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
@@ -227,15 +256,19 @@ def axes_of(caption: str) -> Iterator[tuple[Any, Charts]]:
         figure.savefig(
             file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
         )
-    svg = re.sub(r' id="[\w.]+_\d+"', "", file.getvalue())  # of groups: the same in every chart
+    # Ids of groups are the same in every chart, so they are removed from the page.
+    svg = re.sub(r' id="[\w.]+_\d+"', "", file.getvalue())
     charts.append((caption, Markup(svg[svg.index("<svg") :].replace("#010203", "currentColor"))))
 
 
-# --- Words -----------------------------------------------------------------------------------------------------------
+# --- Words --------------------------------------------------------------------------------
 
 
 def spikes(run: Run) -> list[str]:
-    """What `titan-linear batch` says of the run's last spikes, or why it cannot, as where the corpus is gone."""
+    """Return the output of `titan-linear batch` for the run's last spikes, or its error.
+
+    An error is usual, for example where the corpus is gone.
+    """
     texts = []
     for number, spike in list(enumerate(run.spikes, 1))[-LAST_SPIKES:]:
         try:
@@ -249,7 +282,10 @@ def spikes(run: Run) -> list[str]:
 
 
 def words(folder: Path) -> list[str]:
-    """What the planner and the doctor said, where it was kept; else the command that keeps it."""
+    """Return the output of the planner and the doctor that the user kept.
+
+    Where it was not kept, return the command that keeps it.
+    """
     texts = []
     for name, command in WORDS.items():
         kept = folder / name

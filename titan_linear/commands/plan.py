@@ -1,22 +1,24 @@
-"""Plan a run's memory and time, and the best ways to split it, before it runs and without a GPU.
+"""Plan a run's memory, time and best splits, before it runs and without a GPU.
 
     titan-linear plan --gpus 64 --job.config_file my.toml --tokens 100B
     titan-linear plan --gpus 8 --gpu H200 --model.name kda --model.flavor 1.3B --training.seq_len 131072
     titan-linear plan --gpus 8 --model.flavor hf --model.hf_assets_path Qwen3-Next-80B-A3B --training.seq_len 131072
     titan-linear plan --gpus 2 --rates mine.json --job.config_file my.toml
 
-Give the run's keys as for run_train.sh. Its types are those that it has on GPUs; neither its corpus nor its tokenizer
-has to be there (without a tokenizer, a preset has its own vocabulary), and nothing is written. It prints
+Give the run's keys as for run_train.sh. Dtypes are the ones that the run has on GPUs.
+Neither the corpus nor the tokenizer has to be there (without a tokenizer, a preset has its
+own vocabulary), and nothing is written. The command prints
 
-    memory    of the GPU that holds most, by part and moment (planner/memory.py explains each), the fullest moment
-              first; a tenth of the GPU is kept free
-    time      of a step, by part, from rates measured on such a GPU (planner/timing.py); tokens per second, MFU
-    splits    the fastest that fit, over all degrees, ways of activation checkpointing (every n-th layer among them)
-              and local batch sizes, for the same step
+    memory    of the GPU that holds most, by part and moment (planner/memory.py explains each),
+              the fullest moment first; a tenth of the GPU is kept free
+    time      of a step, by part, from rates measured on such a GPU (planner/timing.py); tokens
+              per second, MFU
+    splits    the fastest that fit, over all degrees, ways of activation checkpointing (every
+              n-th layer among them) and local batch sizes, for the same step
     longest   the longest stream that would fit on the same number of GPUs
 
-`--rates` is a file that tools/bench_rates.py wrote; `--gpu` names one that comes with the package. docs/planning.md
-says what is modelled, and how far off it is.
+`--rates` is a file that tools/bench_rates.py wrote; `--gpu` names a file that comes with
+the package. docs/planning.md explains what is modeled, and how accurate it is.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ from titan_linear.run.console import model_name
 from titan_linear.run.data import cached_corpora, check_size
 from titan_linear.storage.files import progress
 
-BEST = 5  # number of splits to print
+# Number of splits to print.
+BEST = 5
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -73,7 +76,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This command's own options, and the run's keys."""
+    """Return this command's own options, and the run's keys."""
     parser = command_parser("titan-linear plan", __doc__, allow_abbrev=False)
     parser.add_argument(
         "--gpus", type=int, default=8, help="number of GPUs of the run (default: 8)"
@@ -105,7 +108,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def plan(args: argparse.Namespace, keys: list[str]) -> None:
-    """Print the whole plan. ValueError: the run cannot be planned, or does not fit."""
+    """Print the whole plan.
+
+    Raises:
+        ValueError: the run cannot be planned, or does not fit.
+    """
+    # Read and check the arguments.
     mean = mean_length(args.documents)
     budget = _tokens(" ".join(args.tokens))
     machine = machine_of(args)
@@ -117,10 +125,12 @@ def plan(args: argparse.Namespace, keys: list[str]) -> None:
     check_corpus(config)
     if config.training.seq_len_schedule:
         print(of_whole_length(config))
+    # Print the plan of the configuration that was given.
     print(describe(config, model), memory_table(config, setting), sep="\n\n", end="\n\n")
     needed = setting.needs(config)
     if needed <= room:
         print(time_table(setting.step(config), machine, budget), end="\n\n")
+    # Print the best other splits, even if the given one does not fit.
     splits = sorted(progress(fitting(config, setting), "splits"), key=Split.rank)
     if not splits:
         refuse(config, setting)
@@ -142,7 +152,11 @@ def of_whole_length(config: Config) -> str:
 
 
 def planned_model(config: Config) -> ModelConfig:
-    """The run's model; if its tokenizer's file is missing, the model's vocabulary is assumed to be large enough."""
+    """Return the run's model.
+
+    If its tokenizer's file is missing, the model's vocabulary is assumed to be large
+    enough.
+    """
     if tokenizer := _tokenizer_here(config):
         return model_config(config, tokenizer)
     model = model_without_tokenizer(config)
@@ -154,7 +168,11 @@ def planned_model(config: Config) -> ModelConfig:
 
 
 def check_corpus(config: Config) -> None:
-    """ValueError: the run's tokens are at hand, and are fewer than a step takes."""
+    """Check the size of the run's corpus, if its tokens are cached.
+
+    Raises:
+        ValueError: the corpus has fewer tokens than a step takes.
+    """
     if tokenizer := _tokenizer_here(config):
         found = cached_corpora(config, tokenizer)
         if None not in found:
@@ -162,7 +180,7 @@ def check_corpus(config: Config) -> None:
 
 
 def _tokenizer_here(config: Config) -> Tokenizer | None:
-    """The run's; None: its file is missing."""
+    """Return the run's tokenizer; None: its file is missing."""
     path = tokenizer_path(config)
     return build_tokenizer(path) if not path or Path(os.path.expanduser(path)).exists() else None
 
@@ -173,6 +191,7 @@ def machine_of(args: argparse.Namespace) -> Machine:
         raise ValueError(
             f"--gpu {args.gpu!r} is unknown; use one of {', '.join(known)}, or --rates with a file of tools.bench_rates"
         )
+    # Attention is planned with cuDNN's kernel, if it was measured.
     rates = read_rates(Path(args.rates) if args.rates else known[args.gpu.upper()])
     kernel = args.attention or next(
         name for name in ("cudnn", *rates.attention) if name in rates.attention
@@ -181,6 +200,7 @@ def machine_of(args: argparse.Namespace) -> Machine:
         raise ValueError(
             f"--attention {kernel!r} is not in the rates; use one of {', '.join(rates.attention)}"
         )
+    # The remaining options are numbers with a least value.
     for option, least in (("gpus", 1), ("node", 1)):
         if (number := getattr(args, option)) < least:
             raise ValueError(f"--{option} {number} must be {least} or more")
@@ -190,13 +210,18 @@ def machine_of(args: argparse.Namespace) -> Machine:
 
 
 def mean_length(documents: str) -> Mean:
-    """ValueError: --documents is neither of its kinds."""
+    """Return the mean length, or the tree, that --documents describes.
+
+    Raises:
+        ValueError: --documents is none of the three kinds.
+    """
     root, *levels = documents.split("+")
     if documents != "one" and not re.fullmatch(r"[1-9]\d*(\+[1-9]\d*\*[1-9]\d*)*", documents):
         raise ValueError(
             f"--documents {documents!r} must be 'one', or the mean length of a document in tokens, or a tree such as "
             "14336+8*2048"
         )
+    # A tree: its root has one node, each further level a number of nodes and their tokens.
     if levels:
         return (
             (1, int(root)),
@@ -213,7 +238,7 @@ def _tokens(text: str) -> float | None:
     return tokens or None
 
 
-# --- What is printed -------------------------------------------------------------------------------------------------
+# --- What is printed ----------------------------------------------------------------------
 
 
 def describe(config: Config, model: ModelConfig) -> str:
@@ -233,16 +258,19 @@ def memory_table(config: Config, setting: Setting) -> str:
     size = machine.rates.memory_gib
     sums = {name: sum(parts.values()) for name, parts in at.items()}
     fullest = max(sums, key=sums.get)
+    # The moment that holds most comes first.
     at = {fullest: at[fullest], **at}
-    total = sums[fullest] / GIB  # the moment that holds most comes first
+    total = sums[fullest] / GIB
     rows = [(part, *(f"{parts[part] / GIB:.2f}" for parts in at.values())) for part in PARTS]
     rows.append(("sum", *(f"{sums[name] / GIB:.2f}" for name in at)))
     verdict = "fits" if total <= (1 - SPARE) * size else "does not fit"
+    # Bytes that each kind of layer keeps, with the number of such layers.
     counted = layers(model, Batch.of(config, mean))
     each = Counter(zip((of.name for of in model.layers), saved(config, counted)[0], strict=True))
     kept = ", ".join(
         f"{number} {name} {number * value / GIB:.2f}" for (name, value), number in each.items()
     )
+    # With offload, the host's memory is planned too.
     host = host_memory(config, model, gpus) / GIB
     ranks = min(gpus, machine.node_size)
     offloaded = f"\nin the host's memory: {host:.2f} GiB for each GPU, {ranks * host:.2f} on a node of {ranks}"

@@ -1,7 +1,9 @@
-"""Runs side by side: where each stands, and the keys in which they differ; as a page, also their curves and spikes.
+"""Runs side by side: the progress of each, and the keys in which they differ.
 
 titan-linear report outputs/debug
 titan-linear report outputs/kda outputs/gdn outputs/hybrid --html report.html
+
+With --html, a page shows also their curves and spikes.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from titan_linear.storage.files import write_whole
 from titan_linear.storage.rundir import CONFIG, METRICS, SPIKES, json_lines
 
 NONE = "–"
-# keys that differ between any two runs
+# Keys that differ between any two runs.
 OWN = ("job.config_file", "job.dump_folder", "job.description")
 
 
 class Line(rundir.Line, extra="allow"):
-    """What is read of a line of metrics, and the loss's reports."""
+    """The fields of a line of metrics that are read; the loss's reports are further fields."""
 
     loss: float | None = None
     validation_loss: float | None = None
@@ -41,17 +43,22 @@ def cell(
     form: str = "{:.4f}",
     of: Callable[[list[float]], float] = min,
 ) -> str:
-    """What `of` makes of a key's values, where it is given and finite."""
+    """Return `of` applied to a key's values, where they are given and finite."""
     values = [x for line in lines if (x := getattr(line, key, None)) is not None]
     return form.format(of(values)) if values else NONE
 
 
 def standing(run: Path) -> dict[str, str]:
-    """A run's row: loss, its reports, tokens and step of the last line, medians of rates, the most memory."""
+    """Return a run's row.
+
+    It has the loss, its reports, tokens and step of the last line, medians of rates, and
+    the most memory.
+    """
     if not (run / METRICS).is_file():
         raise ValueError(f"'{run}' holds no {METRICS}; give the folder of a run (job.dump_folder)")
     lines = json_lines(run / METRICS, Line)
     steps = [line for line in lines if "loss" in line.model_fields_set]
+    # The first step of a start compiles, so its rates are left out if there are more.
     rated, last = steps[1:] or steps, (steps or [Line(step=0)])[-1:]
     return {
         "run": str(run),
@@ -70,14 +77,14 @@ def standing(run: Path) -> dict[str, str]:
 
 
 def data_of(training: Training) -> str:
-    """For example "jsonl /data/*.jsonl", or "web 3 + code 1"."""
+    """Return the run's data, for example "jsonl /data/*.jsonl", or "web 3 + code 1"."""
     if training.mixture:
         return " + ".join(f"{source.name} {source.weight:g}" for source in training.mixture)
     return f"{training.dataset} {training.dataset_path}".strip()
 
 
 def differences(runs: Sequence[Path]) -> list[list[str]]:
-    """A row for each key that is not the same in all runs: the key, and each run's value."""
+    """Return a row for each key that differs between runs: the key, and each run's value."""
     keys = [flat_keys(load_config(["--job.config_file", str(run / CONFIG)])) for run in runs]
     shown = [{key: toml_value(value) for key, value in each.items()} for each in keys]
     rows = [[key, *(each[key] for each in shown)] for key in shown[0] if key not in OWN]
@@ -93,7 +100,7 @@ def main(argv: list[str]) -> int:
     )
     args = parser.parse_args(argv)
     runs, keys = [standing(run) for run in args.runs], differences(args.runs)
-    # a column for what any of the runs has
+    # There is a column for each property that any of the runs has.
     head = [*dict.fromkeys(name for run in runs for name in run)]
     rows = [[run.get(name, NONE) for name in head] for run in runs]
     if args.html:

@@ -1,10 +1,11 @@
-"""A run's configuration: a TOML file, overridden by `--section.key value`, and checked strictly.
+"""A run's configuration: a TOML file, overridden by `--section.key value`, and checked.
 
     config = load_config(["--job.config_file", "train_configs/debug.toml", "--training.steps", "100"])
     check_config(config, world_size=2)
 
-Sections and keys are those of TorchTitan v0.2 wherever the same thing exists. TOML has no null: where a key may be
-unset, the empty string or the number named in its description stands for that. `--help` prints the descriptions below.
+Sections and keys have the names of TorchTitan v0.2 wherever the same thing exists. TOML has
+no null: where a key may be unset, the empty string or a number named in its description
+stands for it. `--help` prints the descriptions.
 """
 
 from titan_linear.config.checks import check_config

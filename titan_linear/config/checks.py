@@ -1,4 +1,4 @@
-"""What is refused of a configuration by itself, before anything is read or started."""
+"""Checks of a configuration by itself, before anything is read or started."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ from titan_linear.config.schema import (
 # Keys that have an effect only with this value of another.
 EFFECTIVE_WITH = {
     ("activation_checkpoint.mode", "selective"): ("activation_checkpoint.selective_ac_option",),
-    ("adapter.enable", False): ("optimizer.name",),  # Muon takes matrices of the base
+    # Muon takes matrices of the base.
+    ("adapter.enable", False): ("optimizer.name",),
     ("adapter.enable", True): (
         "loss.reference",
         *(key for key in KEYS if key.startswith("adapter.")),
@@ -63,17 +64,22 @@ EFFECTIVE_WITH = {
 
 
 def check_config(config: Config, world_size: int) -> None:
-    """Refuse what cannot run on `world_size` processes, or what contradicts itself.
+    """Refuse a configuration that contradicts itself or cannot run on these processes.
+
+    Args:
+        world_size: number of processes.
 
     Raises:
-        ValueError: naming the keys, their values, and what would be right.
+        ValueError: naming the keys, their values, and valid ones.
     """
+    # Batches, splits and types.
     _check_batch(config, math.prod(data_parallel_degrees(config, world_size)))
     _, shards = fsdp_degrees(config, world_size)
     _check_expert_parallel(config.parallelism, shards)
     _check_schedule(config)
     _check_types(config.training)
     _check_experts(config.training)
+    # The optimizer.
     if (taken := config.optimizer.lr * config.optimizer.weight_decay) >= 1:
         raise ValueError(
             f"optimizer.lr = {config.optimizer.lr} times optimizer.weight_decay = {config.optimizer.weight_decay} is "
@@ -84,6 +90,7 @@ def check_config(config: Config, world_size: int) -> None:
             f"optimizer.eps = {config.optimizer.eps} is 0 in training.dtype = {config.training.dtype!r}, and weights "
             f"whose gradients have all been 0 would become 0 / 0; use at least {SMALLEST_EPS}"
         )
+    # Other sections, and keys that have no effect.
     _check_activation_checkpoint(config.activation_checkpoint)
     _check_effects(config)
     _check_float8(config)
@@ -133,6 +140,7 @@ def _check_float8(config: Config) -> None:
 def _check_batch(config: Config, dp: int) -> None:
     t = config.training
     _check_length(config, "seq_len", t.seq_len)
+    # Schedules only ascend, and lead to training.seq_len.
     for n, part in enumerate(t.seq_len_schedule):
         if part.seq_len > t.seq_len:
             raise ValueError(
@@ -162,6 +170,7 @@ def _check_length(config: Config, key: str, seq_len: int) -> None:
             f"{p.context_parallel_degree}, context_parallel_layout = {p.context_parallel_layout!r}); use a multiple of "
             f"{blocks}, for example {math.ceil(seq_len / blocks) * blocks}"
         )
+    # Tensor-parallel ranks share the tokens between layers, too.
     copies = p.context_parallel_degree * p.tensor_parallel_degree
     if seq_len % copies:
         multiple = math.lcm(blocks, copies)
@@ -225,6 +234,7 @@ def _check_data(config: Config) -> None:
         raise ValueError(
             f"training.group_field = {t.group_field!r} needs training.share_prefixes = true; set it"
         )
+    # Each source, and how its records can share prefixes.
     for source in sources(config):
         _check_source(source)
         if t.group_field and source.dataset_format == "preference":
@@ -236,6 +246,7 @@ def _check_data(config: Config) -> None:
                 f"training.share_prefixes is for records of documents, and {key_of(source, 'dataset')} = "
                 f"{source.dataset!r}, _format = {source.dataset_format!r}; change that, or remove it"
             )
+    # Validation.
     if v.enable and v.dataset_path and t.dataset == "stdlib" and not t.mixture:
         raise ValueError(
             f"validation.dataset_path = {v.dataset_path!r} is not used by training.dataset = 'stdlib'; remove it to "
@@ -261,6 +272,7 @@ def _check_source(s: Training | Source) -> None:
         )
     if s.dataset != "stdlib" and not s.dataset_path:
         raise ValueError(f"{dataset} = {s.dataset!r} needs {dataset}_path: a file, folder or glob")
+    # Columns and formats are for records.
     if s.dataset_columns and s.dataset not in RECORDS:
         raise ValueError(
             f"{dataset}_columns = {toml_value(s.dataset_columns)} is for {dataset} = {', '.join(RECORDS)}, and it is "
@@ -298,6 +310,7 @@ def _check_mixture(t: Training, v: Validation) -> None:
                 f"training.{key} = {getattr(t, key)!r} is not used beside training.mixture, whose sources have each "
                 "their own; remove one of them"
             )
+    # Names are unique, and no share is too small to interleave.
     names = [s.name for s in t.mixture]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(
@@ -358,6 +371,7 @@ def _check_checkpoint(c: Checkpoint) -> None:
 
 def _check_hugging_face(config: Config) -> None:
     c = config.checkpoint
+    # Beginning from a Hugging Face folder.
     if c.initial_load_in_hf and not hf_weights(config):
         raise ValueError(
             "checkpoint.initial_load_in_hf = true has nothing to load; set checkpoint.initial_load_path (or "
@@ -379,6 +393,7 @@ def _check_hugging_face(config: Config) -> None:
             f"adapter.initial_load_path = {config.adapter.initial_load_path!r}; begin from what titan-linear convert "
             "merge writes of them, or have titan-linear score make the column (loss.reference = 'column')"
         )
+    # Exports.
     if c.export_dtype != "float32" and not (c.last_save_in_hf or c.export_interval):
         raise ValueError(
             f"checkpoint.export_dtype = {c.export_dtype!r} has no effect without checkpoint.last_save_in_hf = true or "

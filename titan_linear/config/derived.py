@@ -1,4 +1,4 @@
-"""What follows from a configuration's keys: degrees, lengths, schedules, folders."""
+"""Values that follow from a configuration's keys: degrees, lengths, schedules, folders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from titan_linear.config.schema import ActivationCheckpoint, Config, Source, Tra
 
 
 def changed(config: Config, changes: Mapping[str, object]) -> Config:
-    """A copy with other values of some keys, by "section.key"."""
+    """Return a copy with other values of some keys, by "section.key"."""
     for name, value in changes.items():
         section, key = name.split(".")
         config = config.model_copy(
@@ -20,16 +20,17 @@ def changed(config: Config, changes: Mapping[str, object]) -> Config:
 
 
 def on_cuda() -> bool:
-    import torch  # slow to import; --help and errors in keys do without
+    # torch is slow to import; --help and errors in keys do without.
+    import torch
 
     return torch.cuda.is_available()
 
 
 def data_parallel_degrees(config: Config, world_size: int) -> tuple[int, int]:
-    """(replicate, shard) with -1 replaced by the ranks that are left.
+    """Return (replicate, shard), with -1 replaced by the number of remaining ranks.
 
     Raises:
-        ValueError: degrees that do not multiply to `world_size`.
+        ValueError: the degrees do not multiply to `world_size`.
     """
     p = config.parallelism
     replicate = p.data_parallel_replicate_degree
@@ -41,6 +42,7 @@ def data_parallel_degrees(config: Config, world_size: int) -> tuple[int, int]:
         )
     if shard == -1:
         shard = world_size // (replicate * copies)
+    # All degrees together must use every process.
     if shard < 1 or replicate * shard * copies != world_size:
         fixed = replicate * copies * max(p.data_parallel_shard_degree, 1)
         right = f"a multiple of {fixed}" if p.data_parallel_shard_degree == -1 else str(fixed)
@@ -54,10 +56,13 @@ def data_parallel_degrees(config: Config, world_size: int) -> tuple[int, int]:
 
 
 def fsdp_degrees(config: Config, world_size: int) -> tuple[int, int]:
-    """(replicas, shards): the copies of each shard of the parameters, and the ranks that they are sharded over.
+    """Return (replicas, shards) of FSDP.
+
+    Each shard of the parameters has `replicas` copies; parameters are sharded over `shards`
+    ranks.
 
     Raises:
-        ValueError: degrees that do not fit each other.
+        ValueError: the degrees do not fit each other.
     """
     p = config.parallelism
     replicate, shard = data_parallel_degrees(config, world_size)
@@ -72,7 +77,7 @@ def fsdp_degrees(config: Config, world_size: int) -> tuple[int, int]:
 
 
 def micro_steps(config: Config, world_size: int) -> int:
-    """Number of micro-batches per rank in a step."""
+    """Return the number of micro-batches per rank in a step."""
     replicas, shards = data_parallel_degrees(config, world_size)
     return config.training.global_batch_size // (
         replicas * shards * config.training.local_batch_size
@@ -80,34 +85,38 @@ def micro_steps(config: Config, world_size: int) -> int:
 
 
 def layer_checkpointing(ac: ActivationCheckpoint, layer: int) -> str:
-    """The mode of activation checkpointing of this layer, from 0: "none", "selective", "attention" or "full"."""
+    """Return the activation checkpointing mode of a layer, counted from 0.
+
+    It is "none", "selective", "attention" or "full".
+    """
     if ac.mode != "selective" or ac.selective_ac_option == "op":
         return ac.mode
     return "none" if (layer + 1) % int(ac.selective_ac_option) else "full"
 
 
 def seq_len_at(t: Training, step: int) -> int:
-    """Number of tokens in each stream of this step; steps count from 1."""
+    """Return the number of tokens in each stream of this step; steps count from 1."""
     return next((part.seq_len for part in t.seq_len_schedule if step <= part.until_step), t.seq_len)
 
 
 def replicas_wait(t: Training) -> bool:
-    """Whether gradients are summed over the copies of FSDP's shards only in a step's last micro-step.
+    """Whether replicas sum gradients only in a step's last micro-step.
 
-    Until then FSDP2 holds a rank's sum on the device, in the type of reductions. With CPU offload, or if gradients are
-    kept in another type, they are summed over replicas in every micro-step: a narrower type is then not the one in
-    which micro-steps are added up, and a wider one takes no memory.
+    Replicas are the copies of FSDP's shards. Until then, FSDP2 holds a rank's sum on the
+    device, in the type of reductions. With CPU offload, or if gradients are kept in another
+    type, they are summed over replicas in every micro-step. A narrower type would not be
+    the type in which micro-steps are added up; a wider one takes no memory.
     """
     return not t.enable_cpu_offload and t.mixed_precision_reduce == t.dtype
 
 
 def schedule_steps(config: Config) -> int:
-    """The step at which the learning rate's decay ends."""
+    """Return the step at which the learning rate's decay ends."""
     return config.lr_scheduler.total_steps or config.training.steps
 
 
 def tokens_at(t: Training, step: int) -> int:
-    """Number of tokens in the first `step` steps."""
+    """Return the number of tokens in the first `step` steps."""
     done = streams_of_one = 0
     for part in t.seq_len_schedule:
         steps = max(0, min(part.until_step, step) - done)
@@ -117,26 +126,26 @@ def tokens_at(t: Training, step: int) -> int:
 
 
 def sources(config: Config) -> list[Training] | list[Source]:
-    """What is trained on: the sources of a mixture, or the one that [training] names."""
+    """Return the sources to train on: a mixture's, or the one that [training] names."""
     return config.training.mixture or [config.training]
 
 
 def key_of(source: Training | Source, key: str) -> str:
-    """What messages call a key of a source."""
+    """Return the name of a source's key in messages."""
     if isinstance(source, Source):
         return f"training.mixture, source {source.name!r}: {key}"
     return f"training.{key}"
 
 
 def hf_assets(config: Config) -> str:
-    """The Hugging Face folder that defines the model and brings its tokenizer; "" if the run has none."""
+    """Return the Hugging Face folder that defines the model and its tokenizer; "" if none."""
     return config.model.hf_assets_path or (
         config.checkpoint.initial_load_path if starts_in_hf(config) else ""
     )
 
 
 def hf_weights(config: Config) -> str:
-    """The Hugging Face folder whose weights start the run; "" if none do."""
+    """Return the Hugging Face folder whose weights start the run; "" if none."""
     return (
         (config.checkpoint.initial_load_path or config.model.hf_assets_path)
         if starts_in_hf(config)

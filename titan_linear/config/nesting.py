@@ -1,7 +1,7 @@
-"""How deep brackets may lie within each other in texts that parsers read.
+"""Limit on the nesting of brackets in texts that parsers read.
 
-A parser calls itself for each bracket, and how often it may depends on Python's recursion limit, which other code
-changes. So depth is measured before a text is parsed.
+A parser calls itself for each bracket, and the depth that it can reach depends on Python's
+recursion limit, which other code changes. So depth is measured before a text is parsed.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 from itertools import accumulate
 
-NESTED = 50  # of configurations and chat templates
+# Limit for configurations and chat templates.
+NESTED = 50
 
-# Quoted texts and comments, of TOML and JSON. One that does not end hides the rest, which no parser reads.
+# Quoted texts and comments of TOML and JSON. An unfinished one hides the rest, which no
+# parser reads.
 _QUOTED = re.compile(
     r'"""(?:\\.|[^\\])*?(?:"""|\Z)'
     r"|'''.*?(?:'''|\Z)"
@@ -23,9 +25,10 @@ _QUOTED = re.compile(
 
 
 def check_nesting(text: str, most: int = NESTED) -> None:
-    """Refuse a text whose brackets are nested more than `most` deep. ValueError, with the depth."""
+    """Raise ValueError, with the depth, if brackets are nested more than `most` deep."""
     if sum(map(text.count, "[{(")) <= most:
         return
+    # Count only brackets outside of quoted texts and comments.
     brackets = re.findall(r"[][{}()]", _QUOTED.sub("", text))
     steps = (1 if bracket in "[{(" else -1 for bracket in brackets)
     check_depth(max(accumulate(steps), default=0), most)

@@ -1,4 +1,4 @@
-"""From a TOML file and the command line to a configuration, and back to TOML; what `--help` prints."""
+"""Configurations from TOML files and the command line, and back to TOML; `--help`."""
 
 from __future__ import annotations
 
@@ -34,20 +34,24 @@ from titan_linear.config.schema import (
     keys_with,
 )
 
-Tables = dict[str, Any]  # of TOML
-LISTED = 20  # problems that a message names
+# Tables of TOML.
+Tables = dict[str, Any]
+# Number of problems that a message names.
+LISTED = 20
 
 # --- Reading ---------------------------------------------------------------------------------------------------------
 
 
 def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
-    """The configuration that `argv` (without the program's name) asks for, with every "auto" among its types resolved.
+    """Return the configuration that `argv` asks for, with every "auto" type resolved.
 
     Args:
+        argv: arguments without the program's name.
         cuda: whether the run is for GPUs; by default, whether this machine has any.
 
     Raises:
-        ValueError: an unreadable file, an unknown key, a value of another type or out of range.
+        ValueError: an unreadable file, an unknown key, or a value of another type or out of
+            range.
         SystemExit: after `--help` and `--print-config`.
     """
     prints = PRINT in argv
@@ -56,6 +60,7 @@ def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
     )
     _validate(overrides, "command line")
     tables: Tables = {}
+    # Each source is validated separately, so that an error names its source.
     path = overrides.get("job", {}).get("config_file", "")
     if path:
         tables = _with_mixers(_read_toml(path))
@@ -64,6 +69,7 @@ def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
             raise ValueError(
                 f"{path}: job.config_file belongs on the command line; remove it from the file"
             )
+    # The command line takes precedence over the file.
     given = _home_expanded(_validate(_merged(tables, overrides), "configuration"))
     config = _resolve(given, cuda)
     if prints:
@@ -74,7 +80,7 @@ def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
 
 
 def _merged(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> Tables:
-    """Tables, and the tables inside them, with the values of `overrides` where it has some."""
+    """Merge tables, and tables inside them; values of `overrides` take precedence."""
     merged = {**tables, **overrides}
     for name in tables.keys() & overrides.keys():
         if isinstance(tables[name], dict) and isinstance(overrides[name], dict):
@@ -83,7 +89,10 @@ def _merged(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> Tables:
 
 
 def _with_mixers(tables: Tables) -> Tables:
-    """Tables in [model] that are no keys are those of mixers: model.kda → model.mixers.kda."""
+    """Move mixers' tables in [model] to their key: model.kda → model.mixers.kda.
+
+    Any table in [model] that is not a key belongs to a mixer.
+    """
     model = tables.get("model")
     if not isinstance(model, dict):
         return tables
@@ -93,15 +102,19 @@ def _with_mixers(tables: Tables) -> Tables:
         if isinstance(table, dict) and f"model.{name}" not in KEYS
     }
     rest = {name: value for name, value in model.items() if name not in own}
-    merges = own and isinstance(rest.get("mixers", {}), dict)  # else validation refuses it
+    # Otherwise, validation refuses it.
+    merges = own and isinstance(rest.get("mixers", {}), dict)
     return {**tables, "model": _merged(rest, {"mixers": own}) if merges else rest}
 
 
 def config_to_toml(config: Config, origins: Mapping[str, str] | None = None) -> str:
-    """TOML that starts the same run; `job.config_file` is left out, as it only names the file that this was read from.
+    """Return TOML that starts the same run.
+
+    `job.config_file` is left out, as it only names the file from which this configuration
+    was read.
 
     Args:
-        origins: "section.key" → where its value is from, for a comment beside it.
+        origins: "section.key" → the value's origin, for a comment next to it.
     """
     tables = []
     for section, values in config.model_dump(exclude={"job": {"config_file"}}).items():
@@ -118,7 +131,11 @@ def config_to_toml(config: Config, origins: Mapping[str, str] | None = None) -> 
 def _origins(
     config: Config, given: Config, sources: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, str]:
-    """Where each value is from: the first of `sources` that has it, or its default; and whether "auto" chose it."""
+    """Return each value's origin.
+
+    It is the first of `sources` that has the value, or the default; also whether "auto"
+    chose it.
+    """
     origins = {}
     for dotted in KEYS:
         section, key = dotted.split(".")
@@ -131,7 +148,7 @@ def _origins(
 
 
 def flat_keys(config: Config) -> dict[str, Any]:
-    """{"section.key": value}."""
+    """Return {"section.key": value}."""
     return {
         f"{section}.{key}": value
         for section, keys in config.model_dump().items()
@@ -140,7 +157,10 @@ def flat_keys(config: Config) -> dict[str, Any]:
 
 
 def difference(old: Any, new: Any) -> str:
-    """A change of a key's value, in words. For lists of named tables: those added, those left out, what changed."""
+    """Describe a change of a key's value.
+
+    For lists of named tables, name the added, removed and changed tables.
+    """
     if not (isinstance(new, list) and all("name" in table for table in [*old, *new])):
         return f"{old!r} → {new!r}"
     before, now = ({table["name"]: table for table in tables} for tables in (old, new))
@@ -157,9 +177,12 @@ def difference(old: Any, new: Any) -> str:
 
 
 def toml_value(value: Any, depth: int = 0) -> str:
-    """A key's value in TOML, `depth` levels within others. ValueError: it is nested too deep.
+    """Return a key's value in TOML, `depth` levels within others.
 
     JSON writes bool, int, float and str in the same way, except that TOML escapes DEL.
+
+    Raises:
+        ValueError: the value is nested too deep.
     """
     check_depth(depth)
     if isinstance(value, list):
@@ -177,12 +200,13 @@ def _read_toml(path: str) -> Tables:
         raise ValueError(
             f"job.config_file = {path!r} cannot be read: {error.strerror}; give a TOML file"
         ) from None
-    except ValueError as error:  # malformed TOML or UTF-8
+    # Malformed TOML or UTF-8.
+    except ValueError as error:
         raise ValueError(f"{path} is not TOML: {error}; correct it there") from None
 
 
 def _read_command_line(argv: list[str]) -> dict[str, Tables]:
-    """{section: {key: value}} of the keys given."""
+    """Return {section: {key: value}} of the given keys."""
     parser = _parser()
     for name in _keys_in_tables(argv):
         parser.add_argument(f"--{name}")
@@ -195,6 +219,7 @@ def _read_command_line(argv: list[str]) -> dict[str, Tables]:
                 f"command line: {error.argument_name} needs a value, {kind}; write it behind the key"
             ) from None
         raise ValueError(f"command line: {error.argument_name}: {error.message}") from None
+    # Refuse unknown arguments.
     if unknown and not unknown[0].startswith("-"):
         raise ValueError(
             f"command line: {unknown[0]!r} belongs to no key; keys are given as --section.key value"
@@ -202,12 +227,13 @@ def _read_command_line(argv: list[str]) -> dict[str, Tables]:
     if unknown:
         key = unknown[0].partition("=")[0].removeprefix("--")
         raise ValueError(f"command line: {unknown[0]} is not a key{_nearest(key)}")
+    # Collect the values by section; keys of a mixer's table are merged with the table.
     tables: dict[str, Tables] = {}
     for dotted, text in vars(given).items():
         section, key, *inner = dotted.split(".")
         table = tables.setdefault(section, {})
         value = _typed(text, KEYS[dotted].annotation) if dotted in KEYS else _toml(text)
-        # model.kda and model.kda.heads, say
+        # For example, model.kda and model.kda.heads.
         parts = [table.get(key, {}), {inner[0]: value} if inner else value]
         wrong = [part for part in parts if not isinstance(part, dict)]
         table[key] = wrong[0] if wrong else parts[0] | parts[1]
@@ -215,7 +241,10 @@ def _read_command_line(argv: list[str]) -> dict[str, Tables]:
 
 
 def _keys_in_tables(argv: list[str]) -> list[str]:
-    """The options that are a mixer's table or a key of a table, model.kda and model.kda.heads, each once."""
+    """Return the options that are a mixer's table or a key of a table, each once.
+
+    Examples are model.kda and model.kda.heads.
+    """
     found: dict[str, None] = {}
     for option, following in zip(argv, [*argv[1:], ""]):
         name, equals, value = option.removeprefix("--").partition("=")
@@ -233,12 +262,18 @@ def _keys_in_tables(argv: list[str]) -> list[str]:
 
 
 def _is_table(key: str) -> bool:
-    """Whether a key is, or may be, a table: of those of [model] that are no keys, mixers have some (`_with_mixers`)."""
+    """Whether a key is, or may be, a table.
+
+    In [model], tables that are not keys may belong to mixers (`_with_mixers`).
+    """
     return get_origin(KEYS[key].annotation) is dict if key in KEYS else key.startswith("model.")
 
 
 def _typed(text: str, annotation: type) -> Any:
-    """The value that `text` spells, as strictly as in TOML; other text is returned, for validation to refuse it."""
+    """Return the value that `text` spells, as strictly as in TOML.
+
+    Other text is returned unchanged, for validation to refuse.
+    """
     if annotation is bool:
         return {"true": True, "false": False}.get(text, text)
     if annotation in (int, float):
@@ -250,7 +285,7 @@ def _typed(text: str, annotation: type) -> Any:
 
 
 def _toml(text: str) -> Any:
-    """The value that TOML reads, or the text itself."""
+    """Return the value that TOML reads, or the text itself."""
     try:
         return _toml_tables(f"value = {text}")["value"]
     except ValueError:
@@ -258,7 +293,11 @@ def _toml(text: str) -> Any:
 
 
 def _toml_tables(text: str) -> Tables:
-    """ValueError: it is not TOML, or holds what `toml_value` cannot write."""
+    """Parse TOML.
+
+    Raises:
+        ValueError: it is not TOML, or contains what `toml_value` cannot write.
+    """
     check_nesting(text)
     tables = tomllib.loads(text)
     try:
@@ -269,7 +308,7 @@ def _toml_tables(text: str) -> Tables:
 
 
 def _parser(only: str = "") -> argparse.ArgumentParser:
-    """The parser of all keys, or of one section's."""
+    """Return the parser of all keys, or of one section's keys."""
     parser = argparse.ArgumentParser(
         prog="run_train.sh",
         usage="%(prog)s [--section.key value ...]",
@@ -295,6 +334,7 @@ def _parser(only: str = "") -> argparse.ArgumentParser:
             action="store_true",
             help="print the resolved configuration, and where each value is from; nothing is started",
         )
+    # One group of options for each section.
     for section, cls in SECTIONS.items():
         if only not in ("", section):
             continue
@@ -306,7 +346,7 @@ def _parser(only: str = "") -> argparse.ArgumentParser:
 
 
 class _Help(argparse.Action):
-    """Print all keys, or those of a section, or the page docs/keys.md."""
+    """Prints all keys, a section's keys, or the page docs/keys.md."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, _: object, section: str | None, option: str = ""
@@ -323,13 +363,14 @@ class _Help(argparse.Action):
 
 
 def keys_page() -> str:
-    """docs/keys.md: every key with its default, the other choices and its description."""
+    """Return docs/keys.md: every key with its default, other choices and description."""
     lines = [
         "# Every key",
         "The keys of a run's TOML file, each with its default and other choices. On the command line they are\n"
         "`--section.key value`, which goes before the file; a list is written as in TOML, in quotes. `./run_train.sh\n"
         "--help SECTION` prints a section's, `--print-config` what a run resolves to, and where each value is from.",
     ]
+    # A section for each section, and an item for each key.
     for section, keys in SECTIONS.items():
         lines += [f"## [{section}]", inspect.cleandoc(keys.__doc__ or "")]
         rows = []
@@ -364,12 +405,13 @@ def _validate(tables: Tables, source: str) -> Config:
 
 
 def _explain(error: Any) -> str:
-    """One pydantic error in our words: the key, the value, what would be right."""
+    """Return a pydantic error in our words: the key, the value, and a valid value."""
     key = ".".join(map(str, error["loc"]))
     value = error["input"]
     kind = error["type"]
     list_key = ".".join(map(str, error["loc"][:2]))
     table = _table_of(list_key)
+    # Unknown or missing keys.
     if kind == "extra_forbidden" and table:
         return f"{key} is not a key; a table of {list_key} has {', '.join(table.model_fields)}"
     if kind == "extra_forbidden":
@@ -378,6 +420,7 @@ def _explain(error: Any) -> str:
         return f"{key} = {value!r} is not UTF-8; rename the file, or give its folder or a glob"
     if kind == "missing":
         return f"{key} is missing; give it"
+    # Values of another type.
     if kind == "list_type":
         items = _example(table) if table else '"…", "…"'
         return f"{key} = {value!r} must be a list, [{items}]"
@@ -388,6 +431,7 @@ def _explain(error: Any) -> str:
         return f"{key} = {value!r} must be a {what}"
     if kind == "bool_type":
         return f"{key} = {value!r} must be true or false"
+    # Values that are not among the choices or out of range.
     choices = error["ctx"]["expected"].split("'")[1::2] if kind == "literal_error" else []
     near = difflib.get_close_matches(str(value), choices, 1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
@@ -395,19 +439,22 @@ def _explain(error: Any) -> str:
 
 
 def _table_of(key: str) -> type[Section] | None:
-    """What the tables of a key with a list of tables have."""
+    """Return the model of the tables in a key that holds a list of tables."""
     of = get_args(KEYS[key].annotation) if key in KEYS else ()
     return next((kind for kind in of if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
 def _example(table: type[Section]) -> str:
-    """A table with the keys that it must have."""
+    """Return a table with its required keys."""
     required = [f"{name} = …" for name, field in table.model_fields.items() if field.is_required()]
     return f"{{{', '.join(required)}}}"
 
 
 def _nearest(key: str) -> str:
-    """What to suggest for an unknown key or section: what there is instead, the same name elsewhere, or the closest."""
+    """Return a suggestion for an unknown key or section.
+
+    It names what exists instead, the same name elsewhere, or the closest name.
+    """
     for name in key.split("."):
         if name in ABSENT:
             return f": {ABSENT[name]}"
@@ -416,7 +463,7 @@ def _nearest(key: str) -> str:
     known = {*KEYS, *SECTIONS} - {key}
     if meant := MEANT.get(key) or MEANT.get(name):
         return f"; did you mean {meant}?"
-    # telemetry.freq: metrics.telemetry_freq
+    # The same words, as in telemetry.freq for metrics.telemetry_freq, or the same name.
     alike = [dotted for dotted in KEYS if words <= set(re.split("[._]", dotted))]
     alike = alike or [dotted for dotted in KEYS if dotted.endswith(f".{name}")]
     sure = difflib.get_close_matches(key, known, 1, 0.9) or difflib.get_close_matches(
@@ -425,7 +472,7 @@ def _nearest(key: str) -> str:
     near = sure or [
         dotted
         for dotted in difflib.get_close_matches(key, known, 1, 0.6)
-        # not its section alone
+        # The similarity must not come from the section alone.
         if difflib.get_close_matches(name, [dotted.rpartition(".")[2]], 1, 0.5)
     ]
     tables = [f"the table of a mixer, [{key}]"] if key.startswith("model.") and not sure else []
@@ -437,13 +484,13 @@ def _nearest(key: str) -> str:
 
 
 def _home_expanded(config: Config) -> Config:
-    """A copy with ~ replaced by the home folder in the paths of folders."""
+    """Return a copy with ~ replaced by the home folder in the paths of folders."""
     given = flat_keys(config)
     return changed(config, {key: os.path.expanduser(given[key]) for key in keys_with(Rule.HOME)})
 
 
 def _resolve(config: Config, cuda: bool | None) -> Config:
-    """Fill in the types that depend on the device, so that the saved configuration says what was computed."""
+    """Set the types that depend on the device, so that the saved configuration is explicit."""
     training, auto = config.training, {}
     wide = training.dtype == "float64"
     if training.mixed_precision_param == "auto":

@@ -1,4 +1,4 @@
-"""Every key of a run's configuration: its type, its default, and what it means."""
+"""Every key of a run's configuration: its type, default and meaning."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Rule(Enum):
-    """What else holds of a key, stated with its type, or for all keys of a section in `rules`."""
+    """Further properties of a key, stated with its type or for a whole section in `rules`."""
 
-    # when a run resumes: how it is computed, saved and shown, or how long it is
+    # May change when a run resumes: how it is computed, saved and shown, or how long it is.
     MAY_CHANGE = auto()
-    MAY_MOVE = auto()  # then from one path to another: the checkpoint identifies the content
-    OF_A_NODE = auto()  # nodes of a run may have different values
-    PATH = auto()  # relative to where a run is started; absolute in what is stored
-    HOME = auto()  # a leading ~ is the home folder
+    # May change from one path to another on resume: the checkpoint identifies the content.
+    MAY_MOVE = auto()
+    # Nodes of a run may have different values.
+    OF_A_NODE = auto()
+    # Relative to the folder in which a run is started; stored as absolute.
+    PATH = auto()
+    # A leading ~ is the home folder.
+    HOME = auto()
 
 
 class Section(BaseModel):
@@ -28,22 +32,27 @@ class Section(BaseModel):
         frozen=True,
         allow_inf_nan=False,
         use_attribute_docstrings=True,
-        # of whatever length a text is: only then does pydantic see that it is UTF-8, as TOML is
+        # Any length is allowed. Only with this option does pydantic check that text is
+        # UTF-8, as TOML is.
         str_min_length=0,
     )
-    rules: ClassVar[tuple[Rule, ...]] = ()  # of all its keys
+    # Rules of all keys of the section.
+    rules: ClassVar[tuple[Rule, ...]] = ()
 
 
-BYTES = "bytes"  # as model.tokenizer_path, which is then no path
+# A value of model.tokenizer_path that is not a path.
+BYTES = "bytes"
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[int, Field(ge=1)]
-CountOrAll = Annotated[int, Field(ge=-1)]  # −1: all of them, the rest, or the newest
+# −1 stands for all of them, the rest, or the newest.
+CountOrAll = Annotated[int, Field(ge=-1)]
 AtLeast0 = Annotated[float, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-Coefficient = Annotated[float, Field(ge=-1)]  # −1: the model's
+# −1 stands for the model's value.
+Coefficient = Annotated[float, Field(ge=-1)]
 Text = Annotated[str, Field(min_length=1)]
-# a path of texts or of a tokenizer
+# A path of texts or of a tokenizer.
 Corpus = Annotated[str, Rule.PATH, Rule.OF_A_NODE, Rule.MAY_MOVE]
 
 
@@ -63,7 +72,8 @@ class Job(Section):
     is set aside."""
 
 
-CONFIGS = Path(__file__).parents[1] / "models/families/configs"  # a file of presets for each name
+# Contains a file of presets for each name.
+CONFIGS = Path(__file__).parents[1] / "models/families/configs"
 NAMES = tuple(sorted(file.stem for file in CONFIGS.glob("*.json")))
 
 
@@ -200,7 +210,7 @@ class Training(Section):
 
 LossName = Literal["cross_entropy", "dpo", "distillation", "policy"]
 LOSSES = get_args(LossName)
-# Columns that losses read, and their dtypes.
+# Columns that losses read, with their dtypes.
 COLUMNS = dict.fromkeys(
     ("weights", "reference", "advantages", "behaviour", "teacher_logprobs"), "<f4"
 )
@@ -208,7 +218,7 @@ COLUMNS |= {"teacher_ids": "<i4"}
 
 
 class Loss(Section):
-    """What tokens are worth (docs/losses.md). Each loss has a section of its name."""
+    """Training objective and token weights (docs/losses.md). Each loss has its own section."""
 
     name: LossName = "cross_entropy"
     """The loss."""
@@ -323,8 +333,8 @@ class Parallelism(Section):
     context_parallel_degree: Number = 1
     """Ranks that share one stream."""
     context_parallel_layout: Literal["contiguous", "zigzag"] = "contiguous"
-    """One fragment of each stream per rank (contiguous), or two mirrored ones (zigzag), which balance ring attention;
-    other methods are balanced in both, and linear layers are faster in the first."""
+    """One fragment of each stream per rank (contiguous), or two mirrored ones (zigzag), which balance attention by ring
+    or all-gather; all-to-all is balanced in both, and linear layers are faster in the first."""
     context_parallel_method: Literal["auto", "ring", "allgather", "ulysses", "ulysses+ring"] = (
         "auto"
     )
@@ -413,7 +423,7 @@ class ActivationCheckpoint(Section):
 
 
 class Compile(Section):
-    """What torch.compile does."""
+    """Compilation by torch.compile."""
 
     rules = (Rule.MAY_CHANGE,)
 
@@ -424,9 +434,11 @@ class Compile(Section):
 
 
 class Float8(Section):
-    """Products in float8 (e4m3, a scale for each row): those of hidden states with weights of 2048 × 2048 or more, and
-    those that give the hidden states' gradients. Gradients of weights, gates, routers, experts, convolutions,
-    recurrences, attention and the head stay in training.mixed_precision_param."""
+    """Float8 (e4m3, a scale for each row) in products of hidden states with weights of 2048 × 2048
+    or more, and in products that give the hidden states' gradients. Gradients of weights, gates,
+    routers, experts, convolutions, recurrences, attention and the head stay in
+    training.mixed_precision_param.
+    """
 
     rules = (Rule.MAY_CHANGE,)
 
@@ -446,7 +458,7 @@ class FileGroup(Section):
 
 
 class Metrics(Section):
-    """What a run reports."""
+    """Metrics and telemetry of a run."""
 
     rules = (Rule.MAY_CHANGE,)
 
@@ -519,7 +531,7 @@ class Validation(Section):
 
 
 class Evaluation(Section):
-    """What the model remembers of long texts: tasks made from a seed and the texts to validate on."""
+    """Recall over long texts: tasks made from a seed and the texts to validate on."""
 
     rules = (Rule.MAY_CHANGE,)
 
@@ -624,7 +636,7 @@ KEYS = {
 
 
 def keys_with(rule: Rule) -> list[str]:
-    """The keys of which this holds."""
+    """Return the keys that have this property."""
     sections = {name: cls.rules for name, cls in SECTIONS.items()}
     return [
         key
@@ -634,10 +646,14 @@ def keys_with(rule: Rule) -> list[str]:
 
 
 PRINT = "--print-config"
-OTHER = "other"  # in metrics.loss_by_source: the files that fit no group
-SMALLEST_SHARE = 1 << 16  # a source of a mixture gives at least one in this many streams
-# float32 and bfloat16 hold smaller numbers with fewer digits only, and devices take them for 0
+# The group in metrics.loss_by_source of files that match no other group.
+OTHER = "other"
+# A source of a mixture must provide at least one in this many streams.
+SMALLEST_SHARE = 1 << 16
+# float32 and bfloat16 hold smaller numbers only with fewer digits, and devices round them
+# to 0.
 SMALLEST_EPS = 1.2e-38
 
-# What others call keys; and keys and sections of TorchTitan for what does not exist here, and what there is instead.
+# Other names of keys, and replacements for TorchTitan's keys and sections that do not exist
+# here.
 MEANT, ABSENT = json.loads(Path(__file__).with_name("other_names.json").read_text()).values()

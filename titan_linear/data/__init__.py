@@ -1,24 +1,32 @@
-"""The data path: from texts to the batches of one rank. 1 to 3 are in corpus/, 4 to 7 in streams/.
+"""The data path, from texts to the batches of one rank.
 
-1. **Sources** (sources.py) give documents in a fixed order: files, lines or rows of text, or a corpus of tokens.
-2. **A tokenizer** (tokenizer.py), bytes or any Hugging Face tokenizer.json, turns each into tokens and an end token,
-   in processes on all cores (tokenise.py). For conversations, chat.py also says which tokens are trained on.
-3. **A corpus** (corpus.py) holds them on disk: all tokens end to end, where each document begins, and a hash of each;
-   for conversations, where each answer begins and ends; for texts, which documents each file gave.
-   One process writes it, once (writing.py; for texts into the user's cache, cache.py), and all processes memory-map
-   it; ranks of a machine share its pages.
-4. **A split** (split.py) holds documents out for validation by their hash, so that no text is on both sides.
-5. **Packed streams** (packing.py): every epoch lays the training documents end to end in an order drawn from (seed,
-   epoch), epochs follow without a gap, and stream i is tokens [i·T, (i+1)·T) of that endless line, computed
-   from i directly. Nothing is dropped, nothing is padded, and labels never look into another document.
-6. **A mixture** (mixture.py), where there is one, takes each of its streams from one of several sources.
-7. **A loader** (loader.py) gives step s the streams [s·G, (s+1)·G) and each data-parallel rank its share of them,
-   L at a time, as a `Batch`. Context parallelism cuts a batch later, elsewhere.
+Steps 1 to 3 are in corpus/, 4 to 7 in streams/.
 
-So the tokens of step s depend on the corpus or mixture, the held-out share, the tokenizer, seq_len (and its schedule),
-G and the seed, and on nothing else: not on how many ranks there are, what each of them does, how many workers read
-ahead, or whether the run was restarted. To resume, a checkpoint keeps one number: the global index of the next stream,
-after those of finished steps. Fingerprints of the data beside it let a resume refuse another corpus.
+1. **Sources** (sources.py) yield documents in a fixed order: files, lines or rows of text, or a
+   corpus of tokens.
+2. **A tokenizer** (tokenizer.py), bytes or any Hugging Face tokenizer.json, turns each document
+   into tokens and an end token, in processes on all cores (tokenise.py). For conversations,
+   chat.py also marks the tokens that are trained on.
+3. **A corpus** (corpus.py) holds the documents on disk: all tokens end to end, where each
+   document begins, and a hash of each; for conversations, where each answer begins and ends; for
+   texts, which documents come from each file. One process writes it, once (writing.py; for texts
+   into the user's cache, cache.py). All processes memory-map it, so that ranks of a machine
+   share its pages.
+4. **A split** (split.py) holds documents out for validation by their hash, so that no text is on
+   both sides.
+5. **Packed streams** (packing.py): every epoch lays the training documents end to end in an order
+   drawn from (seed, epoch), and epochs follow without a gap. Stream i is tokens [i·T, (i+1)·T) of
+   that endless line, computed from i directly. Nothing is dropped or padded, and labels never
+   cross into another document.
+6. **A mixture** (mixture.py), if configured, takes each of its streams from one of several sources.
+7. **A loader** (loader.py) gives step s the streams [s·G, (s+1)·G), and each data-parallel rank
+   its share of them, L at a time, as a `Batch`. Context parallelism cuts a batch later, elsewhere.
+
+So the tokens of step s depend only on the corpus or mixture, the held-out share, the tokenizer,
+seq_len (and its schedule), G and the seed. They do not depend on the number of ranks, the split
+of work among them, the number of workers that read ahead, or restarts. To resume, a checkpoint
+keeps one number: the global index of the next stream, after the streams of finished steps.
+Fingerprints of the data, stored with it, let a resume refuse another corpus.
 
     tokenizer = build_tokenizer(None)
     corpus = open_corpus(Texts("stdlib", None, tokenizer))

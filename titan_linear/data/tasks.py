@@ -1,8 +1,11 @@
-"""What a model is asked about a long text. A task is a function (draw, text, depth) → `Question`, made offline: from a
-seed, and for some from a text.
+"""Questions about a long text. A task is a function (draw, text, depth) → `Question`.
 
-niah_*, vt, cwe, fwe, qa_*   the thirteen forms of RULER (Hsieh et al. 2024): needles, variables, words, documents
-mqar, copy, induction        pairs of words in pairs (Arora et al. 2023), a passage in words, pairs of words in a text
+Questions are made offline, from a seed and, for some tasks, from a text.
+
+niah_*, vt, cwe, fwe, qa_*
+    The thirteen forms of RULER (Hsieh et al. 2024): needles, variables, words, documents.
+mqar, copy, induction
+    Pairs of words among pairs (Arora et al. 2023), a passage among words, pairs of words in a text.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ from typing import NamedTuple, TypeVar
 NOISE = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 )
-LISTED = ("They are:", *repeat(",", 9))  # what is before the words of a list
+# Leads of the words of a list.
+LISTED = ("They are:", *repeat(",", 9))
 CONSONANTS = "bcdfghjklmnpqrstvwxz"
-# those of a kind have one length: none begins another
+# Values of one kind have the same length, so none is the beginning of another.
 VALUES: dict[str, Callable[[random.Random], str]] = {
     "syllable": lambda rng: rng.choice(CONSONANTS) + rng.choice("aeiou") + rng.choice(CONSONANTS),
     "word": lambda rng: "".join(rng.choice(CONSONANTS) + rng.choice("aeiou") for _ in range(3)),
@@ -32,13 +36,13 @@ Item = TypeVar("Item")
 
 
 class Draw:
-    """Draws values of a kind that differ from all that matter."""
+    """Random values of a kind, different from all earlier values that matter to a question."""
 
     def __init__(self, rng: random.Random):
         self.rng, self.known = rng, set[str]()
 
     def other(self, kind: str) -> str:
-        """One that does not matter, and may come again."""
+        """Return a value that does not matter to the question and may come again."""
         while (value := VALUES[kind](self.rng)) in self.known:
             pass
         return value
@@ -55,29 +59,38 @@ class Draw:
 
 
 class Answer(NamedTuple):
-    lead: str  # what is before it
+    # The text before the answer.
+    lead: str
     text: str
-    others: list[str]  # texts in its place, those of the context first
+    # Wrong answers, beginning with values of the context.
+    others: list[str]
 
 
 class Question(NamedTuple):
     head: str
-    context: Iterator[str]  # pieces, without end or to the text's; needles lie between them
-    needles: list[tuple[float, str]]  # each with its depth: the share of the context before it
+    # Pieces of text, endless or up to the text's end. Needles are placed between them.
+    context: Iterator[str]
+    # Needles with their depth: the share of the context before each.
+    needles: list[tuple[float, str]]
     question: str
-    answers: list[Answer]  # one after the other
-    hidden: list[str]  # what no piece of the context has
+    # Answers, one after the other.
+    answers: list[Answer]
+    # Strings that no piece of the context may contain.
+    hidden: list[str]
 
 
 def spread(depth: float, count: int) -> list[float]:
-    """This depth, and others at equal distances."""
+    """Return this depth and count − 1 others at equal distances."""
     return [depth, *((depth + i / count) % 1 for i in range(1, count))]
 
 
 def answers(
     draw: Draw, kind: str, leads: Iterable[str], texts: list[str], values: list[str]
 ) -> list[Answer]:
-    """Each of the texts after its lead; in its place: values of the context, then some that are not in it."""
+    """Return each of the texts after its lead.
+
+    The wrong answers to each are other values of the context, then some that are not in it.
+    """
     return [
         Answer(
             lead,
@@ -100,12 +113,16 @@ def needles(
     asked: int = 1,
     among: str = "text",
 ) -> Question:
-    """Some of the `values` that each of the keys has, in a text, in noise or among other needles."""
+    """Hide values of several keys in a text, in noise or among other needles; ask for some.
+
+    Each key has `values` values. The first `asked` keys are asked for.
+    """
     names = draw(key, keys)
     of = [name for name in names for _ in range(values)]
     known = draw(value, keys * values)
     depths = spread(depth, len(known))
-    if values > 1:  # they are asked for in their order
+    # All values of a key are asked for, in their order.
+    if values > 1:
         depths.sort()
     says = f"One of the special magic {value}s for {{}} is:".format
     pieces = (f"\n{says(draw.other(key))} {draw.other(value)}.\n" for _ in repeat(None))
@@ -120,7 +137,10 @@ def needles(
 
 
 def variables(draw: Draw, text: Iterator[str], depth: float) -> Question:
-    """The five variables that have a value through one another; five others have another."""
+    """Ask for the five variables that get one value through one another.
+
+    Five others have another value.
+    """
     chains, lines = [], []
     numbers = draw("number", 2)
     for value in numbers:
@@ -144,7 +164,10 @@ def variables(draw: Draw, text: Iterator[str], depth: float) -> Question:
 def counted(
     draw: Draw, text: Iterator[str], depth: float, *, counts: list[int], rare: int, order: str
 ) -> Question:
-    """The words that come so often in each line of words; `rare` others come once in all."""
+    """Ask for the words that are most frequent in each line of words.
+
+    Each line also has `rare` other words, which come once in all.
+    """
     words, others = draw("word", len(counts)), draw("word", rare)
     words = sorted(words) if len(set(counts)) == 1 else words
     often = [word for word, count in zip(words, counts) for _ in range(count)]
@@ -165,7 +188,10 @@ def counted(
 
 
 def documents(draw: Draw, text: Iterator[str], depth: float, *, hops: int) -> Question:
-    """The title of the document that says something; or with two hops, the title that this document refers to."""
+    """Ask for the title of the document that contains a sentence.
+
+    With two hops, ask for the title of the document to which that document refers.
+    """
     titles = draw("word", 3)
 
     def document(title: str, to: str) -> tuple[list[str], str]:
@@ -177,6 +203,7 @@ def documents(draw: Draw, text: Iterator[str], depth: float, *, hops: int) -> Qu
             else "",
         )
 
+    # Quote the longest line of the first document that no other has.
     (lines, first), *others = (document(titles[i], titles[(i + 1) % 3]) for i in range(3))
     quoted = max(
         lines,
@@ -205,7 +232,7 @@ def pairs(
     count: int,
     among: str,
 ) -> Question:
-    """The words that followed some words, asked for in another order."""
+    """Ask, in another order, for the words that followed some words."""
     keys, values = draw(kind, count), draw(kind, count)
     end = "\n" if among == "text" else ""
     pieces = (f"\n{draw.other(kind)} {draw.other(kind)}" for _ in repeat(None))
@@ -224,7 +251,7 @@ def pairs(
 
 
 def passage(draw: Draw, text: Iterator[str], depth: float) -> Question:
-    """What follows four words in a line of words."""
+    """Ask for what follows the first four words of a passage in a line of words."""
     words = draw("word", 20)
     return Question(
         "",
@@ -254,6 +281,7 @@ TASKS: dict[str, Callable[[Draw, Iterator[str], float], Question]] = {
     "copy": passage,
     "induction": partial(pairs, asked=1, count=4, among="text"),
 }
-# their answers are at all depths
+# Tasks whose answers lie at all depths.
 SPREAD = ("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "mqar")
-LOSS = "loss"  # of documents as they are, by position
+# The loss of unchanged documents, by position.
+LOSS = "loss"

@@ -1,7 +1,9 @@
-"""torch.compile for layers: what their graphs compute again in backward instead of keeping it, and the Triton kernels
-of our operators, which are compiled along with a graph.
+"""torch.compile for layers.
 
-Import it only where something is compiled: the compiler is slow to import.
+This file determines what graphs recompute in backward, and compiles our Triton kernels
+along with a graph.
+
+Import this only where something is compiled: the compiler is slow to import.
 """
 
 from __future__ import annotations
@@ -28,19 +30,26 @@ from titan_linear.models.config import BESIDE
 from titan_linear.models.decoder import Block, Decoder
 from titan_linear.ops.runtime.operators import SPECS
 
-VARIES = 3  # for this number kernels are not specialised, as for 1 and multiples of 16
+# A number for which kernels are not specialized, unlike 1 and multiples of 16.
+VARIES = 3
 
 
 def apply_compile(model: Decoder, backend: str) -> None:
-    """Compile each layer's `forward`. Layers of one kind, that is of equal options, share a code object and with it
-    their graphs, which do not depend on the documents. Other kinds have one of their own: where FSDP2 manages a module,
-    the compiler takes a number that differs between the modules of one code for one that may change. It keeps what it
-    has seen by code object, and no public option parts that: `isolate_recompiles` (torch 2.13) parts the graphs alone,
-    and `dynamic=False` would compile for each number of documents.
+    """Compile each layer's `forward`.
 
-    What lies between products and our operators (norms, gates, activations) is computed again in backward.
+    Layers of one kind, that is with equal options, share a code object and thereby their
+    graphs, which do not depend on the documents. Every other kind gets a code object of its
+    own. Otherwise, where FSDP2 manages a module, the compiler treats an int that differs
+    between modules sharing a code object as dynamic. The compiler keeps what it has seen by
+    code object, and no public option separates this: `isolate_recompiles` (torch 2.13)
+    separates only the graphs, and `dynamic=False` would compile for each number of
+    documents.
+
+    What lies between products and our operators (norms, gates, activations) is recomputed
+    in backward.
     """
     compiler = _compiler(backend)
+    # One code object and one name for each kind of layer.
     codes: dict[object, CodeType] = {}
     for i, layer in enumerate(model.layers):
         kind = layer.options.name
@@ -53,7 +62,10 @@ def apply_compile(model: Decoder, backend: str) -> None:
 
 
 def _compiler(backend: str) -> Callable[..., Any]:
-    """`backend`, with options that hold while it compiles a graph of ours, and for no other graph of this process."""
+    """Return `backend` with options that apply to our graphs only.
+
+    They do not apply to any other graph of this process.
+    """
     options = (
         {"config_patches": {"joint_custom_pre_pass": OwnOperators()}}
         if backend == "inductor"
@@ -63,11 +75,13 @@ def _compiler(backend: str) -> Callable[..., Any]:
 
     def compiler(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         functorch = torch._functorch.config.patch(
-            # By default it is computed again only if it could be fused with the product that reads it, and was used on
-            # one side of an operator only: each of RWKV-7's mixes of x and its shift was kept for its product.
+            # By default, a result is recomputed only if it could be fused with the product
+            # that reads it, and was used on one side of an operator only. Each of RWKV-7's
+            # mixes of x and its shift was therefore kept for its product.
             ban_recompute_materialized_backward=False,
             ban_recompute_used_far_apart=False,
-            # Backward is compiled along with forward: its failure is then one of a layer, in the first step's forward.
+            # Backward is compiled together with forward. If it fails, the error belongs to
+            # a layer, in the first step's forward.
             force_non_lazy_backward_lowering=True,
         )
         with functorch, _kernels_ahead(inputs):
@@ -77,13 +91,13 @@ def _compiler(backend: str) -> Callable[..., Any]:
 
 
 def _named(compiled: Callable[..., Any], layer: str) -> Callable[..., Any]:
-    """`compiled`, whose failure to compile names the layer and the remedy."""
+    """Wrap `compiled` so that a failure to compile names the layer and the remedy."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
             return compiled(*args, **kwargs)
         except TorchDynamoException as error:
-            # the compiler's advice follows
+            # The compiler's advice follows an empty line, and is dropped.
             reason = shorten(str(error).strip().partition("\n\n")[0], 300)
             raise ValueError(
                 f"compile.enable = true: {layer} cannot be compiled ({type(error).__name__}: {reason}); "
@@ -94,17 +108,18 @@ def _named(compiled: Callable[..., Any], layer: str) -> Callable[..., Any]:
 
 
 def _kernels_ahead(inputs: list[Tensor]) -> AbstractContextManager[None]:
-    """On a GPU, `compiling_ahead`."""
+    """Return `compiling_ahead` if the inputs are on a GPU, else an empty context."""
     device = next((x.device for x in inputs if isinstance(x, Tensor) and x.is_cuda), None)
     if device is None:
         return nullcontext()
-    from titan_linear.ops.triton.tiles import compiling_ahead  # Triton is available on Linux only
+    # Triton is available on Linux only.
+    from titan_linear.ops.triton.tiles import compiling_ahead
 
     return compiling_ahead(device)
 
 
 class OwnOperators(CustomGraphPass):
-    """What the compiler does not know of our operators in a layer's graph of forward and backward."""
+    """A pass over a layer's joint graph for our operators, unknown to the compiler."""
 
     def __call__(self, graph: fx.Graph) -> None:
         compute_again(graph)
@@ -115,20 +130,28 @@ class OwnOperators(CustomGraphPass):
 
 
 def compute_again(graph: fx.Graph) -> None:
-    """Mark results to be computed in backward, as in uncompiled code: weights put side by side, and what operators
-    prepare for backward (`Spec.prepares`)."""
+    """Mark results to be recomputed in backward, as in uncompiled code.
+
+    These are concatenated weights, and what operators prepare for backward
+    (`Spec.prepares`).
+    """
     prepares = {node: _prepares(node) for node in graph.nodes}
-    shared = "backward" not in prepares.values()  # else backward has an operator of its own
+    # False if backward has an operator of its own.
+    shared = "backward" not in prepares.values()
     for node, when in prepares.items():
-        # "backward" too: for a result without elements, which costs nothing to keep, it would run in forward as well.
+        # "backward" too: a result without elements costs nothing to keep, so its operator
+        # would also run in forward.
         if when == "backward" or (when == "forward" and shared) or _joins_parameters(node):
             for marked in (node, *(user for user in node.users if user.target is getitem)):
                 marked.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def compile_kernels(graph: fx.Graph) -> None:
-    """Run the operators that launch kernels on the meta device, so that these are compiled while the compiler goes on,
-    side by side (`compiling_ahead`); each would otherwise wait for its first launch."""
+    """Run the operators that launch kernels on the meta device.
+
+    Their kernels then compile concurrently, while the compiler continues
+    (`compiling_ahead`). Otherwise each would wait for its first launch.
+    """
     with unset_fake_temporarily():
         for node in filter(_own, graph.nodes):
             if node.target.python.__module__.startswith("titan_linear.ops.triton."):
@@ -138,7 +161,10 @@ def compile_kernels(graph: fx.Graph) -> None:
 
 
 def _stand_in(node: fx.Node) -> Any:
-    """A node's value, a tensor on the meta device. Numbers that differ between batches become VARIES."""
+    """Return a node's value, with tensors on the meta device.
+
+    Ints that differ between batches become VARIES.
+    """
     x = node.meta["val"]
     if not isinstance(x, Tensor):
         return VARIES if isinstance(x, torch.SymInt) else x
@@ -149,14 +175,17 @@ def _stand_in(node: fx.Node) -> Any:
 
 
 def _joins_parameters(node: fx.Node) -> bool:
-    """Whether a node puts weights side by side (`models.layers.project`): if kept, a copy that FSDP cannot free."""
+    """Whether a node concatenates weights (`models.layers.project`).
+
+    If kept, the result would be a copy that FSDP cannot free.
+    """
     return node.target is torch.ops.aten.cat.default and all(
         x.op == "placeholder" for x in node.args[0]
     )
 
 
 def _prepares(node: fx.Node) -> str | None:
-    """`Spec.prepares` of one of our operators; None for any other node."""
+    """Return `Spec.prepares` of one of our operators; None for any other node."""
     return SPECS[node.target._opname].prepares if _own(node) else None
 
 

@@ -19,10 +19,15 @@ from titan_linear.ops.runtime.support import Choice
 
 
 def apply_ep(model: Decoder, ranks: Ranks) -> frozenset[str]:
-    """Leave each of `ranks` an equal share of the experts of every layer, to which the others send tokens. In place.
-    Returns the names of the parameters that are shared out."""
+    """Leave each of `ranks` an equal share of the experts of every layer, in place.
+
+    The other ranks send tokens to them.
+
+    Returns:
+        The names of the parameters that are distributed.
+    """
     shared = set()
-    # one for all layers: their compiled code refers to it
+    # One object for all layers, because their compiled code refers to it.
     dispatch = partial(AllToAllDispatch, ranks)
     for i, layer in enumerate(model.layers):
         if isinstance(layer.mlp, MoE):
@@ -34,14 +39,18 @@ def apply_ep(model: Decoder, ranks: Ranks) -> frozenset[str]:
 
 
 class AllToAllDispatch:
-    """Tokens on their way to the ranks that have their experts. See `LocalDispatch` in models/mlps/moe.py.
+    """Tokens on their way to the ranks that have their experts.
 
-    To each rank that has some of a token's experts the token goes once, with its experts there and their weights; back
-    comes the sum of their outputs. With 8 experts a token among 4 ranks 2.7 rows travel, and would be 6 if each expert
-    had its own. Every token travels, however many an expert gets. The host reads these numbers once, in forward.
+    The interface is defined by `LocalDispatch` in models/mlps/moe.py.
 
-    The compiler leaves all of it alone: it would compile each function by itself, for each use and number of rows,
-    until it gives up.
+    A token travels once to each rank that has some of its experts, with these experts and
+    their weights; the sum of their outputs comes back. With 8 experts per token over 4
+    ranks, 2.7 rows travel per token; if each expert received its own row, it would be 6.
+    Every token travels, however many an expert receives. The host reads the numbers of rows
+    once, in forward.
+
+    The compiler skips all of this. Otherwise it would compile each function separately, for
+    each use and number of rows, until it gives up.
     """
 
     @torch.compiler.disable
@@ -54,16 +63,24 @@ class AllToAllDispatch:
         counts: Tensor,
         impl: str | Choice = "auto",
     ):
-        """As `LocalDispatch`, which takes what comes."""
-        here = len(counts) // ranks.size  # experts of a rank
+        """Send the tokens.
+
+        Arguments are the same as for `LocalDispatch`, which takes what arrives.
+        """
+        # Number of experts per rank.
+        here = len(counts) // ranks.size
+        # Which ranks want which tokens, [ranks, N]; the ranks then agree on numbers of
+        # rows.
         wanted = torch.zeros(ranks.size, len(x), dtype=torch.bool, device=x.device)
         wanted.scatter_(0, (experts // here).T, torch.ones_like(experts.T, dtype=torch.bool))
         to, of, self.total, self.counts = _agree(counts, wanted, ranks)
         self.sizes, self.group, self.impl = (to, of), ranks.group, impl
+        # The place of each token's copy among the rows sent, ordered by receiver.
         places = wanted.flatten().cumsum(0).view_as(wanted) - 1
-        # a token's j-th copy is for rank j
+        # A token's j-th copy is for rank j.
         self.sent = by_slot(places.where(wanted, -1).T.contiguous(), sum(to))
-        # A row's experts, which its receiver numbers from its first, travel with their weights.
+        # A row's experts travel with their weights; the receiver counts them from its first
+        # expert.
         choices = torch.cat([weights, experts.to(weights.dtype)], 1)
         self.first = here * ranks.rank
         self.pending: list[dist.Work] = []
@@ -74,9 +91,10 @@ class AllToAllDispatch:
 
     @torch.compiler.disable
     def arrived(self) -> tuple[Tensor, Copies, Tensor, Tensor]:
-        """The tokens that have come, as `Experts` takes them."""
+        """Wait for the tokens and return them as arguments of `Experts`."""
         while self.pending:
             self.pending.pop(0).wait()
+        # Experts of other ranks become -1.
         weights, experts = self.choices.chunk(2, 1)
         experts = experts.detach().long() - self.first
         experts = experts.where((experts >= 0) & (experts < len(self.counts)), -1)
@@ -84,7 +102,7 @@ class AllToAllDispatch:
 
     @torch.compiler.disable
     def back(self, y: Tensor) -> Tensor:
-        """Sums of outputs for `arrived()` → those of each token that this rank gave."""
+        """Return the sum of outputs of each token sent, given the sums for arrived tokens."""
         return _Return.apply(y, self.sent, *self.sizes, self.group, self.impl)
 
 
@@ -92,19 +110,31 @@ class AllToAllDispatch:
 def _agree(
     counts: Tensor, wanted: Tensor, ranks: Ranks
 ) -> tuple[list[int], list[int], int, Tensor]:
-    """Copies for each expert [E] and tokens for each rank [ranks, N] -> numbers of tokens to each rank, of tokens from
-    each rank, of copies here, and of the latter for each of this rank's experts [own experts]."""
-    # by receiver
+    """Exchange the numbers of rows between ranks.
+
+    Args:
+        counts: copies for each expert, [E].
+        wanted: tokens for each rank, [ranks, N].
+
+    Returns:
+        Numbers of tokens to each rank, of tokens from each rank, and of copies here; and
+        copies for each of this rank's experts [own experts].
+    """
+    # One row per receiver: copies for each of its experts, then its tokens.
     sent = torch.cat([counts.unflatten(0, (ranks.size, -1)), wanted.sum(1, keepdim=True)], 1)
     came = torch.empty_like(sent)
     dist.all_to_all_single(came, sent, group=group_named(ranks.group))
+    # One copy to the host for all numbers.
     own = came[:, :-1].sum(0)
     *rows, copies = torch.cat([sent[:, -1], came[:, -1], own.sum(0, keepdim=True)]).tolist()
     return rows[: ranks.size], rows[ranks.size :], copies, own
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows that has begun when this returns; the work that is appended to `pending` waits for it."""
+    """An all-to-all of rows that has started when this returns.
+
+    The work appended to `pending` waits for it.
+    """
 
     @staticmethod
     def forward(
@@ -131,8 +161,11 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Return(torch.autograd.Function):
-    """Rows go back and are added up. Recomputation ends with the last tensor that autograd saves: `ctx` has what
-    backward needs, so that no row goes back twice."""
+    """Sends rows back and sums them for each token.
+
+    Recomputation stops at the last tensor that autograd saves. `ctx` therefore holds what
+    backward needs directly, so that no row is sent back twice.
+    """
 
     @staticmethod
     def forward(

@@ -1,10 +1,14 @@
-"""A thread of each rank that watches the others: no rank waits for one that has ended, and a run that hangs says so in
-one line: which collective of which step waits for which ranks.
+"""A thread on each rank that watches the other ranks.
 
-PyTorch's flight recorders, one for gloo and one for NCCL, keep the last collectives of each process. The thread looks
-at them while no step completes. Once a collective has used up most of its time-out, every rank writes its recorders
-into the run's folder (`torchfrtrace FOLDER --prefix rank-` compares NCCL's), and one of them prints the line. The
-time-out itself is left to the backend: gloo raises an error in the rank that waits, NCCL aborts its process.
+Because of it, no rank waits for one that has ended.
+
+A run that hangs prints one line: which collective of which step waits for which ranks.
+
+PyTorch's flight recorders, one for gloo and one for NCCL, keep the last collectives of each
+process. The thread reads them while no step completes. Once a collective has used up most
+of its time-out, every rank writes its recorders into the run's folder (`torchfrtrace FOLDER
+--prefix rank-` compares NCCL's), and one rank prints the line. The time-out itself is left
+to the backend: gloo raises an error in the rank that waits, and NCCL aborts its process.
 """
 
 from __future__ import annotations
@@ -25,56 +29,76 @@ import torch.distributed as dist
 from titan_linear.distributed.ending import FAILED_RANK
 from titan_linear.distributed.process import LOST
 
-Collective = dict[str, Any]  # as a flight recorder describes it
-LATE = 0.75  # of a collective's time-out
-POLL = 1.0  # seconds, at most, between two looks at the store
-GRACE = 2.0  # seconds for this rank to say why it fails itself
-# seconds without an answer after which a rank is named, and after which the others leave
+# A collective, as a flight recorder describes it.
+Collective = dict[str, Any]
+# Share of a collective's time-out.
+LATE = 0.75
+# Longest time in seconds between two reads of the store.
+POLL = 1.0
+# Seconds for this rank to report its own failure.
+GRACE = 2.0
+# Seconds without an answer after which a rank is named, and after which the others leave.
 SILENT, DEAD = 3.0, 8.0
 
 
 class Watch(threading.Thread):
-    """Leaves when another rank has failed or does not answer; reports a late collective, once, together with those of
-    the other ranks. Meanwhile this rank's main thread may wait for ever."""
+    """Leaves when another rank fails or does not answer; reports a late collective.
+
+    It reports once, together with the other ranks' late collectives. Meanwhile this rank's
+    main thread may wait forever.
+    """
 
     def __init__(self, folder: Path, store: Any, timeout: float):
-        """timeout: that of training, in seconds. store: `dist.Store` of all ranks."""
+        """Prepare the thread.
+
+        Args:
+            store: `dist.Store` of all ranks.
+            timeout: training's time-out, in seconds.
+        """
         super().__init__(daemon=True)
-        # A connection of its own: the main thread may hold the other one while it waits for a key.
+        # The thread has its own connection, because the main thread may hold the other one
+        # while it waits for a key.
         self.folder = folder
         self.store = store.clone()
         self.period = min(timeout / 20, 5.0)
         self.rank = dist.get_rank()
         self.ranks = range(dist.get_world_size())
-        self.step: Callable[[], int] = lambda: 0  # the step that is being computed; 0: none yet
-        # the signal that this rank has received; 0: none
+        # The step that is being computed; 0: none yet.
+        self.step: Callable[[], int] = lambda: 0
+        # The signal that this rank has received; 0: none.
         self.signal: Callable[[], int] = lambda: 0
         self.ended = threading.Event()
-        # when this rank answered; whether others are named that did not
+        # When this rank answered, and whether silent ranks have been named.
         self.asked, self.named = 0.0, False
         self.looked = time.monotonic()
         self.before = None
         self.reported = False
 
     def run(self) -> None:
-        with suppress(dist.DistError):  # the store is gone, and all ranks end
+        # Without the store, all ranks end.
+        with suppress(dist.DistError):
             while not self.ended.wait(min(self.period, POLL)):
                 if self.store.check([FAILED_RANK]) and not self.ended.wait(GRACE):
                     os._exit(LOST)
                 self._answer()
                 self._look()
-            # it ended in order, and nobody shall miss it
+            # This rank ended in order, and must not be reported as missing.
             self.store.set(f"answers/{self.rank}", "")
 
     def _answer(self) -> None:
-        """After a signal each rank answers. torchrun sends one also where a rank has died, and that one does not: then
-        there is no step that all ranks could reach and save."""
+        """Answer after a signal, and leave if other ranks do not.
+
+        torchrun also sends a signal if a rank has died. The dead rank does not answer, and
+        no step exists that all ranks could reach and save.
+        """
+        # Answer once, as soon as any rank has received a signal.
         if not self.asked:
             if not (self.signal() or self.store.check(["signal"])):
                 return
             self.asked = time.monotonic()
             self.store.set("signal", "")
             self.store.set(f"answers/{self.rank}", "")
+        # Name the ranks that stay silent, then leave.
         waited = time.monotonic() - self.asked
         if waited < SILENT or self.store.check([f"answers/{rank}" for rank in self.ranks]):
             return
@@ -86,7 +110,7 @@ class Watch(threading.Thread):
             os._exit(LOST)
 
     def _look(self) -> None:
-        """Look for a late collective, every `period`, while no step completes."""
+        """Look for a late collective every `period`, while no step completes."""
         if self.reported or time.monotonic() - self.looked < self.period:
             return
         self.looked = time.monotonic()
@@ -101,9 +125,11 @@ class Watch(threading.Thread):
 
     def _say(self, entry: Collective) -> None:
         name = entry["profiling_name"].rpartition(":")[2]
+        # The first late rank prints the line, after the others have had time to look.
         self.store.set(f"waits/{self.rank}", name)
         if self.store.add("late", 1) == 1:
-            self.ended.wait(2 * self.period)  # the other ranks look in the meantime
+            # The other ranks look in the meantime.
+            self.ended.wait(2 * self.period)
             missing = self._missing("waits")
             waiting = [rank for rank in self.ranks if rank not in missing]
             waited = (time.time_ns() - entry["time_created_ns"]) / 1e9
@@ -129,9 +155,11 @@ class Watch(threading.Thread):
             self.folder.mkdir(parents=True, exist_ok=True)
             for name, dump in recorders().items():
                 file = self.folder / f"{name}-{self.rank}"
-                file.unlink(missing_ok=True)  # were it a link, its target would be written
+                # If it were a link, its target would be overwritten.
+                file.unlink(missing_ok=True)
                 file.write_bytes(dump())
-        except OSError as error:  # a full disk must not end this thread
+        # A full disk must not end this thread.
+        except OSError as error:
             print(
                 f"warning: rank {self.rank}: no flight recorder: {error}",
                 file=sys.stderr,
@@ -140,8 +168,10 @@ class Watch(threading.Thread):
 
 
 def recorders() -> dict[str, Callable[..., bytes]]:
-    """Functions that dump this process's recorders, by name: that of collectives on its device, and with a GPU also
-    gloo's."""
+    """Return functions that dump this process's flight recorders, by name.
+
+    "rank" has the collectives on its device; with a GPU there is also "gloo".
+    """
     module: Any = torch._C._distributed_c10d
     if torch.cuda.is_available():
         return {"rank": module._dump_nccl_trace, "gloo": module._dump_fr_trace}
@@ -149,7 +179,7 @@ def recorders() -> dict[str, Callable[..., bytes]]:
 
 
 def recorded() -> list[list[Collective]]:
-    """The collectives in each of this process's recorders, in the order in which they began."""
+    """Return the collectives in each of this process's recorders, oldest first."""
     return [
         pickle.loads(dump(includeStackTraces=False)).get("entries", [])
         for dump in recorders().values()
@@ -157,14 +187,21 @@ def recorded() -> list[list[Collective]]:
 
 
 def late_collective(lists: list[list[Collective]], now: int) -> Collective | None:
-    """Of the collectives that have not ended and have used up most of their time-outs, the one that began first.
+    """Return the late collective that began first, or None.
 
-    lists: one for each recorder. now: nanoseconds since the epoch.
+    A collective is late if it has not ended and has used up most of its time-out.
+
+    Args:
+        lists: collectives of each recorder.
+        now: nanoseconds since the epoch.
     """
-    waiting: dict[tuple[int, int], Collective] = {}  # by recorder and group
+    # The first waiting collective, by recorder and group.
+    waiting: dict[tuple[int, int], Collective] = {}
     for i, entries in enumerate(lists):
         for entry in entries:
-            if entry["retired"]:  # so are earlier ones; those in an NCCL batch are never marked
+            # Earlier collectives of the group have ended too, even if an NCCL batch never marks
+            # them.
+            if entry["retired"]:
                 waiting.pop((i, entry["pg_id"]), None)
             else:
                 waiting.setdefault((i, entry["pg_id"]), entry)
@@ -182,7 +219,7 @@ def _names(ranks: list[int]) -> str:
 
 @contextmanager
 def watched(folder: Path, store: dist.Store, timeout: float) -> Iterator[Watch]:
-    """A `Watch` that runs inside of the context, and after an error until the process ends."""
+    """Run a `Watch` inside this context, and after an error until the process ends."""
     watch = Watch(folder, store, timeout)
     watch.start()
     yield watch

@@ -1,8 +1,11 @@
-"""Whole matrices of the model: one rank gets each, from the ranks that hold parts of it, and shares the result out.
+"""Whole matrices of the model, gathered from ranks that hold parts.
 
-A parameter [..., R, C] is a stack of matrices. Where FSDP or tp cut them, each goes to one rank, so that ranks have
-about the same work; those that ranks hold whole (experts, or all, on one process) stay there. Parts come from the copy
-of the parameter to which that rank belongs, and go back to all copies.
+One rank receives each matrix, and distributes the result.
+
+A parameter [..., R, C] is a stack of matrices. Where FSDP or tp cut the matrices, each goes
+to one rank, so that ranks have about the same work. Matrices that ranks hold whole
+(experts, or all on one process) stay there. Parts come from the copy of the parameter to
+which the receiving rank belongs, and go back to all copies.
 """
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-Apply = Callable[[list[Tensor]], list[Tensor]]  # to matrices, of any shapes
+# A function of matrices of any shapes.
+Apply = Callable[[list[Tensor]], list[Tensor]]
 
 
 class Part(NamedTuple):
-    """What a rank holds of a stack of matrices."""
+    """A rank's part of a stack of matrices."""
 
-    copy: int  # of the whole stack: which one it belongs to
+    # Number of the copy of the stack to which this part belongs.
+    copy: int
     matrices: range
     rows: slice
     columns: slice
@@ -31,10 +36,11 @@ class Part(NamedTuple):
 
 @dataclass
 class Matrix:
-    """A matrix that ranks have cut."""
+    """A matrix that is cut over ranks."""
 
     stack: int
-    number: int  # in its stack
+    # Its index in the stack.
+    number: int
     shape: torch.Size  # [R, C]
     parts: dict[int, Part]  # by rank
     owner: int = 0
@@ -45,32 +51,39 @@ class Matrix:
 
     @property
     def sources(self) -> list[int]:
-        """The ranks whose parts make up the copy to which the owner belongs."""
+        """Ranks whose parts make up the copy to which the owner belongs."""
         return [
             rank for rank, part in self.parts.items() if part.copy == self.parts[self.owner].copy
         ]
 
 
 class WholeMatrices:
-    """Applies a function to whole matrices. Which rank has which of them is determined once."""
+    """Applies a function to whole matrices.
+
+    Which rank owns which matrix is determined once.
+    """
 
     def __init__(self, stacks: Mapping[str, Tensor], device: torch.device):
-        """
+        """Assign matrices to ranks.
+
         Args:
-            stacks: parameters by name, as `parts.whole` returns them, the same on all ranks.
-            device: where ranks exchange.
+            stacks: parameters by name, as `parts.whole` returns them, the same on all
+                ranks.
+            device: device on which ranks exchange.
 
         Raises:
-            ValueError: a parameter whose matrices no rank can get whole.
+            ValueError: no rank can gather the matrices of a parameter.
         """
         self.shapes = [stack.shape[-2:] for stack in stacks.values()]
         self.device = device
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        # Which matrices are cut, and which are whole on this rank.
         parts = [parts_of(name, stack, self.size) for name, stack in stacks.items()]
         self.cut = [m for i, ranks in enumerate(parts) for m in _cut(i, self.shapes[i], ranks)]
         self.first = [ranks[self.rank].matrices.start for ranks in parts]
         self.whole = [i for i, ranks in enumerate(parts) if not _is_cut(self.shapes[i], ranks)]
+        # The largest matrices first, each to the rank with the least work so far.
         loads = [0] * self.size
         for m in sorted(self.cut, key=lambda m: -m.work):
             m.owner = min(m.parts, key=lambda rank: loads[rank])
@@ -81,11 +94,22 @@ class WholeMatrices:
         return [m for m in self.cut if m.owner == self.rank]
 
     def apply(self, fn: Apply, parts: list[Tensor]) -> list[Tensor]:
-        """parts: what this rank has of each stack -> the same parts of what `fn` makes of the whole matrices. All ranks
-        call it. They exchange, and `fn` gets, tensors of the parts' dtype on `device`."""
+        """Apply `fn` to the whole matrices. All ranks call this.
+
+        Ranks exchange tensors of the parts' dtype on `device`, and `fn` receives such
+        tensors.
+
+        Args:
+            parts: this rank's part of each stack.
+
+        Returns:
+            The same parts of the results of `fn`.
+        """
+        # Matrices that are whole here, then matrices gathered here.
         stacks = [_stacked(part.to(self.device)) for part in parts]
         here = [matrix for i in self.whole for matrix in stacks[i]]
         results = iter(fn([*here, *self._gather(stacks)]))
+        # Results go back in the same order.
         found = [torch.empty_like(stack) for stack in stacks]
         for i in self.whole:
             for matrix in found[i]:
@@ -95,9 +119,10 @@ class WholeMatrices:
         return [x.view_as(part) for x, part in zip(found, parts, strict=True)]
 
     def _gather(self, stacks: list[Tensor]) -> list[Tensor]:
-        """The matrices that this rank owns."""
+        """Gather the matrices that this rank owns."""
         if not self.cut:
             return []
+        # Send parts of this rank's copy to the owners; list the shapes that arrive.
         sent, shapes = self._lists(), self._lists()
         for m in self.cut:
             if self.rank in m.sources:
@@ -106,6 +131,7 @@ class WholeMatrices:
                 for rank in m.sources:
                     shapes[rank].append(_shape(m.parts[rank]))
         received = self._exchange(sent, shapes, stacks[0].dtype)
+        # Assemble each matrix.
         matrices = []
         for m in self.owned:
             matrix = torch.empty(m.shape, dtype=stacks[0].dtype, device=self.device)
@@ -137,7 +163,15 @@ class WholeMatrices:
     def _exchange(
         self, sent: list[list[Tensor]], shapes: list[list[torch.Size]], dtype: torch.dtype
     ) -> list[Iterator[Tensor]]:
-        """sent: tensors for each rank; shapes: of those that come from each -> these."""
+        """Exchange tensors between all ranks.
+
+        Args:
+            sent: tensors for each rank.
+            shapes: shapes of the tensors that come from each rank.
+
+        Returns:
+            The tensors from each rank.
+        """
         none = torch.empty(0, dtype=dtype, device=self.device)
         flat = torch.cat([none, *(x.flatten() for tensors in sent for x in tensors)])
         sizes = [[shape.numel() for shape in of_rank] for of_rank in shapes]
@@ -153,13 +187,15 @@ class WholeMatrices:
 
 
 def parts_of(name: str, stack: Tensor, ranks: int) -> dict[int, Part]:
-    """What each rank holds of a parameter [..., R, C]."""
-    if not isinstance(stack, DTensor):  # each rank has it whole
+    """Return each rank's part of a parameter [..., R, C]."""
+    # A plain tensor is whole on each rank.
+    if not isinstance(stack, DTensor):
         matrices = range(stack.shape[:-2].numel())
         return {
             rank: Part(rank, matrices, slice(0, stack.shape[-2]), slice(0, stack.shape[-1]))
             for rank in range(ranks)
         }
+    # Each mesh dimension either copies the parameter or cuts one of its dimensions.
     mesh = stack.device_mesh.mesh
     each = stack.shape[1:-2].numel()
     parts = {}
@@ -186,7 +222,10 @@ def parts_of(name: str, stack: Tensor, ranks: int) -> dict[int, Part]:
 
 
 def _chunk(start: int, stop: int, n: int, i: int) -> tuple[int, int]:
-    """The bounds of chunk i of n, as torch.chunk cuts: the last ones may be shorter, or empty."""
+    """Return the bounds of chunk i of n, as torch.chunk cuts.
+
+    The last chunks may be shorter, or empty.
+    """
     size = -(-(stop - start) // n)
     return min(start + i * size, stop), min(start + (i + 1) * size, stop)
 
@@ -196,7 +235,7 @@ def _is_cut(shape: torch.Size, parts: dict[int, Part]) -> bool:
 
 
 def _cut(stack: int, shape: torch.Size, parts: dict[int, Part]) -> list[Matrix]:
-    """The stack's matrices, if ranks have cut them."""
+    """Return the stack's matrices if ranks have cut them, else an empty list."""
     if not _is_cut(shape, parts):
         return []
     count = max(part.matrices.stop for part in parts.values())
@@ -212,5 +251,5 @@ def _shape(part: Part) -> torch.Size:
 
 
 def _stacked(part: Tensor) -> Tensor:
-    """[..., r, c] -> [n, r, c]"""
+    """Reshape [..., r, c] -> [n, r, c]."""
     return part.flatten(0, -3) if part.dim() > 2 else part.unsqueeze(0)

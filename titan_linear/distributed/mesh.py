@@ -1,5 +1,8 @@
-"""The ranks of a run and their groups: the DeviceMesh `dp_replicate, dp_shard, cp, tp`, and the same ranks as FSDP2 and
-experts see them."""
+"""The ranks of a run and their groups.
+
+The DeviceMesh is `dp_replicate, dp_shard, cp, tp`. FSDP2 and experts see the same ranks in
+other meshes.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,27 @@ from titan_linear.ops.exchange.collectives import Ranks
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The degrees, whose product without ep is the world size, and the mesh of the ranks, innermost dimension last."""
+    """Degrees of parallelism, and the mesh of the ranks, innermost dimension last.
+
+    The product of the degrees without ep is the world size.
+    """
 
     dp_replicate: int
     dp_shard: int
     cp: int
     tp: int
-    ep: int  # neighbouring ranks of dp_shard × cp that share the experts out
+    # Neighboring ranks of dp_shard × cp that share the experts.
+    ep: int
     mesh: DeviceMesh  # dp_replicate, dp_shard, cp, tp
-    # what FSDP shards over; where shards have copies (HSDP), with replicate before it
+    # Ranks over which FSDP shards; if shards have copies (HSDP), with replicate before it.
     fsdp_mesh: DeviceMesh
-    expert_mesh: Any  # DeviceMesh: replicate, expert_shard, ep, tp: the same ranks; None: ep is 1
-    # dp_replicate × dp_shard × cp: the ranks that have the same part of each tensor
+    # DeviceMesh of the same ranks: replicate, expert_shard, ep, tp; None if ep is 1.
+    expert_mesh: Any
+    # dp_replicate × dp_shard × cp: ranks that have the same tensor-parallel part of each
+    # tensor.
     data_group: dist.ProcessGroup
-    cpu_offload: bool = False  # FSDP2's shards of the parameters lie in the host's memory
+    # Whether FSDP2's shards of the parameters lie in host memory.
+    cpu_offload: bool = False
 
     @property
     def dp(self) -> int:
@@ -38,7 +48,10 @@ class ParallelDims:
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 manages the parameters: several ranks share them, or they come from the host's memory."""
+        """Whether FSDP2 manages the parameters.
+
+        It does if several ranks share them, or if they come from host memory.
+        """
         return self.fsdp_mesh.size() > 1 or self.cpu_offload
 
     @property
@@ -48,7 +61,7 @@ class ParallelDims:
 
     @property
     def replica(self) -> int:
-        """Which of them this rank has."""
+        """Number of the copy that this rank has."""
         return self.fsdp_mesh.get_local_rank("replicate") if self.replicas > 1 else 0
 
     @property
@@ -57,27 +70,27 @@ class ParallelDims:
 
     @property
     def copies(self) -> int:
-        """Number of ranks that get the same batches."""
+        """Number of ranks that receive the same batches."""
         return self.cp * self.tp
 
     @property
     def cp_group(self) -> dist.ProcessGroup:
-        """The ranks that share a stream."""
+        """Ranks that share a stream."""
         return self.mesh.get_group("cp")
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
-        """The ranks that share every layer."""
+        """Ranks that share every layer."""
         return self.mesh.get_group("tp")
 
     @property
     def tp_ranks(self) -> Ranks:
-        """The ranks of `tp_group`, as operators take them."""
+        """Ranks of `tp_group`, in the form that operators take."""
         return Ranks(self.tp_group.group_name, self.tp, self.mesh.get_local_rank("tp"))
 
     @property
     def ep_ranks(self) -> Ranks:
-        """The ranks that share the experts out, as operators take them."""
+        """Ranks that share the experts, in the form that operators take."""
         return Ranks(
             self.expert_mesh.get_group("ep").group_name,
             self.ep,
@@ -93,8 +106,11 @@ class ParallelDims:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The degree of each dimension; ep's, and that of FSDP's shards, which are no factors of the world size, where
-        they are used."""
+        """Degree of each dimension.
+
+        ep and the degree of FSDP's shards, which are not factors of the world size, are
+        included where used.
+        """
         degrees = {name: self.mesh.size(dim) for dim, name in enumerate(self.mesh.mesh_dim_names)}
         shards = self.dp * self.cp // self.replicas
         fewer = {"fsdp": shards} if shards < self.dp_shard * self.cp else {}
@@ -102,7 +118,7 @@ class ParallelDims:
 
     @property
     def description(self) -> str:
-        """For people: "dp_replicate 1 × dp_shard 2 × cp 2 × tp 1, ep 2"."""
+        """Degrees for people to read: "dp_replicate 1 × dp_shard 2 × cp 2 × tp 1, ep 2"."""
         sizes = [f"{name} {size}" for name, size in self.degrees.items()]
         return ", ".join([" × ".join(sizes[: self.mesh.ndim]), *sizes[self.mesh.ndim :]])
 
@@ -122,14 +138,17 @@ class ParallelDims:
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh:
-        """What FSDP shards a rank's experts over: expert_shard; where shards have copies, with replicate before it."""
+        """Ranks over which FSDP shards a rank's experts: expert_shard.
+
+        If shards have copies, replicate comes before it.
+        """
         return self.expert_mesh[
             "expert_shard" if self.replicas == 1 else ("replicate", "expert_shard")
         ]
 
     @cached_property
     def expert_parameter_mesh(self) -> DeviceMesh:
-        """tp, ep, then the dimensions of `expert_fsdp_mesh`: the order in which experts are cut."""
+        """tp, ep, then `expert_fsdp_mesh`: the order in which experts are cut."""
         ranks = self.expert_mesh.mesh.permute(3, 2, 0, 1)
         names = ("tp", "ep", *self.expert_fsdp_mesh.mesh_dim_names)
         ranks = ranks if self.replicas > 1 else ranks.squeeze(2)
@@ -141,7 +160,7 @@ class ParallelDims:
 
 
 def _mesh_of(device_type: str, ranks: Tensor, **groups: dist.ProcessGroup) -> DeviceMesh:
-    """A mesh of existing groups, one for each dimension."""
+    """Build a mesh of existing groups, one for each dimension."""
     return DeviceMesh.from_group(
         list(groups.values()), device_type, ranks.contiguous(), mesh_dim_names=tuple(groups)
     )
@@ -157,17 +176,23 @@ def build_mesh(
     cpu_offload: bool = False,
     fsdp_shard: int = -1,
 ) -> ParallelDims:
-    """The mesh over all ranks. tp is innermost, then cp: ranks that share a layer, or a stream, talk most and sit side
-    by side.
+    """Build the mesh over all ranks.
 
-    fsdp_shard: neighbouring ranks, out of dp_shard × cp, that parameters are sharded over; -1: all.
+    tp is innermost, then cp: ranks that share a layer, or a stream, communicate most and
+    are neighbors.
+
+    Args:
+        fsdp_shard: number of neighboring ranks, out of dp_shard × cp, over which parameters
+            are sharded; -1: all.
     """
     assert dp_replicate * dp_shard * cp * tp == dist.get_world_size()
     names = ("dp_replicate", "dp_shard", "cp", "tp")
     mesh = init_device_mesh(device_type, (dp_replicate, dp_shard, cp, tp), mesh_dim_names=names)
-    data = mesh[names[:-1]]._flatten("data")  # no public function flattens dimensions
+    # No public function flattens dimensions.
+    data = mesh[names[:-1]]._flatten("data")
     shards = dp_shard * cp if fsdp_shard == -1 else fsdp_shard
     replicas = data.size() // shards
+    # HSDP: FSDP's mesh gets a dimension of copies.
     fsdp_mesh = data
     expert_mesh = None
     if replicas > 1:
@@ -175,6 +200,7 @@ def build_mesh(
         fsdp_mesh = init_device_mesh(device_type, (replicas, shards, tp), mesh_dim_names=names)[
             "replicate", "fsdp"
         ]
+    # Experts: a mesh of their own over the same ranks.
     if ep > 1:
         sizes = (replicas, shards // ep, ep, tp)
         names = ("replicate", "expert_shard", "ep", "tp")

@@ -1,18 +1,22 @@
-"""Groups whose ranks live in one process, on one device or the CPU. They run many ranks' code; collectives are copies.
+"""Groups whose ranks live in one process, on one device or the CPU.
 
-    def on_rank(group):                                # each of 8 ranks runs it, in a thread of its own
+They run the code of many ranks; collectives are copies.
+
+    def on_rank(group):                # each of 8 ranks runs it, in a thread of its own
         context = build_cp_context(cu_seqlens, group)
         o, _ = chunk_kda(..., cp_context=context)
         ...
-    results = run_ranks(on_rank, 8)                    # in rank order
+    results = run_ranks(on_rank, 8)    # in rank order
 
-Any degree works, without a launcher and without `torch.distributed.init_process_group`: for tests, for proofs, and to
-look into a rank with a debugger. Code that takes a group is given a `LocalGroup`, and can find it by its name
-like any other; `torch.distributed`'s functions take it too, except those that ask for the default group.
+Any degree works, without a launcher and without `torch.distributed.init_process_group`.
+This serves tests, proofs, and looking into a rank with a debugger. Code that takes a group
+receives a `LocalGroup`, and can look it up by name like any other group. The functions of
+`torch.distributed` accept it too, except functions that ask for the default group.
 
-Ranks take turns: one runs until it has to wait for the others, so that a run is the same each time, a breakpoint stops
-everything, and nothing has to be thread-safe. If all ranks wait for each other, or call different collectives, an error
-says at once who waits for whom. On a GPU they share one device.
+Ranks take turns: one runs until it has to wait for the others. A run is therefore the same
+each time, a breakpoint stops everything, and nothing has to be thread-safe. If all ranks
+wait for each other, or call different collectives, an error reports at once which rank
+waits for which. On a GPU all ranks share one device.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ _numbers = count()
 
 
 class RankFailed(RuntimeError):
-    """A rank of `run_ranks` raised an error, which is the cause of this one."""
+    """An error that a rank of `run_ranks` raised; it is the cause of this one."""
 
     def __init__(self, rank: int, size: int, error: BaseException):
         super().__init__(f"rank {rank} of {size} in one process: {type(error).__name__}: {error}")
@@ -53,11 +57,14 @@ class _Abandoned(BaseException):
     """Ends the threads of the other ranks after a failure."""
 
 
-# --- Ranks as threads ------------------------------------------------------------------------------------------------
+# --- Ranks as threads -----------------------------------------------------------------
 
 
 def run_ranks(on_rank: Callable[[LocalGroup], T], size: int) -> list[T]:
-    """Call on_rank(group) for each of `size` ranks, with one group of all of them. The results, in rank order.
+    """Call on_rank(group) for each of `size` ranks, with one group of all of them.
+
+    Returns:
+        The results, in rank order.
 
     Raises:
         RankFailed: a rank raised an error; the others are ended where they wait.
@@ -67,9 +74,12 @@ def run_ranks(on_rank: Callable[[LocalGroup], T], size: int) -> list[T]:
 
 
 def take_turns(work: Sequence[Callable[[], T]]) -> list[T]:
-    """The result of each rank's function, for ranks that use several groups (`local_groups`). Raises `RankFailed`.
+    """Return the result of each rank's function.
 
-    The last rank is the caller's thread: torch 2.11 may crash where another than the main thread compiles.
+    Ranks may use several groups (`local_groups`).
+
+    The last rank runs in the caller's thread: torch 2.11 may crash if a thread other than
+    the main one compiles. Raises `RankFailed`.
     """
     turns = Turns(len(work))
     results: list[Any] = [None] * len(work)
@@ -82,13 +92,15 @@ def take_turns(work: Sequence[Callable[[], T]]) -> list[T]:
             turns.wait(rank)
             if device is not None:
                 torch.cuda.set_device(device)
-            # Backward runs in this thread too: autograd's own threads, one for each device, take no turns.
+            # Backward runs in this thread too: autograd's own threads, one per device, do
+            # not take turns.
             with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = work[rank]()
         except BaseException as raised:
             error = raised
         turns.end(rank, error)
 
+    # Start the threads, run the last rank here, and wait for all.
     *others, last = range(len(work))
     threads = [
         threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -104,7 +116,8 @@ def take_turns(work: Sequence[Callable[[], T]]) -> list[T]:
         rank, error = turns.failed
         if isinstance(error, Exception):
             raise RankFailed(rank, len(work), error) from error
-        raise error  # Ctrl-C
+        # Re-raise Ctrl-C unchanged.
+        raise error
     return results
 
 
@@ -113,9 +126,10 @@ class Turns:
 
     def __init__(self, size: int):
         self.wakes = [threading.Semaphore(0) for _ in range(size)]
-        # None: this rank has ended
+        # Whether each rank can continue; None: the rank has ended.
         self.ready: list[Callable[[], bool] | None] = [lambda: True] * size
-        self.awaits = [""] * size  # what each rank waits for, in words
+        # What each rank waits for, in words.
+        self.awaits = [""] * size
         self.failed: tuple[int, BaseException] | None = None
 
     def begin(self) -> None:
@@ -142,12 +156,16 @@ class Turns:
         self._pass_on(rank)
 
     def _pass_on(self, rank: int) -> None:
-        """Pass the turn to the next rank that can go on. After a failure each rank goes on, to its end."""
+        """Pass the turn to the next rank that can continue.
+
+        After a failure, every rank continues to its end.
+        """
         size = len(self.ready)
         left = [
             r % size for r in range(rank + 1, rank + 1 + size) if self.ready[r % size] is not None
         ]
         able = left if self.failed is not None else [r for r in left if self.ready[r]()]
+        # Deadlock: end all ranks with an error.
         if left and not able:
             said = "; ".join(f"rank {r} {what}" for r, what in enumerate(self.awaits) if what)
             self.failed = (left[0], RuntimeError(f"no rank can go on: {said}"))
@@ -156,18 +174,21 @@ class Turns:
             self.wakes[able[0]].release()
 
 
-# --- Groups of these ranks -------------------------------------------------------------------------------------------
+# --- Groups of these ranks ------------------------------------------------------------
 
 
 @contextmanager
 def local_groups(size: int) -> Iterator[list[LocalGroup]]:
-    """A group of `size` ranks: each rank's view of it, in rank order. For calls inside of `take_turns`."""
+    """Create a group of `size` ranks: each rank's view of it, in rank order.
+
+    The groups are for calls inside `take_turns`.
+    """
     shared = Shared(size, next(_numbers))
     groups = [LocalGroup(shared, rank) for rank in range(size)]
     registry = dist.distributed_c10d
     for group in groups:
         registry._register_process_group(group.group_name, group)
-        # where P2POp looks
+        # P2POp looks here.
         registry._world.pg_group_ranks[group] = {r: r for r in range(group.size())}
     try:
         yield groups
@@ -196,14 +217,18 @@ class Degrees:
 
 @dataclass(frozen=True)
 class LocalDims(Degrees):
-    """The counterpart of `ParallelDims` for a rank that shares one process with all others, or is planned without
-    them. Then there are no groups."""
+    """Counterpart of `ParallelDims` for a rank that shares one process with all others.
+
+    A rank may also be planned without the others. It then has no groups.
+    """
 
     rank: int = 0
-    groups: Mapping[str, LocalGroup] = field(default_factory=dict)  # by dimension
+    # Groups by dimension.
+    groups: Mapping[str, LocalGroup] = field(default_factory=dict)
     sharded = False
     replicas = 1
-    parameter_mesh = expert_parameter_mesh = None  # for tensors that lie on several processes
+    # Meshes for tensors that lie on several processes.
+    parameter_mesh = expert_parameter_mesh = None
 
     @property
     def copies(self) -> int:
@@ -222,7 +247,8 @@ class LocalDims(Degrees):
         return self.groups["tp"]
 
     @property
-    def data_group(self) -> LocalGroup:  # dp × cp
+    # dp × cp
+    def data_group(self) -> LocalGroup:
         return self.groups["data"]
 
     @property
@@ -243,24 +269,28 @@ class _Meeting:
     """One collective: the input and the output of each rank that has come."""
 
     kind: str
-    # input, output, more
+    # (input, output, more) by rank
     of_ranks: dict[int, tuple[Tensor, Tensor, Any]] = field(default_factory=dict)
-    events: list[torch.cuda.Event] = field(default_factory=list)  # on GPUs: the inputs are computed
+    # On GPUs: events after which the inputs are computed.
+    events: list[torch.cuda.Event] = field(default_factory=list)
     done: torch.cuda.Event | bool = False
 
 
 class Shared:
-    """What the ranks of a group have in common."""
+    """State that the ranks of a group share."""
 
     def __init__(self, size: int, number: int):
         self.size, self.number = size, number
         self.meetings: dict[int, _Meeting] = {}
-        # by sender, receiver and tag
+        # Messages by sender, receiver and tag.
         self.sent: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
 
 
 class Work:
-    """Stands for torch's `Work`: `wait` lets other ranks run until `ready()`, then calls `then`."""
+    """Stands in for torch's `Work`.
+
+    `wait` lets other ranks run until `ready()`, then calls `then`.
+    """
 
     def __init__(self, ready: Callable[[], bool], what: str, then: Callable[[], None]):
         self.ready, self.what, self.then = ready, what, then
@@ -284,9 +314,10 @@ class LocalGroup(dist.ProcessGroup):
     def __init__(self, shared: Shared, rank: int):
         super().__init__(rank, shared.size)  # type: ignore[call-arg]  # its annotations lack this one
         self._shared, self._rank, self._count = shared, rank, 0
-        # ranks per node, which decides by what way things travel
+        # Number of ranks per node, which decides how data travels.
         self.node_size = gcd(shared.size, 8)
-        # Each rank's view has a name of its own, so that looking up a group by its name finds this rank's.
+        # Each rank's view has its own name, so that looking up a group by name finds this
+        # rank's view.
         self._name = f"one process, group {shared.number}, rank {rank}"
 
     def rank(self) -> int:
@@ -302,7 +333,7 @@ class LocalGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "one process"
 
-    # Collectives
+    # Collectives.
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         (x,) = tensors
@@ -323,17 +354,17 @@ class LocalGroup(dist.ProcessGroup):
         nothing = torch.empty(0)
         return self.meet("barrier", nothing, nothing)
 
-    # The same methods under the names that torch up to 2.12 calls.
+    # The same methods under the names that torch calls up to 2.12.
     _allgather_base, _reduce_scatter_base, alltoall_base = (
         all_gather_single,
         reduce_scatter_single,
         all_to_all_single,
     )
 
-    # Between two ranks
+    # Messages between two ranks.
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
-        # the sender may change it later
+        # The sender may change it later.
         self._shared.sent[self._rank, to, tag].append(tensors[0].detach().clone())
         return Work(lambda: True, "", lambda: None)
 
@@ -344,6 +375,7 @@ class LocalGroup(dist.ProcessGroup):
 
     def meet(self, kind: str, x: Tensor, out: Tensor, more: Any = None) -> Work:
         """Join this rank's next collective; the last rank to come does the copies of all."""
+        # Ranks must call the same collectives in the same order.
         shared, number = self._shared, self._count
         self._count += 1
         meeting = shared.meetings.setdefault(number, _Meeting(kind))
@@ -355,6 +387,7 @@ class LocalGroup(dist.ProcessGroup):
                     f"{others} called {meeting.kind}"
                 )
             )
+        # Leave this rank's tensors; the last rank to come copies.
         meeting.of_ranks[self._rank] = x, out, more
         if x.is_cuda:
             meeting.events.append(torch.cuda.current_stream(x.device).record_event())
@@ -378,14 +411,17 @@ class LocalGroup(dist.ProcessGroup):
 
 
 def _fail(error: Exception) -> NoReturn:
-    """End all ranks with this error. If raised here, it would not get past torch.distributed, whose handler of errors
-    looks up the group."""
+    """End all ranks with this error.
+
+    Raised here directly, the error would not get past torch.distributed, whose error
+    handler looks up the group.
+    """
     turns, rank = _turns.get()
     turns.failed = turns.failed or (rank, error)
     raise _Abandoned
 
 
-# --- What a collective copies: (input, output, more) of each rank, in rank order -------------------------------------
+# --- Copies of each collective, given (input, output, more) of each rank, in rank order
 
 Given = list[tuple[Tensor, Tensor, Any]]
 
@@ -430,9 +466,10 @@ def _reduced(ranks: Given) -> Tensor:
 
 @torch.no_grad()
 def _all_to_all(ranks: Given) -> None:
-    """Copy the rows of each rank's input, ordered by receiver, to those of the outputs, ordered by sender."""
+    """Copy rows of the inputs, ordered by receiver, to outputs, ordered by sender."""
     W = len(ranks)
-    came: list[dict[int, Tensor]] = [{} for _ in ranks]  # by receiver and sender
+    # By receiver and sender.
+    came: list[dict[int, Tensor]] = [{} for _ in ranks]
     for sender, (x, _, (_, sizes)) in enumerate(ranks):
         ends = accumulate(sizes or [len(x) // W] * W)
         for receiver, (n, end) in enumerate(zip(sizes or [len(x) // W] * W, ends)):

@@ -1,5 +1,8 @@
-"""From a plain decoder to one that many ranks train: float8, expert and tensor parallelism, context parallelism,
-torch.compile, activation checkpointing, then FSDP2."""
+"""Conversion of a plain decoder into one that many ranks train.
+
+In order: float8, expert and tensor parallelism, context parallelism, torch.compile,
+activation checkpointing, then FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,10 @@ from titan_linear.ops.runtime.operators import contexts
 
 
 def parallelize(model: Decoder, dims: ParallelDims, config: Config, device: torch.device) -> None:
-    """Wrap a decoder (on the meta device) in place, as the ranks train it on `device`. Gradients become sums over all
-    ranks, never means."""
+    """Wrap a decoder (on the meta device) in place, for ranks that train it on `device`.
+
+    Gradients become sums over all ranks, never means.
+    """
     p, t = config.parallelism, config.training
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, t.mixed_precision_param),
@@ -37,7 +42,8 @@ def parallelize(model: Decoder, dims: ParallelDims, config: Config, device: torc
     if config.float8.enable:
         use_float8(model, config.float8.filter_fqns, config.float8.emulate)
 
-    # A rank gets its share of the experts, its part of every layer, and then tokens that other ranks go on with.
+    # A rank gets its share of the experts, then its part of every layer. Then cp lets other
+    # ranks continue its documents.
     experts = apply_ep(model, dims.ep_ranks) if dims.ep > 1 else frozenset()
     splits = apply_tp(model, dims.tp_ranks) if dims.tp > 1 else {}
     if experts or splits:
@@ -46,29 +52,35 @@ def parallelize(model: Decoder, dims: ParallelDims, config: Config, device: torc
         )
     apply_cp(model, p)
 
-    # Layers are compiled one by one. What a checkpointed one keeps is looked up at run time, outside graphs.
+    # Layers are compiled one by one. What a checkpointed layer keeps is looked up at run
+    # time, outside graphs.
     if config.compile.enable:
-        from titan_linear.distributed.compiling import apply_compile  # imports the compiler
+        # Imports the compiler.
+        from titan_linear.distributed.compiling import apply_compile
 
         apply_compile(model, config.compile.backend)
     apply_ac(model, config.activation_checkpoint, compiled=config.compile.enable)
 
-    # Where no ranks share parameters, and these are on the device, FSDP2 is left out: `ComputeCopies` (optimizer.py)
-    # provides its mixed precision.
+    # If ranks do not share parameters, and these are on the device, FSDP2 is left out.
+    # `ComputeCopies` (optimizer.py) then provides its mixed precision.
     if dims.sharded:
         apply_fsdp(model, dims, policy, reshard=p.fsdp_reshard_after_forward == "always")
 
 
 def apply_cp(model: Decoder, parallelism: Parallelism) -> None:
-    """Have each mixer exchange what crosses ranks: linear ones states by KCP, or heads; softmax ones keys, around a
-    ring or gathered, or heads. What there is to exchange follows from a batch's documents, and is in its plan."""
+    """Set how each mixer exchanges what crosses cp ranks.
+
+    Linear mixers exchange states by KCP, or heads. Softmax mixers exchange keys around a
+    ring or gathered, or heads. What there is to exchange follows from a batch's documents,
+    and is in its plan.
+    """
     for options, layer in zip(model.config.layers, model.layers, strict=True):
         for mixer, of in zip(layer.mixers, options.mixers, strict=True):
             mixer.cp_method = cp_method(of, parallelism)
 
 
 def cp_method(mixer: MixerOptions, parallelism: Parallelism) -> str:
-    """The key's value that holds for this mixer."""
+    """Return the value of the configuration key that applies to this mixer."""
     return (
         parallelism.context_parallel_linear_method
         if mixer.linear
@@ -77,10 +89,12 @@ def cp_method(mixer: MixerOptions, parallelism: Parallelism) -> str:
 
 
 def apply_ac(model: Decoder, ac: ActivationCheckpoint, *, compiled: bool) -> None:
-    """Of layers with checkpointing keep the input, and what ops/runtime/operators.py lists for their mode; compute the
-    rest again in backward. The state of random numbers is not kept: no layer draws any.
+    """Apply activation checkpointing to layers.
 
-    The layer's `forward` is replaced rather than the layer wrapped, so that parameters keep their names.
+    A layer keeps its input, and what ops/runtime/operators.py lists for its mode; the rest
+    is recomputed in backward. The state of random numbers is not kept, because no layer
+    draws any. The layer's `forward` is replaced instead of wrapping the layer, so that
+    parameters keep their names.
     """
     for i, layer in enumerate(model.layers):
         mode = layer_checkpointing(ac, i)
@@ -99,15 +113,21 @@ def apply_ac(model: Decoder, ac: ActivationCheckpoint, *, compiled: bool) -> Non
 def apply_fsdp(
     model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy, reshard: bool
 ) -> None:
-    """Apply FSDP2 layer by layer. Embedding and head are units of their own unless they share their weight.
+    """Apply FSDP2 layer by layer.
 
-    FSDP2 casts parameters, not inputs: these are in the right dtype already. To cast them, it would give each layer a
-    copy of the batch's plan, without what the plan has derived, and with RoPE's angles in bfloat16.
+    Embedding and head are separate units unless they share their weight.
 
-    reshard: free a layer's gathered parameters after its forward, and gather them again for its backward.
+    FSDP2 casts parameters but not inputs, which have the right dtype already. To cast
+    inputs, it would give each layer a copy of the batch's plan, without what the plan has
+    derived, and with RoPE's angles in bfloat16.
 
-    With `dims.cpu_offload` shards lie in the host's memory, pinned where the device is a GPU. Copies that the host has
-    queued read them there, so it writes to them only after it has waited for the device (`update`).
+    With `dims.cpu_offload`, shards lie in host memory, pinned if the device is a GPU.
+    Copies that the host has queued read them there, so the host writes to them only after
+    it has waited for the device (`update`).
+
+    Args:
+        reshard: free a layer's gathered parameters after its forward, and gather them again
+            for its backward.
     """
     policy = replace(policy, cast_forward_inputs=False)
     options: dict[str, Any] = {
@@ -117,6 +137,7 @@ def apply_fsdp(
     }
     if dims.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=dims.mesh.device_type == "cuda")
+    # Layers, with the experts as units of their own on their mesh.
     for layer in model.layers:
         if dims.ep > 1 and isinstance(layer.mlp, MoE):
             fully_shard(
@@ -125,20 +146,26 @@ def apply_fsdp(
                 **options | {"mesh": dims.expert_fsdp_mesh},
             )
         fully_shard(layer, reshard_after_forward=reshard, **options)
+    # Embedding, head, and what is left.
     if not model.config.tie_embeddings:
         fully_shard(model.embedding, reshard_after_forward=reshard, **options)
-        fully_shard(model.head, reshard_after_forward=False, **options)  # backward begins with it
+        # Backward begins with the head.
+        fully_shard(model.head, reshard_after_forward=False, **options)
     fully_shard(model, **options)
+    # Sum gradients instead of averaging them.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # a factor of 1 alone asks for a reduction gloo lacks
+            # A factor of 1 alone asks for a reduction that gloo lacks.
             module.set_force_sum_reduction_for_comms(True)
 
 
 def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that FSDP neither shards nor casts, kept in float32 or wider: those that modules name in
-    `kept_whole`. They are small, and rounding them to bfloat16 would show. In the model's order."""
+    """Return the parameters that FSDP neither shards nor casts, in the model's order.
+
+    These are the parameters that modules list in `kept_whole`. They stay in float32 or
+    wider: they are small, and rounding them to bfloat16 would be noticeable.
+    """
     own = [
         (module, name) for module in model.modules() for name in getattr(module, "kept_whole", ())
     ]
@@ -146,8 +173,11 @@ def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def set_dtype(model: Decoder, dtype: torch.dtype, frozen: torch.dtype | None = None) -> None:
-    """Convert parameters to `dtype`, those that adapters leave frozen to `frozen`, and those that are kept whole to
-    float32 or wider."""
+    """Convert parameters to `dtype`.
+
+    Parameters that adapters leave frozen are converted to `frozen`, and parameters that are
+    kept whole to float32 or wider.
+    """
     frozen = frozen or dtype
     whole = set(replicated_parameters(model))
     for p in model.parameters():
@@ -156,12 +186,18 @@ def set_dtype(model: Decoder, dtype: torch.dtype, frozen: torch.dtype | None = N
 
 
 def materialise(model: Decoder, device: torch.device, cpu_offload: bool = False) -> None:
-    """Allocate the parameters: of sharded ones only this rank's shards, which with offload lie in the host's memory."""
+    """Allocate the parameters.
+
+    Of sharded parameters, this allocates only this rank's shards, with offload in host
+    memory.
+    """
     model.to_empty(device="cpu" if cpu_offload else device)
+    # Parameters and buffers outside FSDP are on the device even with offload.
     for p in replicated_parameters(model):
         p.data = p.data.to(device)
     for layer in model.layers:
         if isinstance(layer.mlp, MoE):
             layer.mlp.loads = torch.zeros_like(layer.mlp.loads, device=device)
     if model.config.tie_embeddings:
-        model.head.weight = model.embedding.weight  # to_empty gave each its own
+        # to_empty gave each its own weight.
+        model.head.weight = model.embedding.weight

@@ -1,5 +1,7 @@
-"""Which parts of whole tensors a rank's parameters are, for checkpoints, initial weights and Hugging Face folders; and
-on which device they lie."""
+"""The parts of whole tensors that a rank's parameters are, and their devices.
+
+Checkpoints, initial weights and Hugging Face folders use them.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,23 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 @dataclass(frozen=True)
 class Parts:
-    """How parameters were cut before FSDP cuts what is left: by tp, then, if they are stacked experts, by ep."""
+    """How parameters were cut before FSDP: by tp, then, if they are stacked experts, by ep."""
 
-    # parameter → the dimension that tp splits; others are whole on each of its ranks
+    # Parameter → the dimension that tp splits; other parameters are whole on each tp rank.
     splits: dict[str, int]
-    mesh: DeviceMesh  # tp, then what FSDP shards over
-    experts: frozenset[str] = frozenset()  # parameters whose first dimension ep splits
-    expert_mesh: DeviceMesh | None = None  # tp, ep, then what FSDP shards these over
+    # tp, then what FSDP shards over.
+    mesh: DeviceMesh
+    # Parameters whose first dimension ep splits.
+    experts: frozenset[str] = frozenset()
+    # tp, ep, then what FSDP shards these parameters over.
+    expert_mesh: DeviceMesh | None = None
 
     def whole(self, name: str, tensor: Tensor) -> DTensor:
-        """A parameter, or a tensor of its shape, as a part of the whole tensor. The result shares its memory."""
+        """Return a parameter, or a tensor of its shape, as a part of the whole tensor.
+
+        The result shares its memory.
+        """
+        # The cuts by tp and ep, and the whole shape.
         mesh, dims = self.mesh, [self.splits.get(name)]
         if name in self.experts:
             mesh, dims = self.expert_mesh, [*dims, 0]
@@ -34,29 +43,32 @@ class Parts:
         for i, dim in enumerate(dims):
             if dim is not None:
                 shape[dim] *= mesh.size(i)
+        # Then FSDP's cuts, if there are any.
         if isinstance(local, DTensor):
             sharding, local = local.placements, local.to_local()
         placements = [*(Replicate() if dim is None else Shard(dim) for dim in dims), *sharding]
         whole = torch.empty(shape, device="meta")
         meta = TensorMeta(whole.shape, whole.stride(), local.dtype)
-        # `from_local` would copy what lies in the host's memory to the device of the mesh.
+        # `from_local` would copy host memory to the device of the mesh.
         return DTensor(local, DTensorSpec(mesh, tuple(placements), meta), requires_grad=False)
 
 
 def whole(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """A parameter of `model`, or a tensor of its shape; if it is a part, as a DTensor that says where in the whole one
-    it lies."""
+    """Return a parameter of `model`, or a tensor of its shape, as a part of the whole.
+
+    If it is only a part, the result is a DTensor with the part's place in the whole.
+    """
     parts = getattr(model, "parts", None)
     return tensor if parts is None else parts.whole(name, tensor)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Lists of the tensors of each device and dtype: with offload some are in the host's memory."""
+    """Group tensors by device and dtype: with offload, some are in host memory."""
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         lists.setdefault((tensor.device, tensor.dtype), []).append(tensor)

@@ -1,6 +1,9 @@
-"""One process of a run: its parent, its device, its signals. Groups of processes are in distributed/groups.py.
+"""One process of a run: its parent, its device, its signals.
 
-The launcher imports this: torch, which is slow to import, is imported where it is used.
+Groups of processes are in distributed/groups.py.
+
+The launcher imports this file. Torch, which is slow to import, is therefore imported where
+it is used.
 """
 
 from __future__ import annotations
@@ -23,32 +26,41 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 if TYPE_CHECKING:
     import torch
 
-Command = Callable[[list[str]], int]  # argv → exit code
+# argv → exit code
+Command = Callable[[list[str]], int]
 
-LAUNCHER = "TITAN_LINEAR_LAUNCHER"  # environment variable of the workers: the launcher's process id
-STORE = "TITAN_LINEAR_STORE"  # likewise, of a run on one node: the port of their store
-# likewise: the file in which they leave what signal they agreed to stop for
+# Environment variable of the workers: the launcher's process id.
+LAUNCHER = "TITAN_LINEAR_LAUNCHER"
+# Environment variable of the workers of a run on one node: the port of their store.
+STORE = "TITAN_LINEAR_STORE"
+# Environment variable of the workers: the file in which they leave the signal that they
+# agreed to stop for.
 AGREED = "TITAN_LINEAR_AGREED"
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
-# What a terminal obeys: control characters but tab, newline and the carriage return with which progress bars begin, and
-# those that reverse the direction of writing.
+# Characters that a terminal obeys: control characters except tab, newline and the carriage
+# return with which progress bars begin; and characters that reverse the direction of
+# writing.
 OBEYED = re.compile(r"(?<!^)\r(?!\n)|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
-# Exit codes of a worker.
-# a user's mistake; a bad loss, save or disk, or no GPU memory; a lost rank
+# Exit codes of a worker: the user's mistake; a failure that would occur again (bad loss,
+# save or disk, no GPU memory); a lost rank.
 MISTAKE, FAILED, LOST = 2, 3, 4
 
 
 def refusing(main: Command) -> Command:
-    """Decorate a command's main: a user's mistake, and what the system refuses, prints one line, not a traceback."""
+    """Decorate a command's main to print one line, not a traceback, for expected errors.
+
+    These are the user's mistakes, and what the system refuses.
+    """
 
     @wraps(main)
     def command(argv: list[str]) -> int:
         try:
             return main(argv)
         except (BrokenPipeError, UnicodeEncodeError):
-            raise  # to run_command; a fault of the program
+            # run_command handles the former; the latter is a fault of the program.
+            raise
         except (ValueError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return MISTAKE
@@ -57,7 +69,10 @@ def refusing(main: Command) -> Command:
 
 
 def run_command(main: Command) -> NoReturn:
-    """End with the code of main(argv); silently after Ctrl-C, or if nobody reads its output any more."""
+    """Run main(argv) and end with its code.
+
+    The end is silent after Ctrl-C, or if nobody reads the output any more.
+    """
     try:
         with redirect_stdout(_Escaping(sys.stdout)), redirect_stderr(_Escaping(sys.stderr)):
             try:
@@ -73,20 +88,24 @@ def run_command(main: Command) -> NoReturn:
 
 
 def end(code: int) -> NoReturn:
-    """End this process at once. At its usual end the interpreter takes down what still has threads, as autograd has and
-    groups to which a cache of PyTorch's refers; a thread that runs then may abort the process.
+    """End this process at once.
+
+    At its usual end, the interpreter takes down objects that still have threads, such as
+    autograd and groups to which a cache of PyTorch refers. A thread that runs at that time
+    may abort the process.
     """
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody reads it any more
+        # Nobody may be reading any more.
+        with suppress(OSError):
             stream.flush()
     os._exit(code)
 
 
 @contextmanager
 def outliving_readers() -> Iterator[None]:
-    """Inside `with`, output that nobody reads any more is dropped, and nothing else fails.
+    """Drop output that nobody reads any more inside this context; nothing else fails.
 
-    `tee` dies of the same Ctrl-C that asks for a last save, and terminals hang up.
+    `tee` is killed by the same Ctrl-C that asks for a last save, and terminals hang up.
     """
     out, err = (_Escaping(_Outliving(stream)) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
@@ -95,7 +114,7 @@ def outliving_readers() -> Iterator[None]:
 
 
 class _Around:
-    """A text stream in place of another."""
+    """A text stream that replaces another."""
 
     def __init__(self, stream: TextIO | _Around):
         self.stream = stream
@@ -105,8 +124,11 @@ class _Around:
 
 
 class _Escaping(_Around):
-    """Shows what a terminal would obey, and what the stream's encoding does not have, as escapes: samples, prompts and
-    the names of files may hold anything. A line is shown as it ends, to a file or a pipe too."""
+    """Shows, as escapes, what a terminal would obey and what the stream's encoding lacks.
+
+    Samples, prompts and file names may contain anything. Each line is flushed as it ends,
+    even to a file or a pipe.
+    """
 
     def write(self, text: str) -> int:
         shown = OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
@@ -118,7 +140,7 @@ class _Escaping(_Around):
 
 
 def unescaped(stream: TextIO) -> Any:
-    """The stream to write to what is certain to be the program's own, colours included."""
+    """Return the stream for text that is certain to be the program's own, colors included."""
     return stream.stream if isinstance(stream, _Escaping) else stream
 
 
@@ -135,16 +157,20 @@ class _Outliving(_Around):
         try:
             return do(*args)
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):  # from a pipe, from a terminal
+            # From a pipe, or from a terminal.
+            if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent dies (Linux). Workers and exports call it first.
+    """Make the kernel kill this process when its parent dies (Linux).
 
-    parent: its process id, so that a parent that died before this call is noticed too; workers find theirs, the
-        launcher's, in the environment.
+    Workers and exports call this first.
+
+    Args:
+        parent: the parent's process id, so that a parent that died before this call is
+            noticed too. Workers find the launcher's in the environment.
     """
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -157,13 +183,18 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def under_launcher() -> bool:
-    """Whether this is a worker of `python -m titan_linear.launch`, which has done the checks and locked the folder."""
+    """Whether this is a worker of `python -m titan_linear.launch`.
+
+    The launcher has done the checks and locked the folder.
+    """
     return LAUNCHER in os.environ
 
 
 def own_device() -> torch.device:
-    """Make this process's GPU the current one and return it; the CPU if there are no GPUs. A lone process takes the
-    first GPU."""
+    """Make this process's GPU the current one and return it; the CPU if there are no GPUs.
+
+    A lone process takes the first GPU.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -174,7 +205,10 @@ def own_device() -> torch.device:
 
 
 def ignore_warnings_of_torch() -> None:
-    """Those about torch's own code, and that a lone process does without torch.distributed, as is intended."""
+    """Ignore warnings about torch's own code, and about lone processes.
+
+    A lone process intentionally runs without torch.distributed.
+    """
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
@@ -188,18 +222,27 @@ def be_deterministic() -> None:
 
 
 class StopSignal:
-    """Inside `with`, SIGTERM and SIGINT are requests, noted here, so that all ranks can agree on a step to stop at."""
+    """Turns SIGTERM and SIGINT into requests inside `with`.
+
+    All ranks can then agree on a step to stop at.
+    """
 
     def __init__(self) -> None:
-        self.received = 0  # number of the signal that this process received; 0: none
-        self.agreed = 0  # number of the signal that all ranks agreed to stop for; 0: none
+        # Number of the signal that this process received; 0: none.
+        self.received = 0
+        # Number of the signal that all ranks agreed to stop for; 0: none.
+        self.agreed = 0
         self._arrived = 0
         self._reads, self._writes = socket.socketpair()
         for end in (self._reads, self._writes):
             end.setblocking(False)
 
     def arrived(self) -> int:
-        """`received`, also while the main thread waits in C++ for a device and cannot note it; for other threads."""
+        """Return `received`, for other threads.
+
+        It also works while the main thread waits in C++ for a device and cannot note the
+        signal.
+        """
         with suppress(BlockingIOError):
             for number in self._reads.recv(64):
                 if number in (signal.SIGTERM, signal.SIGINT):
@@ -207,7 +250,7 @@ class StopSignal:
         return self.received or self._arrived
 
     def __enter__(self) -> StopSignal:
-        # Written to by the interpreter's own handler in C, at once.
+        # The interpreter's own handler in C writes to it at once.
         signal.set_wakeup_fd(self._writes.fileno(), warn_on_full_buffer=False)
         self.previous = {
             number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)
@@ -217,13 +260,13 @@ class StopSignal:
     def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(-1)
         for number, handler in self.previous.items():
-            # nothing cuts short a stop under way
+            # Further signals must not interrupt a stop under way.
             signal.signal(number, signal.SIG_IGN if self.agreed else handler)
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.received = number
 
     def report(self) -> None:
-        """Tell the launcher, if there is one, what signal all ranks agreed to stop for."""
+        """Tell the launcher, if there is one, which signal all ranks agreed to stop for."""
         if self.agreed and under_launcher():
             Path(os.environ[AGREED]).write_text(str(self.agreed))

@@ -1,21 +1,26 @@
-"""Tensor parallelism: the ranks of `tp` share every layer, and between layers the tokens (sequence parallelism).
+"""Tensor parallelism: `tp` ranks share every layer.
 
-A module states in `split` which of its parameters are split, and along which dimension: a rank has a part of these,
-and has the others whole. Mixers take their numbers of heads from the widths of what they have, so their code is the
-same.
+Between layers, they share the tokens (sequence parallelism).
 
-    embedding   rows of the vocabulary    each rank looks up the tokens whose rows it has; the sum is scattered
+A module's `split` states which of its parameters are split, and along which dimension. A
+rank has a part of these parameters, and all of the others. Mixers derive their numbers of
+heads from the widths of their parameters, so their code does not change.
+
+    embedding   rows of the vocabulary    each rank looks up the tokens whose rows it has; the sum
+                                          is scattered
     norms       whole                     on this rank's tokens
-    mixer, MLP  heads, hidden channels    on all tokens: gathered before, and the sum scattered after
-    head        rows of the vocabulary    on all tokens: gathered before; each rank gives its part of the loss
+    mixer, MLP  heads, hidden channels    on all tokens: gathered before, the sum scattered after
+    head        rows of the vocabulary    on all tokens: gathered before; each rank returns its
+                                          part of the loss
 
-There is one rule for gradients: what a rank computes is its part of a sum over the ranks of tp. The backward of
-gathering tokens sums all ranks' gradients of them. A split parameter's gradient is complete, as no other rank has that
-part. The gradient of a whole parameter, be it a norm on some of the tokens or a projection that feeds some of the
-heads, is summed once in a step (`sum_gradients`).
+There is one rule for gradients: what a rank computes is its part of a sum over the tp
+ranks. The backward of gathering tokens sums all ranks' gradients of them. A split
+parameter's gradient is complete, because no other rank has this part. The gradient of a
+whole parameter, be it a norm on some of the tokens or a projection that feeds some of the
+heads, is summed once per step (`sum_gradients`).
 
-Without gradients (validation, generation) every rank keeps all tokens and gets the whole of each sum, so tp need not
-divide the number of tokens.
+Without gradients (validation, generation), every rank keeps all tokens and receives the
+whole of each sum, so tp need not divide the number of tokens.
 """
 
 from __future__ import annotations
@@ -42,8 +47,11 @@ from titan_linear.ops.exchange.collectives import (
 
 
 def tensor_splits(model: nn.Module) -> dict[str, int]:
-    """Parameter → the dimension that is split, as the modules state it; a tied one by its first name. Of an adapter
-    that is of B, or, where the weight is split by columns, of A."""
+    """Return parameter → the dimension that is split, as the modules state it.
+
+    A tied parameter has its first name. For an adapter, B is split, or A if the weight is
+    split by columns.
+    """
     own = dict(model.named_parameters())
     stated = {
         f"{prefix}.{name}".removeprefix("."): dim
@@ -59,8 +67,12 @@ def tensor_splits(model: nn.Module) -> dict[str, int]:
 
 
 def apply_tp(model: Decoder, ranks: Ranks) -> dict[str, int]:
-    """Leave a decoder only the part of one of `ranks`, and have its modules gather tokens and sum outputs. Returns its
-    splits."""
+    """Leave a decoder one rank's part; its modules gather tokens and sum outputs.
+
+    Returns:
+        The splits of its parameters.
+    """
+    # Cut the parameters. A norm over a split width needs sums over ranks.
     splits = tensor_splits(model)
     for name, dim in splits.items():
         owner, _, leaf = name.rpartition(".")
@@ -72,6 +84,7 @@ def apply_tp(model: Decoder, ranks: Ranks) -> dict[str, int]:
             module.ranks = ranks
     if model.config.tie_embeddings:
         model.head.weight = model.embedding.weight
+    # Replace the forwards between which tokens are split.
     for layer in model.layers:
         for part in filter(None, (*layer.mixers, layer.mlp)):
             _share(part, ranks, _moe if isinstance(part, MoE) else _on_all_tokens)
@@ -82,40 +95,56 @@ def apply_tp(model: Decoder, ranks: Ranks) -> dict[str, int]:
 
 
 def _share(module: nn.Module, ranks: Ranks, forward: Callable[..., Any]) -> None:
-    """Give another forward, which may call that of the module's class, to a module of which each of `ranks` has a part.
-    torch.compile goes by a method's function: layers of one kind share their graphs (`apply_compile`)."""
+    """Replace the forward of a module of which each of `ranks` has a part.
+
+    The new forward may call the forward of the module's class. It is a bound method because
+    torch.compile goes by a method's function: layers of one kind then share their graphs
+    (`apply_compile`).
+    """
     module.forward = MethodType(forward, module)
     module.ranks = ranks
 
 
-# --- Forwards of modules of which a rank has a part ------------------------------------------------------------------
+# --- Forwards of modules of which a rank has a part -----------------------------------
 
 
 def _gathered(x: Tensor, ranks: Ranks) -> Tensor:
-    """x [B, T, dim] of all tokens; where gradients are taken, gathered from those of each rank."""
+    """Return x [B, T, dim] of all tokens; with gradients, gathered from each rank's tokens."""
     return gather_tokens(x, ranks) if torch.is_grad_enabled() else x
 
 
 def _summed(x: Tensor, ranks: Ranks) -> Tensor:
-    """The sum of x [B, T, dim] over the ranks; where gradients are taken, only that of this rank's tokens."""
+    """Return the sum of x [B, T, dim] over the ranks.
+
+    With gradients, this rank receives only its tokens.
+    """
     return scatter_tokens(x, ranks) if torch.is_grad_enabled() else sum_over_ranks(x, ranks)
 
 
 def _on_all_tokens(module: nn.Module, x: Tensor, *arguments: object) -> Any:
-    """A mixer or an MLP. The values that a mixer hands to later layers are of this rank's heads, and of all tokens."""
+    """Run a mixer or an MLP on all tokens.
+
+    The values that a mixer hands to later layers are of this rank's heads, and of all
+    tokens.
+    """
     out = type(module).forward(module, _gathered(x, module.ranks), *arguments)
     if isinstance(out, Tensor):
         return _summed(out, module.ranks)
-    return Output(_summed(out.y, module.ranks), *out[1:])  # torch 2.11 does not compile `_replace`
+    # torch 2.11 does not compile `_replace`.
+    return Output(_summed(out.y, module.ranks), *out[1:])
 
 
 def _moe(moe: MoE, x: Tensor, *arguments: object) -> Output:
-    """The load-balance loss of experts is the same on all ranks: each gives an equal part of it."""
+    """Run experts.
+
+    Their load-balance loss is the same on all ranks, so each contributes an equal part.
+    """
     out = _on_all_tokens(moe, x, *arguments)
     return out if out.balance is None else Output(out.y, out.balance / moe.ranks.size, out.values)
 
 
 def _embed(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
+    # Tokens whose rows other ranks have contribute 0.
     rows, ranks = len(embedding.weight), embedding.ranks
     own = tokens - ranks.rank * rows
     elsewhere = (own < 0) | (own >= rows)
@@ -131,7 +160,7 @@ def _before(before: nn.Module, x: Tensor, context: CPContext) -> Tensor:
 
 
 def _norm_over_ranks(norm: RMSNorm, x: Tensor) -> Tensor:
-    """An RMSNorm over a width of which each rank has a part."""
+    """Compute an RMSNorm over a width of which each rank has a part."""
     wide = widen(x)
     weight = widen(norm.weight)
     ranks = norm.ranks

@@ -1,14 +1,15 @@
-"""What hangs on the steps of a run, each a `Hook` (hook.py) in a file of its own:
+"""Hooks of a run's steps; each is a `Hook` (hook.py) in a file of its own.
 
-spikes.py       writes down steps whose loss stands out; ends the run after one that is not finite
-telemetry.py    looks into some steps: norms by layer (norms.py), losses by position and source, what mixers report
-grace.py        asks for signals, and gives a step up that leaves no time to save
+spikes.py       records steps whose loss stands out; ends the run after one that is not finite
+telemetry.py    norms by layer (norms.py), losses by position and source, mixers' reports, in some steps
+grace.py        asks for signals, and abandons a step that leaves no time to save
 compilation.py  gives the ranks time to compile, and warns of layers that are compiled again
 profiling.py    traces; snapshots of a GPU's memory
 report.py       a step's numbers on the console, in metrics.jsonl, TensorBoard and W&B (metrics.py)
-exports.py      checkpoints as Hugging Face folders, while the run goes on
+exports.py      checkpoints as Hugging Face folders, while the run continues
 
-The trainer calls every hook at these moments, in the order of its list, the same on all ranks:
+The trainer calls every hook at these moments, in the order of its list, which is the same
+on all ranks:
 
     __enter__
         before_step → forward, backward, update → after_step

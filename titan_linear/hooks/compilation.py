@@ -1,5 +1,7 @@
-"""Steps that compile: the first ones, and those after a change of the streams' length. They may take longer than the
-others, which should compile nothing."""
+"""Steps that compile: the first ones, and the first after a change of the streams' length.
+
+They may take longer than the other steps, which should compile nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,26 @@ from titan_linear.hooks.hook import Hook, StepResult
 
 
 class Compilation(Hook):
-    """Gives ranks the time to compile, and warns of layers that are compiled again.
+    """Gives the ranks time to compile, and warns of layers that are compiled again.
 
     host: a `host_group`.
     """
 
     def __init__(self, config: Config, dims: ParallelDims, host: dist.ProcessGroup):
         self.config, self.dims, self.host = config, dims, host
-        # The number of rows that reach a rank's experts varies: the second pass compiles for any number.
+        # The number of rows that reach a rank's experts varies, so the second pass compiles
+        # for any number.
         self.first_steps = 2 if config.compile.enable and dims.ep > 1 else 1
-        self.left = self.first_steps  # number of steps that may still compile
-        # On a CPU, operators are PyTorch's code, and between exchanges of experts' rows layers are in parts by design.
+        # Number of steps that may still compile.
+        self.left = self.first_steps
+        # Layers compile as one graph only on GPUs without expert parallelism. On a CPU,
+        # operators are PyTorch code. Around exchanges of experts' rows, layers are in parts
+        # by design.
         whole = dims.mesh.device_type == "cuda" and dims.ep == 1
         self.graphs = Graphs(self.first_steps, whole) if config.compile.enable else None
 
     def changes_length(self, step: int) -> bool:
-        """Whether streams of this step have another length than those of the step before."""
+        """Whether streams of this step have another length than in the step before."""
         t = self.config.training
         return (
             bool(t.seq_len_schedule) and step > 1 and seq_len_at(t, step - 1) != seq_len_at(t, step)
@@ -43,21 +49,25 @@ class Compilation(Hook):
     def before_step(self, step: int) -> None:
         if not self.changes_length(step):
             return
+        # Compiling takes longer than a step's time-out allows: use the longer one.
         if dist.get_rank() == 0:
             before, now = (seq_len_at(self.config.training, n) for n in (step - 1, step))
             print(f"from step {step} on streams have {now} tokens (before: {before})")
         set_timeout(self.dims.groups, timedelta(seconds=self.config.comm.init_timeout_seconds))
         self.left = self.first_steps
         if self.graphs:
-            # else the length would become dynamic, or there would be too many to compile
+            # Otherwise the length would become dynamic, or there would be too many graphs
+            # to keep.
             torch.compiler.reset()
             self.graphs.forget()
 
     def after_step(self, done: StepResult) -> None:
         self._look("a step that telemetry looks into" if done.seen else "training", done.step)
         self.left -= 1
-        if self.left == 0:  # everything is compiled and connected
-            dist.all_reduce(torch.zeros(1))  # a barrier of the hosts
+        # From now on everything is compiled and connected: use the steps' time-out again.
+        if self.left == 0:
+            # This is a barrier of the hosts.
+            dist.all_reduce(torch.zeros(1))
             set_timeout(self.dims.groups, self._timeout)
 
     def after_validation(
@@ -69,7 +79,9 @@ class Compilation(Hook):
         self._look("evaluation", step)
 
     def between_steps(self) -> AbstractContextManager[None]:
-        """One rank may take long at the disk while others wait in a collective."""
+        """Suspend the time-out: one rank may work long at the disk while others wait in a
+        collective.
+        """
         return without_timeout(self.dims.groups, self.host, self._timeout)
 
     def numbers(self) -> Mapping[str, float]:
@@ -86,24 +98,31 @@ class Compilation(Hook):
 
 
 class Graphs:
-    """Counts the graphs that torch.compile has made of layers in this process. A kind of pass (training, validation)
-    compiles its graphs in its first `passes` runs; documents change from batch to batch, but the graphs should stay.
-    whole: each layer should be one."""
+    """Counts the graphs that torch.compile has made of layers in this process.
+
+    A kind of pass (training, validation) compiles its graphs in its first `passes` runs.
+    Documents change from batch to batch, but the graphs should stay the same. whole: each
+    layer should be one graph.
+    """
 
     def __init__(self, passes: int = 1, whole: bool = False) -> None:
-        # slow to import; loaded anyway where layers are compiled
+        # This import is slow, but the module is loaded anyway where layers are compiled.
         from torch._dynamo.utils import counters
 
         self._counters, self._known, self._warned = counters, 0, False
         self._passes, self._seen, self._whole = passes, Counter[str](), whole
 
     def counts(self) -> dict[str, int]:
-        """Numbers to log."""
+        """Return numbers to log."""
         breaks = sum(self._counters["graph_break"].values())
         return {"compiled_graphs": self._counters["stats"]["unique_graphs"], "graph_breaks": breaks}
 
     def after(self, kind: str) -> str:
-        """Call after a pass of this kind: a warning, once, if layers were compiled in parts or again, else ""."""
+        """Return a warning if layers were compiled in parts or again, else "".
+
+        Call it after a pass of this kind. It warns once.
+        """
+        # New graphs are expected in the first passes of a kind only.
         graphs, breaks = self.counts().values()
         more, self._known = graphs - self._known, graphs
         self._seen[kind] += 1

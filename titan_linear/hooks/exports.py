@@ -1,10 +1,13 @@
-"""Checkpoints as Hugging Face folders, while the run goes on: checkpoint.export_interval.
+"""Checkpoints as Hugging Face folders, while the run continues: checkpoint.export_interval.
 
-A process on rank 0's machine, of the lowest priority and without a GPU, reads a finished checkpoint and writes
-step-N-hf beside it, one tensor at a time (run/export.py); no step waits for it, and it dies with that rank. A failure
-is a warning, also one to start the process. A process that is killed is started again, once. An export that a kill of
-the run or a stop cut short is made at the next start, as long as the checkpoint is there; if the run is finished, that
-start only names it.
+A process on rank 0's machine, of the lowest priority and without a GPU, reads a finished
+checkpoint and writes step-N-hf next to it, one tensor at a time (run/export.py). No step
+waits for it, and it dies with rank 0. A failure is a warning, also a failure to start the
+process. A process that is killed is started again, once.
+
+An export that was cut short, because the run was killed or stopped, is made at the next
+start, as long as the checkpoint is there. If the run is finished, that start only names the
+export.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ class Exports(Hook):
 
     Args:
         step: the step that the run begins or resumes from.
-        in_use: steps whose checkpoints must not be removed; this adds each step until it is exported.
+        in_use: steps whose checkpoints must not be removed; this adds each step until it is
+            exported.
     """
 
     def __init__(self, config: Config, step: int, in_use: set[int]):
@@ -36,16 +40,19 @@ class Exports(Hook):
         self.folder = checkpoint_folder(config)
         self.in_use = in_use
         self.waiting: list[int] = []
-        self.process: subprocess.Popen | None = None  # exports step-`exporting`
+        # Exports the checkpoint step-`exporting`.
+        self.process: subprocess.Popen | None = None
         self.exporting: int | None = None
-        self.again: set[int] = set()  # steps whose process was killed
+        # Steps whose process was killed.
+        self.again: set[int] = set()
         self.output: IO[str]
+        # Checkpoints of earlier starts may still lack their exports.
         for saved in whole_steps(self.folder):
             if saved <= step:
                 self.after_save(saved)
 
     def after_save(self, step: int) -> None:
-        """Export step-N once it is whole, if that is asked for."""
+        """Queue step-N for export once it is complete, if an export is due."""
         if lacks_export(self.config, step) and step not in (*self.waiting, self.exporting):
             self.waiting.append(step)
             self.in_use.add(step)
@@ -54,20 +61,26 @@ class Exports(Hook):
         self.look()
 
     def look(self) -> None:
-        """Start the next export if it can start, and report one that has ended, without waiting."""
+        """Report an export that has ended and start the next one if possible, without
+        waiting.
+        """
         if self.process and self.process.poll() is not None:
             self._say()
         if self.waiting and not self.process and (whole := self._whole()):
             self._begin(whole[0])
 
     def finish(self, stop: StopSignal) -> None:
-        """Wait for all exports, unless the run is asked to stop. No save follows, and no checkpoint is in use."""
+        """Wait for all exports, unless the run is asked to stop.
+
+        No save follows, and no checkpoint is in use afterwards.
+        """
         while not (stop.received or stop.agreed):
             self.look()
-            # what still waits is not whole, and never will be
+            # A checkpoint that is still incomplete now will never be complete.
             if not self.process and not self._whole():
                 break
             time.sleep(0.05)
+        # After a signal, kill the export under way and name it among the missing ones.
         if self.process:
             self.process.kill()
             self.process.wait()
@@ -75,15 +88,16 @@ class Exports(Hook):
         self.in_use.clear()
 
     def report(self, stop: StopSignal) -> None:
-        """Say which exports are not made, once the checkpoints are removed that were kept for them."""
+        """Print which exports are missing, once checkpoints kept for exports are removed."""
         whole = self._whole()
         if gone := [f"step-{step}" for step in self.waiting if step not in whole]:
             print(f"warning: not exported: {', '.join(gone)} (no checkpoint there any more)")
-        if whole and not stop.agreed:  # the run is complete: no later start will make these
+        # The run is complete, so no later start will make these exports.
+        if whole and not stop.agreed:
             print(not_exported(whole))
 
     def _whole(self) -> list[int]:
-        """Those of the waiting steps whose checkpoints are whole."""
+        """Return the waiting steps whose checkpoints are complete."""
         whole = whole_steps(self.folder)
         return [step for step in self.waiting if step in whole]
 
@@ -93,7 +107,7 @@ class Exports(Hook):
         checkpoint = self.folder / f"step-{step}"
         dtype = self.config.checkpoint.export_dtype
         try:
-            # Whatever bytes the process writes are shown.
+            # Bytes that are not UTF-8 are shown escaped.
             self.output = tempfile.TemporaryFile("w+", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
             self.process = subprocess.Popen(
                 command(checkpoint, export_folder(self.config, step), dtype),
@@ -109,6 +123,7 @@ class Exports(Hook):
         self.output.seek(0)
         said = self.output.read().strip().splitlines() or [f"exit code {self.process.returncode}"]
         self.output.close()
+        # A process that was killed is started again, once.
         if self.process.returncode < 0 and self.exporting not in self.again:
             self.again.add(self.exporting)
             self.waiting.append(self.exporting)

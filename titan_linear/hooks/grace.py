@@ -1,16 +1,17 @@
-"""Stops with a deadline: after a signal the machine may be there for only checkpoint.grace_seconds more.
+"""Stops with a deadline: after a signal the machine has checkpoint.grace_seconds left.
 
     step  |-- micro-step --|-- micro-step --|-- micro-step --|-- update --| save
           ^ask             ^ask             ^ask                          ^ask
 
-Weights and moments change only in the update, so until then the state is exactly that of the step before, and what has
-been computed of a step can be given up. Before each micro-step (and each batch of a validation) all ranks ask each
-other whether one has got a signal. If so, and the rest of the step and a save would take longer than the time left,
-they give the step up and save at once; otherwise it is completed and saved as without a deadline. This costs a few
-bytes between the hosts, while devices compute.
+Weights and moments change only in the update. Until then the state is exactly the state
+after the previous step, and the work done in this step can be discarded. Before each
+micro-step, and each batch of a validation, all ranks ask each other whether one has
+received a signal. If so, and the rest of the step and a save would take longer than the
+time left, they abandon the step and save at once. Otherwise the step is completed and saved
+as without a deadline. This costs a few bytes between the hosts, while devices compute.
 
-Python handles a signal only when the host is done waiting for the device, so the time counts from when the ranks last
-asked and there was no signal.
+Python handles a signal only when the host is done waiting for the device. So the time
+counts from when the ranks last asked and there was no signal.
 """
 
 from __future__ import annotations
@@ -25,22 +26,26 @@ import torch.distributed as dist
 from titan_linear.distributed.process import StopSignal
 from titan_linear.hooks.hook import Hook, StepResult
 
-UNKNOWN = 0.5  # of the time: assumed for a save until one has been done
+# Share of grace_seconds that a save is assumed to take until one has been measured.
+UNKNOWN = 0.5
 
 
 class StepAbandoned(Exception):
-    """What is being computed is given up, on every rank; the state is that of the last step's end. The message says
-    why."""
+    """Work in progress is discarded, on every rank; the message gives the reason.
+
+    The state is the state at the end of the last step.
+    """
 
 
 class Grace(Hook):
     """The time left for a stop. Every rank calls every method, in the same order.
 
     Args:
-        seconds: time after a signal; 0: as long as it takes, and ranks do not ask each other.
+        seconds: time after a signal; 0: as long as it takes, and ranks do not ask each
+            other.
         host: a group of all ranks, with gloo on the hosts.
-        micro_steps: number of them in a step.
-        save_seconds: gives the measured time of a save; 0: none was measured.
+        micro_steps: number of micro-steps in a step.
+        save_seconds: returns the measured time of a save; 0: none was measured.
     """
 
     def __init__(
@@ -53,9 +58,11 @@ class Grace(Hook):
     ):
         self.seconds, self.stop, self.host = seconds, stop, host
         self.micro_steps, self.save_seconds = micro_steps, save_seconds
-        self.step_seconds = math.inf  # of the last step
-        self.begun = self.clear = time.monotonic()  # when the step began; when there was no signal
-        # the first step compiles and connects: its time tells nothing of the others'
+        # Time of the last step.
+        self.step_seconds = math.inf
+        # When the step began, and when the ranks last asked and there was no signal.
+        self.begun = self.clear = time.monotonic()
+        # The first step compiles and connects, so its time does not predict the others'.
         self.first = True
         self.warned = False
 
@@ -70,16 +77,21 @@ class Grace(Hook):
             print(warning)
 
     def ask(self, done: int) -> None:
-        """Ask all ranks for a signal, before a micro-step. done: number of this step's micro-steps that are done.
+        """Ask all ranks for a signal, before a micro-step.
+
+        done: number of this step's micro-steps that are done.
 
         Raises:
             StepAbandoned: the run stops here.
         """
         if not self._asks:
             return
+        # Agree on the signal and on the longest times of any rank.
         now = time.monotonic()
         rest = max(0.0, self.step_seconds - (now - self.begun))
         signal, since, rest, save = self._ask(now - self.clear, rest, self._save())
+        # Before the first micro-step nothing is lost. Later, abandon the step if time is
+        # short.
         if not signal:
             self.clear = now
         elif not done or since + rest + save > self.seconds:
@@ -91,7 +103,9 @@ class Grace(Hook):
             )
 
     def ask_validating(self) -> None:
-        """Ask all ranks, before a batch of a validation: after a signal it is not completed.
+        """Ask all ranks for a signal, before a batch of a validation.
+
+        A validation is not completed after a signal.
 
         Raises:
             StepAbandoned: the run stops here.
@@ -105,15 +119,16 @@ class Grace(Hook):
         return bool(self.seconds) and not self.stop.agreed
 
     def _ask(self, *seconds: float) -> list[float]:
-        """The signal of any rank, or 0, and the longest of all ranks' times."""
+        """Return the signal of any rank, or 0, and the longest of all ranks' times."""
         asked = torch.tensor([self.stop.received, *seconds], dtype=torch.float64)
         dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.host)
         return asked.tolist()
 
     def warning(self) -> str:
-        """A warning, once, if a signal may come too late for a save; else ""."""
+        """Return a warning, once, if a signal may come too late for a save; else ""."""
         if not self.seconds or self.warned or math.isinf(self.step_seconds):
             return ""
+        # In the worst case a signal comes just after the ranks have asked.
         longest = self.step_seconds / self.micro_steps
         save = self._save()
         if self.seconds >= longest + save:

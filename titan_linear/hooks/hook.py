@@ -1,4 +1,4 @@
-"""The base of all hooks, and what it is told of a step."""
+"""The base of all hooks, and the record of a step that they get."""
 
 from __future__ import annotations
 
@@ -14,30 +14,39 @@ from titan_linear.step.optimizer import Moment
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step has shown, on this rank."""
+    """The results of a step, on this rank."""
 
     step: int  # from 1
-    loss: float  # in the loss's unit
+    # In the loss's unit.
+    loss: float
     grad_norm: float
     lr: float
-    skipped: int  # steps of the run so far that were not finite
-    finite: bool  # loss and norm; if not, the weights are those of the step before
-    stops: bool  # the run ends with this step, for a signal
+    # Steps of the run so far that were not finite.
+    skipped: int
+    # Whether the loss and the norm are; if not, the update left the weights unchanged.
+    finite: bool
+    # The run ends with this step, because of a signal.
+    stops: bool
     fed: FeedStats
-    losses: Tensor  # [micro-steps] float64, this rank's parts of the loss
-    streams: list[tuple[int, ...]]  # of each micro-step
-    seen: list[float]  # what telemetry asked for
-    reports: dict[str, float]  # of the loss
-    moment: Moment  # when the device had these numbers
+    # [micro-steps] float64, this rank's parts of the loss.
+    losses: Tensor
+    # The streams of each micro-step.
+    streams: list[tuple[int, ...]]
+    # The numbers that telemetry asked for.
+    seen: list[float]
+    # The loss's further reports, by name.
+    reports: dict[str, float]
+    # When the device had these numbers.
+    moment: Moment
 
     @property
     def has_labels(self) -> bool:
-        """Whether any token has one; the loss means nothing without."""
+        """Whether any token has a label; the loss means nothing otherwise."""
         return self.fed.valid > 0
 
     @property
     def numbers(self) -> dict[str, float | None]:
-        """What is reported of every step."""
+        """Return the numbers that are reported of every step."""
         loss = self.loss if self.has_labels else None
         reports = {name: value if self.has_labels else None for name, value in self.reports.items()}
         return {
@@ -50,32 +59,37 @@ class StepResult:
 
 
 class Hook:
-    """A hook is a context around all steps of a start, too."""
+    """A hook, which is also a context around all steps of a start."""
 
     def before_step(self, step: int) -> None:
-        """A step begins; steps count from 1."""
+        """Called when a step begins; steps count from 1."""
 
     def after_step(self, done: StepResult) -> None:
-        """Its numbers are known; nothing of the next one has been reported or saved yet."""
+        """Called when the step's numbers are known.
+
+        Nothing of the next step has been reported or saved yet.
+        """
 
     def between_steps(self) -> AbstractContextManager[object]:
-        """A context around a validation, a save, and what else takes time between two steps."""
+        """Return a context around a validation, a save, or other work between two steps."""
         return nullcontext()
 
     def after_validation(
         self, step: int, loss: float, reports: dict[str, float], text: str
     ) -> None:
-        """A validation ended with this loss, with what else the loss reports, and with this sample of
-        the model, if one is asked for."""
+        """Called after a validation with its loss and the loss's further reports.
+
+        `text` is a sample of the model, if one is asked for.
+        """
 
     def after_evaluation(self, step: int, records: list[dict[str, Any]]) -> None:
-        """An evaluation ended with these records (run/evaluate.py); rank 0 has them."""
+        """Called after an evaluation with its records (run/evaluate.py), which rank 0 has."""
 
     def after_save(self, step: int) -> None:
-        """A checkpoint of this step is saved, or is being saved."""
+        """Called when a checkpoint of this step is saved, or is being saved."""
 
     def __enter__(self) -> Hook:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """raised: as for any context; all None after the last step."""
+        """Leave the context. `raised` is as for any context: all None after the last step."""

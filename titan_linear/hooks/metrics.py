@@ -1,6 +1,7 @@
-"""What a run reports: a console line, a line of metrics.jsonl and scalars for TensorBoard and W&B, per logged step.
+"""Metrics of a run: the console, metrics.jsonl, TensorBoard and W&B, per logged step.
 
-All show the same numbers; in TensorBoard they are laid out in groups (`TAGS`). Rank 0 has the only logger.
+All of them show the same numbers; TensorBoard lays them out in groups (`TAGS`). Rank 0 has
+the only logger.
 """
 
 from __future__ import annotations
@@ -30,36 +31,43 @@ from titan_linear.storage.files import open_own, write_whole
 from titan_linear.storage.rundir import BOARD, METRICS, TELEMETRY, WANDB, cut_metrics, json_line
 
 GIB = 2**30
-TILE = 16  # pixels of an image's square
-# share of tokens without a label (such as documents' last ones) that the console does not mention
+# Pixels along the side of one tile of an image.
+TILE = 16
+# Share of tokens without a label (such as documents' last ones) below which the console
+# does not show the rate of labeled tokens.
 FEW = 0.01
-# Name in metrics.jsonl → TensorBoard's, others stay as they are; and its custom scalars: category → chart → tags, which
-# are regular expressions.
+# TAGS maps names in metrics.jsonl to TensorBoard's; other names stay the same. CHARTS are
+# its custom scalars: category → chart → tags, which are regular expressions.
 TAGS, CHARTS = json.loads(
     Path(__file__).with_name("tensorboard.json").read_text(encoding="utf-8")
 ).values()
 
 
 class Work(NamedTuple):
-    """What all ranks did since the previous report."""
+    """Work of all ranks since the previous report."""
 
-    flops: int  # of the model (see flops.py)
-    valid: int  # tokens with a label
-    waited: float  # seconds in which the device had no work, for lack of data
+    # FLOPs of the model (flops.py).
+    flops: int
+    # Number of tokens with a label.
+    valid: int
+    # Seconds in which the device had no work, for lack of data.
+    waited: float
 
 
 class MetricsLogger(Hook):
     """Writes metrics to the console, metrics.jsonl and tb/ in `job.dump_folder`.
 
-    Time between lines is the device's: the host waits for room in the launch queue while it queues the next step, and
-    hears of one late, but not where none follows.
+    Time between lines is measured on the device. The host waits for room in the launch
+    queue while it queues the next step, so it learns of a finished step late, unless it is
+    the last.
 
     Args:
         device: where steps are computed.
-        start_step: the step this start resumes from (0: from the beginning); what was reported after it is cut.
+        start_step: the step this start resumes from (0: from the beginning); later lines
+            are removed.
         start_tokens: tokens seen up to that step.
         gpus: number of GPUs that share the work.
-        peak_tflops: of one GPU; None: not known, and there is no MFU.
+        peak_tflops: peak of one GPU; None: not known, and there is no MFU.
     """
 
     def __init__(
@@ -80,15 +88,18 @@ class MetricsLogger(Hook):
         self.out = out or sys.stdout
         self.gpus, self.peak_tflops = gpus, peak_tflops
         self.colour = self.out.isatty() and "NO_COLOR" not in os.environ
-        self.file = open_own(self.folder / METRICS, "a")  # closed by close
-        self.boards: list[Any] = []  # with the interface of TensorBoard's writer
+        # `close` closes the file.
+        self.file = open_own(self.folder / METRICS, "a")
+        # Objects with the interface of TensorBoard's writer.
+        self.boards: list[Any] = []
         if config.metrics.enable_tensorboard:
             self.boards.append(_tensorboard(config, start_step, with_mfu=peak_tflops is not None))
         if config.metrics.enable_wandb:
             self.boards.append(WandbBoard(config))
         self.device = device
+        # Moment, step and tokens of the last line, and the pauses since then.
         self.last = (Moment(device), start_step, start_tokens)
-        self.pauses: list[tuple[Moment, Moment]] = []  # since then
+        self.pauses: list[tuple[Moment, Moment]] = []
 
     def log(
         self,
@@ -106,19 +117,24 @@ class MetricsLogger(Hook):
         """Report a training step.
 
         Args:
-            moment: of its numbers.
-            loss: None: no token has a label. tokens: seen by the whole run up to this step.
-            work: done since the previous report.
-            more: further numbers by name, of which the console has those that the loss reports.
+            moment: when the device had the step's numbers.
+            loss: None: no token has a label.
+            tokens: tokens seen by the whole run up to this step.
+            work: work done since the previous report.
+            more: further numbers by name; the console shows the ones that the loss reports.
         """
+        # Rates since the last line, without the pauses for validations and saves.
         then, last_step, last_tokens = self.last
         seconds = moment.since(then) - sum(end.since(begin) for begin, end in self.pauses)
         per_second = (tokens - last_tokens) / seconds
         rates = {} if work is None else self._rates(work, seconds)
         step_seconds = seconds / (step - last_step)
+        # The time of a step is on the boards only: it can be computed from the file's
+        # numbers.
         for board in self.boards:
             board.add_scalar(TAGS["step_seconds"], step_seconds, step)
         self.last, self.pauses = (moment, step, tokens), []
+        # All numbers go into metrics.jsonl, and a selection to the console.
         values = {
             "loss": loss,
             "grad_norm": grad_norm,
@@ -145,8 +161,11 @@ class MetricsLogger(Hook):
         )
 
     def _rates(self, work: Work, seconds: float) -> dict[str, float]:
-        """Valid tokens per second of the whole run, TFLOP/s of one GPU, their share of its peak, and the share of time
-        without data."""
+        """Return the rates of the run.
+
+        They are valid tokens per second of the whole run, TFLOP/s of one GPU, their share
+        of its peak, and the share of time without data.
+        """
         tflops = work.flops / seconds / self.gpus / 1e12
         mfu = {} if self.peak_tflops is None else {"mfu": tflops / self.peak_tflops}
         return {
@@ -157,7 +176,10 @@ class MetricsLogger(Hook):
         }
 
     def log_telemetry(self, step: int, seen: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write what was seen inside a step (telemetry.py). In TensorBoard numbers by head or expert are histograms."""
+        """Write the quantities observed in a step (telemetry.py).
+
+        In TensorBoard, numbers by head or expert are histograms.
+        """
         with open_own(self.folder / TELEMETRY, "a") as file:
             file.write(json_line({"step": step, **seen}))
         for board in self.boards:
@@ -167,7 +189,7 @@ class MetricsLogger(Hook):
                     if not many:
                         board.add_scalar(_tag(quantity, where), value, step)
                     elif len(finite := value[np.isfinite(value)]):
-                        # TensorBoard refuses an empty histogram
+                        # TensorBoard refuses an empty histogram.
                         board.add_histogram(_tag(quantity, where), finite, step)
             board.flush()
 
@@ -186,10 +208,13 @@ class MetricsLogger(Hook):
                 board.flush()
 
     def after_evaluation(self, step: int, records: list[Record]) -> None:
-        """Write what each prompt has shown. TensorBoard has means by length, and an image of scores by depth (down) and
-        length."""
+        """Write the scores of each prompt.
+
+        TensorBoard has means by length, and an image of scores by depth (down) and length.
+        """
         write_down(records, step, self.folder)
         scores = means(records, "task", "length")
+        # The console shows a score for each task and length.
         self._print(
             step,
             [
@@ -205,6 +230,7 @@ class MetricsLogger(Hook):
                         value,
                         step,
                     )
+            # Tasks with depths also get an image.
             for task in dict.fromkeys(
                 record["task"] for record in records if record["depth"] is not None
             ):
@@ -216,7 +242,7 @@ class MetricsLogger(Hook):
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """Time spent inside (validation, a save) counts for no step."""
+        """Exclude the time spent inside (validation, a save) from the steps' times."""
         begin = Moment(self.device)
         yield
         self.pauses.append((begin, Moment(self.device)))
@@ -253,13 +279,18 @@ class MetricsLogger(Hook):
 
 
 def _tensorboard(config: Config, start_step: int, with_mfu: bool) -> Any:
-    """Return a writer of tb/NAME, which TensorBoard shows as the run NAME: the name of the run's folder."""
+    """Return a writer of tb/NAME, which TensorBoard shows as the run NAME.
+
+    NAME is the name of the run's folder.
+    """
     from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
 
     folder = Path(config.job.dump_folder).absolute()
+    # `purge_step` removes points that a resumed run will write again.
     board = SummaryWriter(str(folder / BOARD / folder.name), purge_step=start_step + 1)
     telemetry = config.metrics.telemetry_freq
     groups = config.metrics.loss_by_source
+    # Charts that some configurations have no numbers for are left out.
     drawn = {
         "MFU": with_mfu,
         "by position in the document": telemetry,
@@ -274,25 +305,32 @@ def _tensorboard(config: Config, start_step: int, with_mfu: bool) -> Any:
         for group, of in CHARTS.items()
     }
     board.add_custom_scalars(charts)
-    # indented: code
+    # Indented text is shown as code.
     board.add_text("configuration", textwrap.indent(config_to_toml(config), "    "), start_step)
     return board
 
 
 def _tag(quantity: str, where: str) -> str:
-    """TensorBoard's name of a telemetry quantity. Groups are in alphabetical order, and the first two are open."""
+    """Return TensorBoard's name of a telemetry quantity.
+
+    Its groups are in alphabetical order, and the first two are open.
+    """
     return f"{quantity if '_by_' in quantity else f'per_layer_{quantity}'}/{where}"
 
 
 class WandbBoard:
-    """Weights & Biases, with the interface of TensorBoard's writer. Steps are logged as a number of their own: a run
-    that resumes from an earlier step logs some a second time."""
+    """Weights & Biases, with the interface of TensorBoard's writer.
+
+    Steps are logged as a number of their own, because a run that resumes from an earlier
+    step logs some steps a second time.
+    """
 
     def __init__(self, config: Config):
         import wandb  # optional
 
         folder = Path(config.job.dump_folder).absolute()
-        known = folder / WANDB  # one run, however often it is started
+        # All starts of a run share one id, and so one run there.
+        known = folder / WANDB
         if not known.exists():
             write_whole(known, uuid.uuid4().hex)
         self.wandb = wandb
@@ -333,7 +371,7 @@ class WandbBoard:
 
 
 def _shown(rates: dict[str, float]) -> list[tuple[str, str, int]]:
-    """What the console shows of `_rates`."""
+    """Return the rates of `_rates` that the console shows: name, text and color."""
     percent = "{:5.1%}".format
     shown = {
         "tflops": ("TFLOP/s", _three_digits, 36),

@@ -1,4 +1,7 @@
-"""Traces of the PyTorch profiler, every `profiling.profile_freq` steps; snapshots of a GPU's memory on request."""
+"""Traces of the PyTorch profiler and snapshots of a GPU's memory.
+
+Traces are made every `profiling.profile_freq` steps, snapshots on request.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,19 @@ from titan_linear.hooks.hook import Hook, StepResult
 from titan_linear.storage.files import write_whole
 
 RECORDING = (torch.profiler.ProfilerAction.RECORD, torch.profiler.ProfilerAction.RECORD_AND_SAVE)
-EVENTS = 100_000  # latest allocations and frees that a memory snapshot holds
+# Latest allocations and frees that a memory snapshot holds.
+EVENTS = 100_000
 
 
 class Profiler(Hook):
-    """Each rank writes its own Chrome traces, and beside each a table of its largest costs.
+    """Writes Chrome traces of each rank, each with a table of its largest costs.
 
     Args:
         done: steps of the run before this start.
-        settle: waits for the collective that the host has begun for the next step: one that gloo ends after the
-            profiler has stopped writes to freed memory.
-        between_steps: the trainer's, in which a trace is ended and written.
+        settle: waits for the collective that the host has begun for the next step. A
+            collective that gloo completes after the profiler has stopped writes to freed
+            memory.
+        between_steps: the trainer's context in which a trace is ended and written.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class Profiler(Hook):
         self.folder = Path(config.job.dump_folder) / p.save_traces_folder
         self.rank = os.environ["RANK"]
         self.folder.mkdir(parents=True, exist_ok=True)
+        # Each cycle of profile_freq steps ends with the warm-up and the recorded steps.
         active = p.profiler_active
         warmup = min(p.profiler_warmup, p.profile_freq - p.profiler_active)
         schedule = torch.profiler.schedule(
@@ -52,11 +58,12 @@ class Profiler(Hook):
             active=active,
             repeat=p.profile_count,
         )
-        # as it should: a trace has its own steps
+        # PyTorch warns that a trace has only its own steps, which is intended.
         warnings.filterwarnings("ignore", message=".*Profiler clears events")
         self.profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
-        self.recorded = 0  # steps since the last trace
-        self.traces = 0  # number written
+        # Steps since the last trace, and number of traces written.
+        self.recorded = 0
+        self.traces = 0
 
     def __enter__(self) -> Profiler:
         self.profile.__enter__()
@@ -64,9 +71,11 @@ class Profiler(Hook):
 
     def __exit__(self, *raised: Any) -> None:
         if raised[0] is not None:
-            # the profiler would wait for the device, which may wait for a rank that has failed
+            # The profiler would wait for the device, which may wait for a rank that has
+            # failed.
             return
         self.profile.__exit__(*raised)
+        # Tell the user if the run was too short for a trace.
         if self.rank == "0" and not self.traces:
             p = self.config.profiling
             first = p.profile_freq - p.profiler_active + 1
@@ -76,6 +85,7 @@ class Profiler(Hook):
             )
 
     def after_step(self, done: StepResult) -> None:
+        # The step that completes a trace also writes it, in a pause of the steps' time.
         self.settle()
         self.recorded += self.profile.current_action in RECORDING
         writes = self.profile.current_action == torch.profiler.ProfilerAction.RECORD_AND_SAVE
@@ -83,12 +93,16 @@ class Profiler(Hook):
             self.profile.step()
 
     def _write(self, trace: torch.profiler.profile) -> None:
-        """Write a trace, if it has steps: one that the run's end leaves empty has the name of the trace before it."""
+        """Write a trace, if it has steps.
+
+        A trace that the run's end leaves empty would have the name of the trace before it.
+        """
         if not self.recorded:
             return
         self.recorded, self.traces = 0, self.traces + 1
         path = self.folder / f"rank{self.rank}_step{self.done + trace.step_num}.json"
-        path.unlink(missing_ok=True)  # were it a link, PyTorch would write through it
+        # If the path were a link, PyTorch would write through it.
+        path.unlink(missing_ok=True)
         trace.export_chrome_trace(str(path))
         device = "cuda" if torch.cuda.is_available() else "cpu"
         costs = trace.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=30)
@@ -96,11 +110,13 @@ class Profiler(Hook):
 
 
 class MemorySnapshots(Hook):
-    """Inside `with`, SIGUSR1 asks this process for a snapshot of its GPU's memory, which is written after a step.
+    """Inside `with`, SIGUSR1 asks this process for a snapshot of its GPU's memory.
 
-    With profiling.enable_memory_snapshot a snapshot has the latest allocations and where in the code they were made,
-    and one is also written when memory runs out: by the allocator's observer, before the error unwinds the stack and
-    so frees memory. Without it, a snapshot has only what is allocated. https://pytorch.org/memory_viz shows snapshots.
+    It is written after a step. With profiling.enable_memory_snapshot a snapshot has the
+    latest allocations and the places in the code where they were made. One is then also
+    written when memory runs out: by the allocator's observer, before the error unwinds the
+    stack and so frees memory. Without it, a snapshot has only the current allocations.
+    https://pytorch.org/memory_viz shows snapshots.
     """
 
     def __init__(self, config: Config):
@@ -110,7 +126,7 @@ class MemorySnapshots(Hook):
         if self.config.profiling.enable_memory_snapshot and torch.cuda.is_available():
             torch.cuda.memory._record_memory_history(max_entries=EVENTS)
             own: Any = torch._C
-            # for good: it cannot be detached
+            # The observer stays for the life of the process: it cannot be detached.
             own._cuda_attach_out_of_memory_observer(self._out_of_memory)
         self.previous = signal.signal(signal.SIGUSR1, self._note)
         return self
@@ -127,7 +143,9 @@ class MemorySnapshots(Hook):
             self._write(f"step{done.step}", sys.stdout)
 
     def _out_of_memory(self, device: int, wanted: int, allocated: int, free: int) -> None:
-        """Write a snapshot. An OSError is printed, not raised: it would replace the allocator's error."""
+        """Write a snapshot. An OSError is printed, not raised: it would hide the
+        allocator's error.
+        """
         try:
             self._write("out_of_memory", sys.stderr)
         except OSError as error:
@@ -137,7 +155,7 @@ class MemorySnapshots(Hook):
             )
 
     def _write(self, name: str, said: TextIO) -> None:
-        """Write a snapshot of this process's GPU into the run's folder, and say where."""
+        """Write a snapshot of this process's GPU into the run's folder, and print its path."""
         rank, line = os.environ["RANK"], "there is no GPU, and no snapshot of its memory"
         if torch.cuda.is_available():
             folder = (

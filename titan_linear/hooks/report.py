@@ -1,4 +1,6 @@
-"""What a run reports of its steps, on rank 0: their numbers and those of this machine, validations, telemetry."""
+"""Reports of a run's steps, on rank 0: their numbers, this machine's, validations,
+telemetry.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class Report(MetricsLogger):
 
     Args:
         step: steps of the run before this start.
-        numbers: gives further numbers of a line.
+        numbers: returns further numbers of a line.
     """
 
     def __init__(
@@ -57,14 +59,16 @@ class Report(MetricsLogger):
             self.log_telemetry(done.step, self.telemetry.seen)
 
     def _log(self, done: StepResult) -> None:
-        """This step's numbers, and what the steps since the last line did."""
+        """Log this step's numbers, and the work since the last line."""
         fed, self.fed = self.fed, FeedStats()
+        # Some numbers exist for some runs only.
         more = (
             {"data_seconds": fed.seconds / fed.steps}
             | reserved_memory()
             | clock_and_power(self.device)
         )
-        if fed.most_pairs:  # the model has softmax layers
+        # Only models with softmax layers count pairs of tokens.
+        if fed.most_pairs:
             more["work_balance"] = fed.work_balance(self.dims.dp * self.dims.cp)
         if fed.apart != fed.documents.tokens:
             more["share_computed"] = fed.documents.tokens / fed.apart
@@ -88,16 +92,22 @@ def is_logged(config: Config, step: int) -> bool:
 
 
 def peak_memory_gib() -> float:
-    """This process's peak memory: allocated on its GPU if there is one, else resident."""
+    """Return this process's peak memory: allocated on its GPU if there is one, else
+    resident.
+    """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # macOS counts bytes, Linux KiB.
     return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB
 
 
 def reserved_memory() -> dict[str, float]:
-    """Further numbers to log: the most memory of this process's GPU that PyTorch has reserved, and fragmentation: the
-    share of what it reserves now that lies idle in blocks partly in use. Empty on a CPU."""
+    """Return the memory of this process's GPU that PyTorch has reserved, and fragmentation.
+
+    The first is the peak, in GiB. Fragmentation is the share of the currently reserved
+    memory that is idle in blocks partly in use. Empty on a CPU.
+    """
     if not torch.cuda.is_available():
         return {}
     stats = torch.cuda.memory_stats()
@@ -110,8 +120,10 @@ def reserved_memory() -> dict[str, float]:
 
 
 def clock_and_power(device: torch.device) -> dict[str, float]:
-    """The SM clock (MHz) and the power (W) of this process's GPU. Empty on a CPU, without nvidia-ml-py, and where the
-    driver does not tell."""
+    """Return the SM clock (MHz) and the power (W) of this process's GPU.
+
+    Empty on a CPU, without nvidia-ml-py, and if the driver does not provide them.
+    """
     if device.type != "cuda" or not find_spec("pynvml"):
         return {}
     import pynvml

@@ -1,5 +1,8 @@
-"""Steps whose loss stands out, written down with their streams: spikes.jsonl, which commands/batch.py reads. One that
-is not finite ends the run, or is skipped: training.on_nonfinite."""
+"""Steps whose loss stands out, recorded with their streams in spikes.jsonl.
+
+commands/batch.py reads that file. A step that is not finite ends the run, or is skipped:
+training.on_nonfinite.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,21 @@ from titan_linear.hooks.hook import Hook, StepResult
 from titan_linear.storage.files import Json, open_own
 from titan_linear.storage.rundir import SPIKES, json_line
 
-LAST, LEAST = 128, 16  # most and fewest losses that one is compared with
+# Most and fewest losses that a loss is compared with.
+LAST, LEAST = 128, 16
 
 
 class NonFinite(RunFailed):
-    """A loss or gradient is NaN or infinite. Every rank raises it; the update left the weights as they were."""
+    """A loss or gradient is NaN or infinite.
+
+    Every rank raises it; the update left the weights unchanged.
+    """
 
 
 class Spikes(Hook):
-    """Writes down steps whose loss is an outlier or not finite, and ends the run after the latter, if asked to."""
+    """Records steps whose loss is an outlier or not finite; ends the run after the latter
+    if asked.
+    """
 
     def __init__(self, config: Config, streams: Streams):
         self.config = config
@@ -47,7 +56,7 @@ class Spikes(Hook):
             )
 
     def _write(self, done: StepResult, spike: Json) -> None:
-        """Write down the step's streams and their losses, of all ranks."""
+        """Write the step's streams and their losses, of all ranks."""
         parts = zip(done.streams, done.losses.tolist(), strict=True)
         own = [MicroLoss(streams, self._weight(streams), loss) for streams, loss in parts]
         ranks = of_all_ranks(own, dist.group.WORLD)
@@ -58,7 +67,7 @@ class Spikes(Hook):
         return sum(float(self.streams[i].columns["weights"].sum(dtype=float)) for i in streams)
 
     def _where(self, done: StepResult) -> str:
-        """Which ranks found a loss that is not finite, and on which streams."""
+        """Return which ranks found a loss that is not finite, and on which streams."""
         parts = zip(done.streams, done.losses.tolist(), strict=True)
         bad = [stream for streams, loss in parts if not math.isfinite(loss) for stream in streams]
         ranks = of_all_ranks(bad, dist.group.WORLD)
@@ -68,6 +77,7 @@ class Spikes(Hook):
                 for r, own in enumerate(ranks)
                 if own
             )
+        # Only a gradient is not finite, so no stream can be blamed.
         size = self.config.training.global_batch_size
         first = (done.step - 1) * size
         return f"every loss is finite, a gradient is not; the step's streams are {first} to {first + size - 1}"
@@ -77,14 +87,17 @@ class MicroLoss(NamedTuple):
     """A rank's part of a micro-batch's loss."""
 
     streams: tuple[int, ...]
-    weight: float  # of its labels
-    part: float  # of the step's loss: its terms over the step's weight
+    # The weight of its labels.
+    weight: float
+    # This part of the step's loss: its terms over the step's weight.
+    part: float
 
 
 class Outliers:
-    """Finds losses more than `sigmas` standard deviations above the mean of the last ones of this start.
+    """Finds losses more than `sigmas` standard deviations above the mean of recent losses.
 
-    sigmas: 0: only losses that are not finite.
+    The losses are the last ones of this start. With sigmas = 0, only losses that are not
+    finite are found.
     """
 
     def __init__(self, sigmas: float):
@@ -92,9 +105,12 @@ class Outliers:
         self.last = deque[float](maxlen=LAST)
 
     def judge(self, loss: float, grad_norm: float) -> Json | None:
-        """What to write about a step, or None. Ranks with the same numbers agree."""
+        """Return the fields to write about a step, or None. Ranks with the same numbers
+        agree.
+        """
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return {"why": "not finite", "loss": loss, "grad_norm": grad_norm}
+        # Compare with the losses before this one, once there are enough of them.
         before = list(self.last)
         self.last.append(loss)
         if not self.sigmas or len(before) < LEAST:
@@ -112,13 +128,16 @@ class Outliers:
 
 
 def write_spike(folder: str, step: int, spike: Json, ranks: Iterable[Sequence[MicroLoss]]) -> None:
-    """Append a line: what `judge` returned, and the loss of every micro-batch, summed over ranks that share it.
+    """Append a line: the fields that `judge` returned, and the loss of every micro-batch.
 
-    ranks: the micro-batches of each rank.
+    ranks: the micro-batches of each rank. A micro-batch's loss is summed over the ranks
+    that share it.
     """
+    # Collect the parts of each micro-batch from the ranks that share its streams.
     parts: dict[tuple[int, ...], list[MicroLoss]] = {}
     for micro_loss in (m for own in ranks for m in own):
         parts.setdefault(micro_loss.streams, []).append(micro_loss)
+    # Parts are relative to the step's weight; losses are relative to the micro-batch's.
     total = sum(of[0].weight for of in parts.values())
     micro_batches = []
     for streams, of in sorted(parts.items()):

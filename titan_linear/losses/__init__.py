@@ -1,9 +1,10 @@
-"""Losses: what a step's tokens are worth. A loss is one file.
+"""Losses: the training objective of a step's tokens. Each loss is one file.
 
-It is called with the chunked logits of a micro-batch and the micro-batch: labels, and columns of numbers beside them,
-one or several for each token, which were cut with the tokens. It gives the sum of its terms on this rank; over all
-ranks and micro-steps that is divided by the step's weight (`loss.normalise`), one number that no split changes.
-reference.py defines each again, for whole logits in one process.
+A loss is called with a micro-batch and its chunked logits. The micro-batch has labels and
+columns: one or several numbers per token, which were cut with the tokens. The loss returns
+the sum of its terms on this rank. The sum over all ranks and micro-steps is divided by the
+step's weight (`loss.normalise`), a single number that does not depend on how the batch is
+split. reference.py defines each loss again, for whole logits in one process.
 """
 
 from titan_linear.config import Config

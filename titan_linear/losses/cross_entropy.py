@@ -1,7 +1,7 @@
-"""Cross-entropy, each token's times its weight.
+"""Cross-entropy, multiplied by each token's weight.
 
-−log p of the label; label smoothing takes a share ε of it from the mean over the vocabulary instead, and z-loss adds
-ζ (log Σ exp z)², which keeps logits z small (PaLM, section 5).
+The term is −log p of the label. Label smoothing replaces a share ε of it by the mean over
+the vocabulary. Z-loss adds ζ (log Σ exp z)², which keeps logits z small (PaLM, section 5).
 """
 
 from __future__ import annotations

@@ -1,8 +1,14 @@
-"""Direct preference optimisation (Rafailov et al. 2023), of pairs: a chosen document, then a rejected one.
+"""Direct preference optimization (Rafailov et al. 2023).
 
-−log σ(β (r_chosen − r_rejected) − margin), with r = Σ_t log p − log p_reference of a document; with `length_normalised`
-its mean, with `reference_free` without the reference: both and a margin are SimPO (Meng et al. 2024). A pair counts as
-much as the weights of its tokens, together.
+Documents come in pairs: a chosen one, then a rejected one.
+
+The loss is −log σ(β (r_chosen − r_rejected) − margin). A document's reward is
+
+    r = Σ_t (log p − log p_reference).
+
+`length_normalised` replaces the sum by the mean, and `reference_free` leaves out the
+reference. With both and a margin this is SimPO (Meng et al. 2024). The weight of a pair is
+the sum of its tokens' weights.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ class DPO(Loss):
 
     def __call__(self, logits: ChunkedLogits, batch: LocalBatch) -> Tensor:
         labels = batch.labels.flatten()
+        # First pass over the head: rewards of whole documents, which may span ranks.
         known = logits.rows(labels)
         columns = (batch.columns[name][0] for name in self.columns)
         weights, count, policy, *reference = document_sums(batch, known.logprobs[:, 0], *columns)
@@ -39,10 +46,11 @@ class DPO(Loss):
         reward = (policy - sum(reference)) / length
         margin = self.keys.beta * (reward[0::2] - reward[1::2])
         short = self.keys.margin - margin
-        # no copy from the host, which would wait
+        # new_full avoids a copy from the host, for which the host would wait.
         accuracy = torch.heaviside(margin, margin.new_full((), 0.5))
         of_pairs = torch.stack([F.softplus(short), accuracy, margin], 1).repeat_interleave(2, 0)
-        # What the loss changes by with each token's log p: it pulls a chosen document's up, a rejected one's down.
+        # Slope of the loss in each token's log p. It raises chosen documents and lowers
+        # rejected ones.
         pull = -self.keys.beta * short.sigmoid() * (weights[0::2] + weights[1::2])
         of_tokens = of_documents(batch, of_pairs, torch.stack([pull, -pull], 1).flatten() / length)
 

@@ -1,5 +1,7 @@
-"""What every loss is, and is given; and sums over documents, which ranks may share: a loss that needs them passes over
-the head twice."""
+"""Interface of losses, and sums over documents that ranks may share.
+
+A loss that needs such sums passes over the head twice.
+"""
 
 from __future__ import annotations
 
@@ -18,74 +20,99 @@ from titan_linear.ops.exchange.collectives import gather_along
 
 
 class Paths(NamedTuple):
-    """Which nodes of prefix trees the documents hold."""
+    """The nodes of prefix trees in each document.
 
-    nodes: Tensor  # [.] int64, as the column "document" has them
-    documents: Tensor  # [.] int64: of each of these, a document that holds it
-    share: Tensor  # [.] float64: of the weights of its tokens, those in this document
+    There is one entry per pair of document and node.
+    """
+
+    # [.] int64, numbered as in the column "document"
+    nodes: Tensor
+    # [.] int64: a document that contains the node
+    documents: Tensor
+    # [.] float64: this document's share of the node's token weights
+    share: Tensor
     num_documents: int
 
 
 @dataclass(frozen=True, eq=False)
 class LocalBatch:
-    """The part of a micro-batch that one rank computes. `step/cut.py` makes it, in stages."""
+    """The part of a micro-batch that one rank computes. `step/cut.py` builds it in stages."""
 
     tokens: Tensor  # [1, T_local] int64
-    # [1, T_local + branches] int64, −100 where there is nothing to predict
+    # [1, T_local + branches] int64; −100 where there is nothing to predict
     labels: Tensor
     columns: dict[str, Tensor]  # like labels, or [1, T_local + branches, n]
     streams: tuple[int, ...]  # global indices, for error messages
-    num_documents: int = 0  # more than any number in the column "document"
-    context: CPContext | None = None  # which tokens of the batch these are
-    branches: Tensor | None = (
-        None  # [branches] int64 of prefix trees: rows of logits that are read again
-    )
-    paths: Paths | None = None  # of prefix trees, whose nodes the column "document" has
-    later: Later | None = None  # what layers that predict further tokens are trained on
-    plan: BatchPlan | None = None  # what mixers read, once the rest is on the device
+    # Greater than every number in the column "document".
+    num_documents: int = 0
+    # The layout: which tokens of the batch these are.
+    context: CPContext | None = None
+    # [branches] int64, for prefix trees: rows of logits that are read again
+    branches: Tensor | None = None
+    # For prefix trees, where the column "document" numbers nodes.
+    paths: Paths | None = None
+    # Targets of layers that predict later tokens.
+    later: Later | None = None
+    # Plan for the mixers, built once everything else is on the device.
+    plan: BatchPlan | None = None
 
 
 @dataclass(frozen=True)
 class Loss(ABC):
-    keys: Any  # the configuration's section of its name
-    # documents whole in one stream: 1, or 2 that follow each other; 0: streams cut them
+    # The configuration section named after the loss.
+    keys: Any
+    # Documents that must lie whole in one stream: 1, or 2 for adjacent pairs. 0: streams
+    # may cut documents.
     group: ClassVar[int] = 0
-    columns: ClassVar[tuple[str, ...]] = ()  # that it reads beside "weights"
-    most_numbers: ClassVar[int] = 0  # for a token in each of these, which have equally many; 0: one
+    # Columns that the loss reads in addition to "weights".
+    columns: ClassVar[tuple[str, ...]] = ()
+    # Most numbers per token in each of these columns (the same in all); 0: one number.
+    most_numbers: ClassVar[int] = 0
     unit: ClassVar[str] = "nats per token"
-    reports: ClassVar[dict[str, str]] = {}  # further means, by the same weights, and their captions
-    # it passes over the head for sums over documents first, without gradients
+    # Captions of further means that it reports, with the same weights.
+    reports: ClassVar[dict[str, str]] = {}
+    # Whether it first passes over the head without gradients, for sums over documents.
     reads_twice: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, logits: ChunkedLogits, batch: LocalBatch) -> Tensor:
-        """The sum of its terms on this rank; [1 + reports] with those of its reports."""
+        """Return the sum of the loss's terms on this rank; [1 + reports] if it has reports."""
 
 
 def column(batch: LocalBatch, name: str, like: Tensor) -> Tensor:
-    """[T] or [T, n], in the dtype of `like`."""
+    """Return a column as [T] or [T, n], in the dtype of `like`."""
     return batch.columns[name][0].to(like.dtype)
 
 
 def logprobs(logits: ChunkedLogits, ids: Tensor) -> Tensor:
-    """log p of ids [T] or [T, k], 0 where the first of a token's is no label; without a gradient."""
+    """Return log p of ids [T] or [T, k], without a gradient; 0 where the id is IGNORE."""
     return logits.rows(ids).logprobs.view_as(ids).masked_fill(ids == IGNORE, 0)
 
 
 def document_sums(batch: LocalBatch, *numbers: Tensor) -> Tensor:
-    """For each document, whichever ranks it lies on: its weights' sum, how many labels it has, and the sums of these
-    numbers [T], where there is one. [2 + numbers, documents] float64."""
+    """Sum numbers over each document, whichever ranks it lies on.
+
+    Args:
+        numbers: tensors [T]; entries without a label do not count.
+
+    Returns:
+        [2 + numbers, documents] float64: sum of weights, number of labels, and sum of each of
+        `numbers`.
+    """
+    # Sum over this rank's tokens of each document.
     labelled = batch.labels[0] != IGNORE
     columns = batch.columns["weights"][0], labelled, *numbers
     rows = torch.stack([x.double() for x in columns]).where(labelled, 0)
     sums = rows.new_zeros(len(rows), batch.num_documents).index_add_(
         1, batch.columns["document"][0], rows
     )
+    # Add the sums of all cp ranks.
     context = batch.plan.cp_context
     if context is not None and context.ranks.world_size > 1:
         sums = gather_along(
             sums.unsqueeze(0), 0, context.ranks.group_name, context.ranks.world_size
         ).sum(0)
+    # In prefix trees these are sums over nodes: add the nodes of each document's path.
     if (paths := batch.paths) is None:
         return sums
     of_paths = sums[:, paths.nodes]
@@ -96,18 +123,29 @@ def document_sums(batch: LocalBatch, *numbers: Tensor) -> Tensor:
 def of_documents(
     batch: LocalBatch, values: Tensor, slopes: Tensor
 ) -> Callable[[Tensor, slice], list[Tensor]]:
-    """What tokens, by their log p, have of their documents' values [documents, m] by their weight in them, m × [n]; the
-    first changes with each log p by the document's slope [documents]."""
+    """Return a function that distributes document values in proportion to token weight.
+
+    Args:
+        values: [documents, m].
+        slopes: [documents], the derivative of the first value by each token's log p.
+
+    Returns:
+        A function of log p [n] and the tokens' slice to m tensors [n]. Their sum over all
+        tokens is the weighted value; the first has the gradient that `slopes` prescribes.
+    """
+    # In prefix trees, add up the values of all documents that contain a node.
     if paths := batch.paths:
         values, slopes = values[paths.documents] * paths.share.unsqueeze(1), slopes[paths.documents]
         values, slopes = (
             x.new_zeros(batch.num_documents, *x.shape[1:]).index_add_(0, paths.nodes, x)
             for x in (values, slopes)
         )
+    # Spread the values over the tokens of each document or node.
     document = batch.columns["document"][0]
     values, slopes = batch.columns["weights"][0].unsqueeze(1) * values[document], slopes[document]
 
     def terms(logp: Tensor, tokens: slice) -> list[Tensor]:
+        # The first value's difference term is 0, but carries the gradient.
         first, *others = values[tokens].to(logp.dtype).unbind(1)
         return [first + slopes[tokens].to(logp.dtype) * (logp - logp.detach()), *others]
 

@@ -1,11 +1,15 @@
-"""A policy's clipped objective, with given advantages A and log-probabilities of the behaviour that wrote the tokens.
+"""Clipped policy objective, with given advantages A and log-probabilities.
 
-−min(ρ A, clip(ρ) A) with the ratio ρ = p / p_behaviour of a token (PPO, GRPO), or of a document: the geometric mean of
-its tokens' (GSPO, Zheng et al. 2025), with their mean advantage. `kl` adds as much of the divergence from a reference,
-estimated as exp(d) − d − 1 of d = log p_reference − log p (GRPO, Shao et al. 2024).
+The behavior policy, which wrote the tokens, gave them these log-probabilities.
 
-A ratio is clipped in the logarithm, so that one beyond the dtype has its bound's loss and no gradient. A ratio that
-counts, where A is negative, or exp(d), may be beyond it: the loss is then infinite, and training.on_nonfinite decides.
+The loss is −min(ρ A, clip(ρ) A). The ratio ρ = p / p_behavior is per token (PPO, GRPO) or
+per document. A document's ratio is the geometric mean over its tokens (GSPO, Zheng et al.
+2025), with their mean advantage. `kl` scales an additional divergence from a reference,
+estimated as exp(d) − d − 1 with d = log p_reference − log p (GRPO, Shao et al. 2024).
+
+Ratios are clipped in the logarithm, so that a ratio outside the dtype's range has the loss
+of its bound and no gradient. A ratio that is not clipped (where A is negative), or exp(d),
+may overflow. The loss is then infinite, and training.on_nonfinite decides what happens.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ class Policy(Loss):
 
     def __call__(self, logits: ChunkedLogits, batch: LocalBatch) -> Tensor:
         labels = batch.labels.flatten()
+        # Ratios of documents take a first pass over the head, without gradients.
         known = logits.rows(labels, statistics=True) if self.reads_twice else None
         of_sequences = self._of_sequences(batch, known) if known else None
 
@@ -49,11 +54,13 @@ class Policy(Loss):
             weights, advantages, behaviour = (
                 column(batch, name, logp)[tokens] for name in ("weights", "advantages", "behaviour")
             )
+            # Clipped objective, by document or by token.
             if of_sequences:
                 loss, clipped = of_sequences(logp, tokens)
             else:
                 objective, is_clipped = self._objectives(logp - behaviour, advantages)
                 loss, clipped = -weights * objective, weights * is_clipped
+            # Divergence from the reference.
             kl = torch.zeros_like(logp)
             if self.keys.kl:
                 distance = column(batch, "reference", logp)[tokens] - logp
@@ -65,16 +72,21 @@ class Policy(Loss):
     def _of_sequences(
         self, batch: LocalBatch, known: Rows
     ) -> Callable[[Tensor, slice], list[Tensor]]:
-        """The loss and the weight of what is clipped, [n] each."""
+        """Return the function that gives each token's loss and clipped weight, [n] each."""
         distance = known.logprobs[:, 0] - batch.columns["behaviour"][0]
         weights, count, *sums = document_sums(batch, batch.columns["advantages"][0], distance)
+        # Means over each document.
         advantages, log_ratio = (x / count.clamp(min=1) for x in sums)
         objective, clipped = self._objectives(log_ratio, advantages)
+        # The slope is 0 where the ratio is clipped.
         slopes = -weights * ~clipped * objective / count.clamp(min=1)
         return of_documents(batch, torch.stack([-objective, clipped], 1), slopes)
 
     def _objectives(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """min(ρ A, clip(ρ) A), and whether it is the latter: ρ is bounded below where A is negative, else above."""
+        """Return min(ρ A, clip(ρ) A), and whether ρ was clipped.
+
+        ρ is bounded below if A is negative, else above.
+        """
         lowest, highest = math.log1p(-self.keys.clip_low), math.log1p(self.keys.clip_high)
         negative = advantages < 0
         bounded = torch.where(negative, log_ratio.clamp(min=lowest), log_ratio.clamp(max=highest))

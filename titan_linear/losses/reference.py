@@ -1,4 +1,7 @@
-"""The definitions of all losses: whole logits, one process, float64, a document at a time. Tests compare with them."""
+"""Reference definitions of all losses, for comparison in tests.
+
+They take whole logits in one process, in float64, one document at a time.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from titan_linear.config import schema
 
 
 class Document(NamedTuple):
-    """The tokens of a document that have a label, as a stream has them."""
+    """The labeled tokens of one document, as a stream contains them."""
 
     stream: int
     logits: Tensor  # [n, vocab]
@@ -25,7 +28,8 @@ class Document(NamedTuple):
 
 
 def loss(name: str, documents: Sequence[Document], keys: Any, normalise: str) -> Tensor:
-    """The mean over tokens, or over documents, by their weights."""
+    """Return the weighted mean over tokens, documents or streams, as `normalise` says."""
+    # The number by which each document's weights are divided.
     counts = {
         "token": [1 for _ in documents],
         "document": [len(d.labels) for d in documents],
@@ -36,7 +40,8 @@ def loss(name: str, documents: Sequence[Document], keys: Any, normalise: str) ->
     }[normalise]
     weights = [d.columns["weights"] / max(count, 1) for d, count in zip(documents, counts)]
     terms = {"cross_entropy": cross_entropy, "distillation": distillation, "policy": policy}
-    if name == "dpo":  # of each pair, by the weights of both
+    # Both documents of a pair have the pair's loss, and count with their own weights.
+    if name == "dpo":
         of_each = [dpo(*pair, keys) for pair in zip(documents[0::2], documents[1::2]) for _ in pair]
     else:
         of_each = [
@@ -48,14 +53,14 @@ def loss(name: str, documents: Sequence[Document], keys: Any, normalise: str) ->
 
 
 def cross_entropy(document: Document, keys: schema.CrossEntropy) -> Tensor:
-    """[n]"""
+    """Return the loss of each token, [n]."""
     uniform = document.logits.log_softmax(-1).mean(-1)
     smooth = -(1 - keys.label_smoothing) * document.logprobs - keys.label_smoothing * uniform
     return smooth + keys.z_loss * document.logits.exp().sum(-1).log() ** 2
 
 
 def distillation(document: Document, keys: schema.Distillation) -> Tensor:
-    """[n]"""
+    """Return the loss of each token, [n]."""
     p = (document.logits / keys.temperature).softmax(-1)
     ids, q = document.columns["teacher_ids"].long(), document.columns["teacher_logprobs"].exp()
     among = torch.zeros_like(p, dtype=torch.bool).scatter(1, ids, True)
@@ -75,7 +80,7 @@ def dpo(chosen: Document, rejected: Document, keys: schema.DPO) -> Tensor:
 
 
 def policy(document: Document, keys: schema.Policy) -> Tensor:
-    """[n]; of sequences n times the same."""
+    """Return the loss of each token, [n]; of sequences, n times the same value."""
     ratio = (document.logprobs - document.columns["behaviour"]).exp()
     advantages = document.columns["advantages"]
     if keys.level == "sequence":

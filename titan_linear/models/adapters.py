@@ -1,12 +1,16 @@
-"""Adapters between our parameters and the tensors of Hugging Face folders. An adapter is data: names and layouts.
+"""Mapping between our parameters and the tensors of Hugging Face folders.
 
-Every tensor is read as a matrix of rows along its last dimension (a vector's elements are rows of one element), which
-leaves its bytes in place. A `Layout` says that some of our parameters, interleaved group by group, are some tensors on
-disk, concatenated; `Placement`s follow from it: which row of which tensor is which row of ours. So a rank can read just
-the rows that it owns, import and export use the same table, and the table can be proved to be a bijection.
+The mapping is data: names and layouts. Every tensor is read as a matrix of rows along its
+last dimension (the elements of a vector are rows of one element), which leaves its bytes in
+place. A `Layout` states that some of our parameters, interleaved group by group, equal some
+tensors on disk, concatenated. `Placement`s follow from it: which row of which tensor is
+which row of ours. A rank can therefore read just the rows that it owns, import and export
+use the same table, and a test can prove that the table is a bijection.
 
-    [q | k | v·r | z·r] per key head (Qwen3-Next)      Layout((q, k, v, g), ("in_proj_qkvz",), groups="heads")
-    one tensor per expert and projection               Layout(("gate_up_proj",), ("{e}.gate_proj", "{e}.up_proj"))
+    [q | k | v·r | z·r] per key head (Qwen3-Next)
+        Layout((q, k, v, g), ("in_proj_qkvz",), groups="heads")
+    one tensor per expert and projection
+        Layout(("gate_up_proj",), ("{e}.gate_proj", "{e}.up_proj"))
 """
 
 from __future__ import annotations
@@ -45,12 +49,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Placement:
-    """One of our parameters: its rows are runs of rows of the concatenated `sources`."""
+    """One of our parameters, whose rows are runs of rows of the concatenated `sources`."""
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[Source, ...]
-    # runs (first, last + 1) of the concatenation; None: all of it, in order
+    # Runs (first, last + 1) of the concatenation; None: all of it, in order.
     rows: tuple[tuple[int, int], ...] | None
 
     @property
@@ -65,16 +69,24 @@ class Placement:
     def pieces(
         self, first: int = 0, last: int | None = None
     ) -> Iterator[tuple[Source, int, int, int]]:
-        """What fills our rows [first, last), in our order: (source, rows [from, to) of it, our row where they go).
+        """Yield the pieces that fill our rows [first, last), in our order.
 
-        A slice [a, b) of our first dimension is rows [a·n, b·n) with n = num_rows / shape[0].
+        A slice [a, b) of our first dimension is rows [a·n, b·n) with n = num_rows /
+        shape[0].
+
+        Yields:
+            (source, first row, last row + 1, our row): rows of the source, and the row of
+                ours where they start.
         """
         last = self.num_rows if last is None else last
         ends = list(accumulate(_rows(s.shape, self.width) for s in self.sources))
         ours = 0
-        for start, stop in self.rows or ((0, ends[-1]),):  # ours: the row where this run goes
+        # `ours` is our row where the current run starts.
+        for start, stop in self.rows or ((0, ends[-1]),):
+            # The part of the run that falls into [first, last).
             a = start + max(first - ours, 0)
             b = stop - max(ours + stop - start - last, 0)
+            # Split it where one source ends and the next begins.
             for source, end in zip(self.sources, ends):
                 begin = end - _rows(source.shape, self.width)
                 low, high = max(a, begin), min(b, end)
@@ -84,17 +96,19 @@ class Placement:
 
 
 def placements(config: ModelConfig, family: str, on_disk: Shapes | None = None) -> list[Placement]:
-    """The placement of every parameter of the model, in the order of `named_parameters`.
+    """Return the placement of every parameter, in the order of `named_parameters`.
 
     Args:
         family: a key of FAMILIES, the name of the Hugging Face class.
-        on_disk: names and shapes of a folder's tensors, for reading: placements then use the spelling that is there. By
-            default, for writing, they use the spelling that `transformers` writes.
+        on_disk: names and shapes of a folder's tensors, for reading: placements then use
+            the spelling found there. By default, for writing, they use the spelling that
+            `transformers` writes.
 
     Raises:
-        ValueError: parameters of ours without a tensor, tensors of another shape, tensors that nothing uses; the
-            message lists them all.
+        ValueError: parameters of ours without a tensor, tensors of another shape, or unused
+            tensors; the message lists them all.
     """
+    # Choose a spelling of each layout, and collect its placements and faults.
     ours = shapes_of(config)
     done: dict[str, Placement] = {}
     problems, used = [], set()
@@ -103,6 +117,7 @@ def placements(config: ModelConfig, family: str, on_disk: Shapes | None = None) 
         problems += [] if on_disk is None else _wrong(layout, on_disk)
         used |= {source.name for source in layout.sources}
         done |= {placement.name: placement for placement in _placements(layout, ours)}
+    # The table must cover the model; the folder must not hold anything else.
     uncovered = [name for name in ours if name not in done]
     assert not uncovered, f"{family} has no layout for {uncovered}"
     if on_disk is not None:
@@ -116,7 +131,7 @@ def placements(config: ModelConfig, family: str, on_disk: Shapes | None = None) 
 
 
 def joined(config: ModelConfig, family: str) -> tuple[tuple[str, ...], ...]:
-    """Our parameters that are one tensor together as `transformers` writes it."""
+    """Return the groups of our parameters that `transformers` writes as one tensor."""
     parts = _layouts(config, family, shapes_of(config), None)
     return tuple(spellings[0].ours for spellings in parts if len(spellings[0].ours) > 1)
 
@@ -124,7 +139,11 @@ def joined(config: ModelConfig, family: str) -> tuple[tuple[str, ...], ...]:
 def live_layouts(
     config: ModelConfig, family: str, ours: Shapes
 ) -> Iterator[tuple[Source, list[Placement]]]:
-    """Each tensor of `transformers`' module that is one or several of our parameters, of these shapes."""
+    """Yield each tensor of `transformers`' module that consists of parameters of ours.
+
+    Args:
+        ours: shapes of our parameters.
+    """
     for spellings in _layouts(config, family, ours, None, "model."):
         layout = spellings[-1]
         if len(layout.sources) == 1:
@@ -137,14 +156,19 @@ def shapes_of(config: ModelConfig) -> Shapes:
 
 
 def ignored(config: ModelConfig, family: str, on_disk: Shapes) -> set[str]:
-    """Tensors of a folder that are not part of the language model (vision, multi-token prediction, a tied head) or that
-    change nothing (without elements, or the gate of a shared expert that does not exist)."""
+    """Return the names of a folder's tensors that can be ignored.
+
+    These are tensors outside the language model (vision, multi-token prediction, a tied
+    head) and tensors without effect (without elements, or the gate of a shared expert that
+    does not exist).
+    """
     patterns = [*FAMILIES[family].ignored, *([r"lm_head\.weight"] if config.tie_embeddings else [])]
     if config.moe is not None and config.moe.shared_hidden_dim == 0:
         patterns.append(r".*\.shared_expert_gate\.weight")
     found = {
         n for n, shape in on_disk.items() if 0 in shape or any(re.fullmatch(p, n) for p in patterns)
     }
+    # Layers that predict further tokens, if the model leaves them out.
     if (mtp := FAMILIES[family].mtp) and not config.mtp_layers:
         layer = re.compile(r"(mtp)\..*" if mtp.place else r".*layers\.(\d+)\..*")
         of_layers = ((n, layer.fullmatch(n)) for n in on_disk)
@@ -153,9 +177,17 @@ def ignored(config: ModelConfig, family: str, on_disk: Shapes) -> set[str]:
 
 
 def config_from_hf(config: Mapping[str, object], mtp_layers: int = 0) -> tuple[str, ModelConfig]:
-    """The dict of a config.json -> (family, model). ValueError for an architecture or an option we do not have.
+    """Read the dict of a config.json.
 
-    mtp_layers: the number of further tokens whose layers are wanted, which must be all that it has, or 0.
+    Args:
+        mtp_layers: number of further tokens that the model should predict: all that the
+            folder's layers predict, or 0.
+
+    Returns:
+        (family, model).
+
+    Raises:
+        ValueError: an architecture or an option that is not supported.
     """
     given = config.get("architectures")
     architecture = given[0] if isinstance(given, list) and given else None
@@ -178,7 +210,7 @@ def config_from_hf(config: Mapping[str, object], mtp_layers: int = 0) -> tuple[s
 
 
 def mtp_depth(config: Mapping[str, object]) -> int:
-    """The number of further tokens that the layers of a config.json predict."""
+    """Return the number of further tokens that the layers of a config.json predict."""
     return _depth(FAMILIES[config_from_hf(config)[0]], config)
 
 
@@ -187,13 +219,21 @@ def _depth(family: Family, config: Mapping[str, Any]) -> int:
 
 
 def _text(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The language model's keys, which may be in text_config; transformers reads tie_word_embeddings outside of it."""
+    """Return the language model's keys, which may be in text_config.
+
+    `transformers` reads tie_word_embeddings outside of text_config.
+    """
     outside = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
     return {**config, **(config.get("text_config") or {}), **outside}
 
 
 def _read(family: Family, config: Mapping[str, object]) -> ModelConfig:
-    """ValueError: a value of the wrong type for its key, or one that no model can have."""
+    """Read the model of a config.json.
+
+    Raises:
+        ValueError: a value has the wrong type for its key, or is one that no model can
+            have.
+    """
     try:
         text = _text(config)
         if type(n := text.get("num_hidden_layers")) is int and n > MOST_LAYERS:
@@ -210,7 +250,12 @@ def _read(family: Family, config: Mapping[str, object]) -> ModelConfig:
 
 
 def config_to_hf(family: str, config: ModelConfig) -> dict[str, object]:
-    """The dict of a config.json, in which no tokens are special. ValueError for a model that is not of this family."""
+    """Write the dict of a config.json without special tokens.
+
+    Raises:
+        ValueError: the model does not fit this family.
+    """
+    # The family must have all of the model's layers.
     if family not in FAMILIES:
         raise ValueError(f"family = {family!r} is unknown; use one of {', '.join(FAMILIES)}")
     if unknown := {
@@ -219,6 +264,7 @@ def config_to_hf(family: str, config: ModelConfig) -> dict[str, object]:
         raise ValueError(
             f"{family} cannot hold this model: it has no layers {', '.join(sorted(unknown))}; use another"
         )
+    # Write the keys; layers that predict further tokens have a key of their own.
     keys, mtp = FAMILIES[family].keys, FAMILIES[family].mtp
     depth, config = config.mtp_layers, replace(config, mtp_layers=0)
     written = keys.write(config)
@@ -228,15 +274,16 @@ def config_to_hf(family: str, config: ModelConfig) -> dict[str, object]:
         )
     if depth:
         written[mtp.key] = depth
+    # Read the keys back: they must describe the same model.
     if found := differences(config, keys.read(Keys(written))):
         said = ", ".join(f"{option} = {ours!r}" for option, (ours, _) in found.items())
         raise ValueError(f"{family} cannot hold this model: {said}; use another")
-    # transformers' defaults are one model's
+    # Special tokens are null, because the defaults of transformers belong to one model.
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     return {"architectures": [family], **written, **tokens}
 
 
-# --- From the table to placements ------------------------------------------------------------------------------------
+# --- From the table to placements -------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -251,16 +298,19 @@ class _Resolved:
 def _layouts(
     config: ModelConfig, family: str, ours: Shapes, on_disk: Shapes | None, prefix: str = ""
 ) -> Iterator[list[_Resolved]]:
-    """For every part of the model, the spellings that it may have."""
+    """Yield the possible spellings of every part of the model."""
     has = FAMILIES[family]
+    # On disk, names may have one of several prefixes.
     (embedding,) = has.model[0][0].theirs
     prefix = prefix or next(
         (p for p in has.prefixes if on_disk and p + embedding in on_disk), has.prefixes[0]
     )
     num_experts = config.moe.num_experts if config.moe else 0
+    # Parts outside the layers.
     for spellings in has.model:
         if set(spellings[0].ours) <= ours.keys():
             yield [_resolve(layout, "", prefix, ours) for layout in spellings]
+    # Parts of each layer, including the layers that predict further tokens.
     for i, layer in enumerate(config.layers):
         mine, theirs = f"layers.{i}.", f"{prefix}layers.{i}."
         more = has.mtp.parts if i >= config.num_layers else ()
@@ -285,9 +335,11 @@ def _resolve(
     names = tuple(mine + name for name in layout.ours)
     width = _width(ours[names[0]])
     counts = [_rows(ours[name], width) for name in names]
+    # Names on disk, one per expert if the layout has `{e}`.
     experts = range(num_experts) if "{e}" in layout.theirs[0] else (0,)
     prefixed = [t if t.startswith(("lm_head", "mtp.")) else theirs + t for t in layout.theirs]
     on_disk = [t.replace("{e}", str(e)) for e in experts for t in prefixed]
+    # Rows of each source: the same as ours, or equal shares of all rows.
     if len(on_disk) == len(names) and not layout.equal:
         rows = counts
     else:
@@ -299,14 +351,14 @@ def _resolve(
 
 
 def _spelling(spellings: list[_Resolved], on_disk: Shapes | None) -> _Resolved:
-    """The first spelling that is on disk as a whole, or else the one of which the largest share is."""
+    """Return the first spelling that is complete on disk, or else the most complete one."""
     if on_disk is None:
         return spellings[0]
     return min(spellings, key=lambda s: len(_wrong(s, on_disk)) / len(s.sources))
 
 
 def _wrong(layout: _Resolved, on_disk: Shapes) -> list[str]:
-    """The sources that are missing or of another shape."""
+    """List the sources that are missing or have another shape."""
     problems = []
     for name, shape in ((s.name, s.shape) for s in layout.sources):
         if name not in on_disk:
@@ -317,7 +369,10 @@ def _wrong(layout: _Resolved, on_disk: Shapes) -> list[str]:
 
 
 def _placements(layout: _Resolved, ours: Shapes) -> Iterator[Placement]:
-    """Group g of the sources holds group g of each of our parameters in turn."""
+    """Yield the placements of a layout.
+
+    Group g of the sources contains group g of each parameter in turn.
+    """
     width = _width(ours[layout.ours[0]])
     sizes = [_rows(ours[name], width) // layout.groups for name in layout.ours]
     starts, group = [0, *accumulate(sizes)], sum(sizes)

@@ -1,4 +1,4 @@
-"""What a model is: the numbers from which `Decoder` builds its layers."""
+"""The model configuration: the numbers from which `Decoder` builds its layers."""
 
 from __future__ import annotations
 
@@ -23,18 +23,25 @@ from titan_linear.ops.layout.boundaries import CHUNK
 
 
 class Documents(NamedTuple):
-    """Sums over documents, so that the values of several batches add up. They count whole documents: how a stream is
-    cut among ranks does not change them."""
+    """Sums over documents, so that the values of several batches add up.
+
+    They count whole documents: how ranks share a stream does not change them.
+    """
 
     tokens: int
-    # (query, key) pairs that the causal mask leaves: n(n + 1)/2 for a document of n tokens
+    # (query, key) pairs that the causal mask leaves: n(n + 1)/2 for a document of n tokens.
     pairs: int
-    # pairs of tokens in one chunk of the delta rule: n² for a chunk of n <= 64 tokens
+    # Pairs of tokens in one chunk of the delta rule: n² for a chunk of n ≤ 64 tokens.
     chunk_pairs: int
 
     @classmethod
     def of(cls, cu_seqlens: np.ndarray, above: np.ndarray | int = 0) -> Documents:
-        """cu_seqlens: [N+1] int boundaries, on the host. above: tokens before each document that it continues."""
+        """Count the documents of a packed stream.
+
+        Args:
+            cu_seqlens: [N+1] int boundaries, on the host.
+            above: number of earlier tokens that each document continues (in prefix trees).
+        """
         n = np.diff(cu_seqlens.astype(np.int64))
         last = n % CHUNK
         chunk_pairs = (n - last) * CHUNK + last * last
@@ -42,106 +49,139 @@ class Documents(NamedTuple):
 
 
 class MixerOptions(ABC):
-    """The options from which a mixer of one kind is built: a frozen dataclass in the mixer's file (models/mixers/)."""
+    """Options of one kind of mixer: a frozen dataclass in a file of models/mixers/."""
 
-    name: ClassVar[str]  # its key in MIXERS (models/mixers/__init__.py)
-    module: ClassVar[Callable[..., nn.Module]]  # of (options, model, layer's number)
-    # whether it is a recurrence over the tokens; else softmax over them
+    # Its key in MIXERS (models/mixers/__init__.py).
+    name: ClassVar[str]
+    # Constructor from (options, model, number of the layer).
+    module: ClassVar[Callable[..., nn.Module]]
+    # Whether it is a recurrence over the tokens; otherwise it is softmax attention over
+    # them.
     linear: ClassVar[bool] = False
-    # whether ranks of cp always share its heads (`tokens_to_heads`)
+    # Whether cp ranks always share its heads (`tokens_to_heads`).
     over_heads: ClassVar[bool] = False
-    # tensors of its cache that are [B, tokens, ...]; others have a fixed size
+    # Tensors of its cache with shape [B, tokens, ...]; others have a fixed size.
     growing: ClassVar[tuple[str, ...]] = ()
 
     def build(self, config: ModelConfig, layer: int) -> nn.Module:
-        """Build the module of a layer: forward(x [B, T, dim], plan, cache) -> [B, T, dim]. One that `takes` values
-        [B, T, takes] gets them as a fourth argument; `first` returns them in an `Output`. It may have the attributes
+        """Build the module of a layer: forward(x [B, T, dim], plan, cache) -> [B, T, dim].
 
-        initial: parameter -> its Draw, where it is not normal
-        kept_whole: parameters that FSDP neither shards nor casts
-        split: parameter -> the dimension along which each rank of tensor parallelism has an equal part; a rank then
-            computes its heads, and its part of the sum that is the output
-        float8: the products that may be in float8: of each the projections that it joins, none of them to a gate
-        ranks: of a module in it with split parameters: None, or the ranks that have the other parts
+        If `takes` is not 0, the module receives values [B, T, takes] as a fourth argument;
+        the module of `first` returns them in an `Output`. The module may have these
+        attributes:
 
-        What telemetry shows of it (telemetry.py) comes from
+            initial: parameter -> its Draw, where it is not normal
+            kept_whole: parameters that FSDP neither shards nor casts
+            split: parameter -> the dimension along which each tensor-parallel rank has an
+                equal part; a rank then computes its heads, and its part of the sum that is
+                the output
+            float8: the products that may be in float8, each with the projections that it
+                joins, none of them to a gate
+            ranks: of a submodule with split parameters: None, or the ranks that have the
+                other parts
 
-        watch(x [1, T, dim], window) -> name -> (numerator [heads], denominator [heads]) of a mean by head; x has all
-            of the rank's tokens if `window.fragments` is given, and at least the window's W otherwise."""
+        Telemetry (telemetry.py) shows the results of
+
+            watch(x [1, T, dim], window) -> name -> (numerator [heads], denominator [heads])
+                of a mean by head; x has all of the rank's tokens if `window.fragments` is
+                given, and at least the window's W tokens otherwise
+        """
         return self.module(self, config, layer)
 
     @property
     @abstractmethod
     def ops(self) -> OpDims:
-        """What the mixer calls."""
+        """Ops that the mixer calls, with the sizes that their implementations depend on."""
 
     @property
     def first(self) -> MixerOptions:
-        """What it is in the first layer of its kind."""
+        """The options in the first layer of this kind."""
         return self
 
     @property
     def takes(self) -> int:
-        """Channels of the values that it takes from the first layer of its kind, which are split by heads."""
+        """Channels of the values from the first layer of its kind, which heads split."""
         return 0
 
     @property
     def rotary(self) -> Rotary | None:
-        """How each head is rotated; None: no positions."""
+        """Rotary embedding of each head; None: no positions."""
         return None
 
     @property
     def contradiction(self) -> str | None:
-        """The numbers that contradict each other or the op, worded for a message; None if none do."""
+        """Values that contradict each other or the op, worded for a message, or None."""
         return None
 
     def flops(self, documents: Documents) -> int:
-        """FLOPs of forward's products of tokens with tokens and with states (see titan_linear/step/flops.py)."""
+        """Return the FLOPs of forward's products of tokens with tokens and states.
+
+        Products with weights are counted elsewhere (step/flops.py).
+        """
         return 0
 
     def scan_programs(self, ranks: int) -> int | None:
-        """Programs of a scan of its kernels over one entry, with the heads shared out among `ranks`; None: no scan."""
+        """Return the number of programs of a kernel scan over one entry.
+
+        None: the mixer has no scan.
+
+        Args:
+            ranks: number of ranks that share the heads.
+        """
         return None
 
     @property
     @abstractmethod
     def head_counts(self) -> dict[str, int]:
-        """What `split` splits, by its name in messages: each count must be a multiple of the tensor-parallel degree."""
+        """Counts of what `split` splits, by name for messages.
+
+        Each count must be a multiple of the tensor-parallel degree.
+        """
 
     def indivisible_heads(self, ranks: int) -> str | None:
-        """The heads that an all-to-all cannot split among `ranks` ranks, worded for a message; None if it can."""
+        """Return the heads that an all-to-all over `ranks` ranks cannot split.
+
+        The text is worded for a message. None: it can split all of them.
+        """
         return next(
             (f"{count} {what}" for what, count in self.head_counts.items() if count % ranks), None
         )
 
 
 class Layer(NamedTuple):
-    """A layer's branches: mixers side by side, whose outputs add, then an MLP; or no mixers, or no MLP."""
+    """Branches of a layer: parallel mixers, whose outputs add, then an MLP.
+
+    It may lack mixers or an MLP.
+    """
 
     mixers: tuple[MixerOptions, ...]
     mlp: MLPOptions | None
-    # the first layer that predicts a further token: it takes that token's embedding too
+    # The first layer that predicts a further token: it also takes this token's embedding.
     joins: bool = False
-    ends: bool = False  # the last of these: a norm follows
+    # The last layer that predicts a further token: a norm follows it.
+    ends: bool = False
 
     @property
     def name(self) -> str:
-        """Its name in a model's pattern."""
+        """Its name in the pattern of a model."""
         return BESIDE.join(part.name for part in self.mixers or (self.mlp,))
 
     @property
     def kinds(self) -> tuple[type[MixerOptions], ...]:
-        """Of its mixers."""
+        """Option classes of its mixers."""
         return tuple(map(type, self.mixers))
 
 
-MOST_LAYERS = 10_000  # families list layers one by one
-BESIDE = "+"  # between the names of mixers side by side
-Entry = MixerOptions | tuple[MixerOptions, ...] | Literal["mlp", "moe"]  # of a pattern
+# Families list layers one by one.
+MOST_LAYERS = 10_000
+# Joins the names of parallel mixers.
+BESIDE = "+"
+# An entry of a model's pattern.
+Entry = MixerOptions | tuple[MixerOptions, ...] | Literal["mlp", "moe"]
 
 
 def mixers_of(entry: Entry) -> tuple[MixerOptions, ...]:
-    """Those of a layer."""
+    """Return the mixers of a pattern's entry."""
     if isinstance(entry, MixerOptions):
         return (entry,)
     return entry if isinstance(entry, tuple) else ()
@@ -149,13 +189,18 @@ def mixers_of(entry: Entry) -> tuple[MixerOptions, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Factors:
-    """The multipliers of muP, and those that MiniMax puts on its residuals."""
+    """Multipliers of muP, and MiniMax's multipliers of its residuals."""
 
-    embedding_factor: AtLeast0 = 1.0  # on the embedding's output
-    residual_factor: AtLeast0 = 1.0  # on what each branch adds
-    kept_factor: AtLeast0 = 1.0  # on what it adds that to
-    gate_factor: AtLeast0 = 1.0  # on what gates a SwiGLU
-    mlp_factor: AtLeast0 = 1.0  # on the outputs of MLPs and experts
+    # On the embedding's output.
+    embedding_factor: AtLeast0 = 1.0
+    # On what each branch adds to the residual stream.
+    residual_factor: AtLeast0 = 1.0
+    # On the residual stream to which a branch adds.
+    kept_factor: AtLeast0 = 1.0
+    # On the gate's input to the activation of a SwiGLU.
+    gate_factor: AtLeast0 = 1.0
+    # On the outputs of MLPs and experts.
+    mlp_factor: AtLeast0 = 1.0
     logits_divisor: Above0 = 1.0
 
 
@@ -164,63 +209,83 @@ class Adapter:
     """Low-rank adapters of a frozen model (models/lora.py)."""
 
     rank: int
-    factor: float  # on what they add
-    targets: tuple[str, ...] = ()  # patterns of names of the weights; (): all
-    extra: tuple[str, ...] = ()  # patterns of names of other parameters, which are trained too
-    # weights that share A, being one matrix in a Hugging Face folder
+    # Scale of the adapters' outputs.
+    factor: float
+    # Patterns of the names of adapted weights; (): all.
+    targets: tuple[str, ...] = ()
+    # Patterns of the names of other parameters that are trained too.
+    extra: tuple[str, ...] = ()
+    # Groups of weights that share A, because each group is one matrix in a Hugging Face
+    # folder.
     shared: tuple[tuple[str, ...], ...] = ()
-    base_is_reference: bool = False  # of the loss: it computes as well, first
+    # Whether the base model is the loss's reference, and runs first in each step.
+    base_is_reference: bool = False
 
 
 @dataclass(frozen=True)
 class ModelConfig(Factors):
     vocab_size: Size
     dim: Size
-    pattern: tuple[Entry, ...]  # of the first layers; further layers repeat it
+    # The first layers; further layers repeat the pattern.
+    pattern: tuple[Entry, ...]
     num_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
-    hidden_dim: SizeOr0  # of MLPs; 0: there are none, except experts
+    # Of MLPs; 0: no MLPs, except experts.
+    hidden_dim: SizeOr0
     moe: MoEConfig | None = None
-    dense_layers: tuple[int, ...] = ()  # layers that have an MLP despite `moe`
-    # norms multiply by (1 + weight), except linear layers' output norm
+    # Layers that have an MLP even if `moe` is set.
+    dense_layers: tuple[int, ...] = ()
+    # Whether norms multiply by (1 + weight), except linear layers' output norm.
     zero_centred_norm: bool = False
-    # norms are LayerNorms with biases, one after the embedding too; else RMSNorms
+    # Whether norms are LayerNorms with biases, with another one after the embedding;
+    # otherwise RMSNorms.
     layer_norm: bool = False
-    # mixers whose blocks norm the outputs of mixer and MLP, not their inputs
+    # Mixers whose blocks normalize the outputs of mixer and MLP instead of the inputs.
     post_norm: tuple[str, ...] = ()
     tie_embeddings: bool = False
     norm_eps: Above0 = 1e-5
     init_std: AtLeast0 = 0.02
-    # a layer is what the pattern names; else mixers and the MLP or experts that follow them
+    # Whether a layer is one entry of the pattern; otherwise an MLP or experts follow its
+    # mixers.
     one_branch: bool = False
-    activation: DenseActivation = "swiglu"  # of MLPs
-    # branches add to the norm of the layer's input, which they have too
+    # Activation of MLPs.
+    activation: DenseActivation = "swiglu"
+    # Whether a branch adds its output to the normalized input of the layer, which is also
+    # its own input.
     normed_residual: bool = False
-    # number of further tokens that more layers predict
+    # Number of further tokens that additional layers predict.
     mtp_layers: Annotated[int, Field(ge=0, le=MOST_LAYERS)] = 0
-    mtp_weight: AtLeast0 = 0.1  # of their losses' mean (multi-token prediction)
+    # Weight of the mean of their losses (multi-token prediction).
+    mtp_weight: AtLeast0 = 0.1
     adapter: Adapter | None = None
 
     @property
     def base(self) -> ModelConfig:
-        """Without adapters."""
+        """The model without adapters."""
         return replace(self, adapter=None)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """What every layer is made of; after `num_layers` come those that predict further tokens."""
+        """Composition of every layer.
+
+        Layers that predict further tokens follow the first `num_layers`.
+        """
         trunk = tuple(
             self._layer(i, self.pattern[i % len(self.pattern)]) for i in range(self.num_layers)
         )
         return trunk + self.mtp_layers * self._predictor(trunk) if self.mtp_layers else trunk
 
     def _predictor(self, trunk: tuple[Layer, ...]) -> tuple[Layer, ...]:
-        """The layer that predicts one further token, or two of one branch each: with softmax, if any layer has it, and
-        with experts, if there are some."""
+        """Compose the layer that predicts one further token, or two of one branch each.
+
+        It has softmax attention if any layer has it, and experts if there are any.
+        """
+        # The last layer with softmax attention, or else the last with a mixer.
         mixing = [layer for layer in trunk if layer.mixers]
         *_, last = [
             layer for layer in mixing if not all(mixer.linear for mixer in layer.mixers)
         ] or mixing
-        mixers = tuple(mixer.first for mixer in last.mixers)  # which takes no values
+        # The first layer of a kind takes no values from others.
+        mixers = tuple(mixer.first for mixer in last.mixers)
         mlp = self.moe or self._dense
         if self.one_branch:
             return Layer(mixers, None, joins=True), Layer((), mlp, ends=True)
@@ -235,16 +300,18 @@ class ModelConfig(Factors):
     def _layer(self, i: int, entry: Entry) -> Layer:
         if isinstance(entry, str):
             return Layer((), self.moe if entry == MoEConfig.name else self._dense)
+        # The first layer of a kind may have other options.
         earlier = {type(mixer) for before in self.pattern[:i] for mixer in mixers_of(before)}
         mixers = tuple(
             mixer if type(mixer) in earlier else mixer.first for mixer in mixers_of(entry)
         )
+        # Experts, unless this is one of `dense_layers`.
         mlp = self._dense if self.moe is None or i in self.dense_layers else self.moe
         return Layer(mixers, None if self.one_branch else mlp)
 
     @property
     def composition(self) -> str:
-        """Its numbers of layers, for people to read: 3 kda + 1 attention + 1 mtp attention."""
+        """Numbers of layers by kind, for people: 3 kda + 1 attention + 1 mtp attention."""
         counts = Counter(
             "mtp " * (i >= self.num_layers) + layer.name for i, layer in enumerate(self.layers)
         )
@@ -252,12 +319,12 @@ class ModelConfig(Factors):
 
     @property
     def mixers(self) -> tuple[MixerOptions, ...]:
-        """The different mixers, in the order of their first layers."""
+        """The distinct mixers, in the order of their first layers."""
         return tuple(dict.fromkeys(mixer for layer in self.layers for mixer in layer.mixers))
 
     @property
     def mlps(self) -> tuple[MLPOptions, ...]:
-        """The different MLPs, in the order of their first layers."""
+        """The distinct MLPs, in the order of their first layers."""
         return tuple(dict.fromkeys(layer.mlp for layer in self.layers if layer.mlp is not None))
 
     @property
@@ -266,7 +333,7 @@ class ModelConfig(Factors):
         return not all(mixer.linear for mixer in self.mixers)
 
     def ops(self, tp: int = 1) -> OpDims:
-        """What each rank of tensor parallelism calls."""
+        """Return the ops that each tensor-parallel rank calls, with their sizes."""
         of_parts = [
             *(mixer.ops for mixer in self.mixers),
             *(mlp.ops(self.dim, tp) for mlp in self.mlps),
@@ -274,7 +341,10 @@ class ModelConfig(Factors):
         return {op: dims for ops in of_parts for op, dims in ops.items()} | {"cross_entropy": {}}
 
     def first_layers(self, n: int) -> ModelConfig:
-        """The same model with its first n layers only; those that predict further tokens need all others."""
+        """Return the same model with its first n layers only.
+
+        Layers that predict further tokens need all other layers, and are dropped.
+        """
         if n > self.num_layers:
             return self
         period = self.pattern * -(-n // len(self.pattern))
@@ -282,7 +352,7 @@ class ModelConfig(Factors):
 
     @property
     def split_counts(self) -> list[tuple[str, int]]:
-        """Everything that tensor parallelism splits: (its name in messages, its number)."""
+        """Everything that tensor parallelism splits: (name for messages, count)."""
         counts = [
             (f"{what} of {m.name}", count)
             for m in self.mixers
@@ -301,13 +371,17 @@ class ModelConfig(Factors):
 @cache
 def _validator(kind: type) -> TypeAdapter:
     config = ConfigDict(strict=True, revalidate_instances="always", arbitrary_types_allowed=True)
-    # config holds for what is in the tuple
+    # Pydantic applies the configuration to elements of a tuple.
     return TypeAdapter(GenericAlias(tuple, kind), config=config)
 
 
 def mistake(model: ModelConfig) -> str | None:
-    """What no model can have, worded for a message: a value of another type than its option, too small or too large, or
-    values that contradict each other; None if there is nothing."""
+    """Return what no model can have, worded for a message; None if nothing is wrong.
+
+    Faults are values with another type than their option, values too small or too large,
+    and values that contradict each other.
+    """
+    # Types and ranges of the options.
     mixers: list[Any] = [mixer for entry in model.pattern for mixer in mixers_of(entry)]
     for part in (model, *mixers):
         owner = getattr(part, "name", "the model's")
@@ -324,18 +398,24 @@ def mistake(model: ModelConfig) -> str | None:
                 f"{owner} {rotary[1]} channels to rotate, which must be even, for they go in pairs, and at most a "
                 f"head's {part.head_dim}"
             )
+    # A pattern with MLPs or experts needs their sizes.
     for entry, sizes in ((MoEConfig.name, model.moe), (Dense.name, model.hidden_dim)):
         if entry in model.pattern and not (sizes and model.one_branch):
             return f"a pattern with {entry!r}, and no sizes for it"
     if model.mtp_layers and not mixers:
         return f"mtp_layers = {model.mtp_layers}, which take a mixer of the pattern, and a pattern without one"
+    # Contradictions within the experts, the mixers and their nested options.
     nested = [x for mixer in mixers for x in vars(mixer).values() if is_dataclass(x)]
     parts = (*([] if model.moe is None else [model.moe]), *mixers, *nested)
     return next((part.contradiction for part in parts if part.contradiction), None)
 
 
 def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, tuple[object, object]]:
-    """Where two models differ as functions: option -> (ours, theirs). Options of training do not count."""
+    """Return the options in which two models differ as functions: option -> (ours, theirs).
+
+    Options that only affect training do not count.
+    """
+    # Options of the model, with the names of its layers.
     kinds = [tuple(layer.name for layer in model.layers) for model in (ours, theirs)]
     pairs: list[Any] = [
         (
@@ -346,9 +426,11 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, tuple[objec
             ),
         )
     ]
+    # Options of the mixers, if the layers are of the same kinds.
     if kinds[0] == kinds[1]:
         of_both = ((m for layer in model.layers for m in layer.mixers) for model in (ours, theirs))
         pairs += [(f"{a.name}.", vars(a), vars(b)) for a, b in zip(*of_both)]
+    # Keep the first difference of each option.
     found: dict[str, tuple[object, object]] = {}
     for prefix, a, b in pairs:
         for option in a:
@@ -358,8 +440,14 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, tuple[objec
 
 
 def fingerprint(model: ModelConfig) -> str:
-    """A hash of what the model computes: two models with the same hash have no `differences`. An option that a later
-    version adds, with a default that changes nothing, leaves the hash as it is."""
+    """Return a hash of what the model computes.
+
+    Models with the same hash have no `differences`.
+
+    An option that a later version adds, with a default that changes nothing, does not
+    change the hash.
+    """
+    # Leave out defaults, so that new options do not change the hash.
     of_layers = [
         (layer.name, [_chosen(mixer, vars(mixer)) for mixer in layer.mixers])
         for layer in model.layers
@@ -375,7 +463,10 @@ def fingerprint(model: ModelConfig) -> str:
 
 
 def _chosen(options: object, values: Mapping[str, object]) -> dict[str, object]:
-    """The values that are not defaults, numbers as floats: JSON may have 1 for 1.0."""
+    """Return the values that are not defaults.
+
+    Numbers become floats, because JSON may have 1 for 1.0.
+    """
     defaults = {field.name: field.default for field in fields(options)}
     chosen = {name: x for name, x in values.items() if x != defaults[name]}
     numbers = {name: float(x) if type(x) in (int, float) else x for name, x in chosen.items()}

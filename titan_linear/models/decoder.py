@@ -1,4 +1,7 @@
-"""The decoder: embedding, blocks of mixers and an MLP, final norm, head. Plain single-device modules."""
+"""The decoder: embedding, blocks of mixers and an MLP, final norm, head.
+
+These are plain single-device modules.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ def norm_of(config: ModelConfig) -> nn.Module:
 
 
 class LayerCache(UserDict[str, UserDict[str, Tensor]]):
-    """What each branch keeps of earlier tokens. Not a dict: FSDP copies dicts (and subclasses) among arguments."""
+    """State that each branch keeps of earlier tokens.
+
+    It is not a dict because FSDP copies dicts (and subclasses) among arguments.
+    """
 
     def __missing__(self, branch: str) -> UserDict[str, Tensor]:
         self[branch] = UserDict()
@@ -45,13 +51,17 @@ class LayerCache(UserDict[str, UserDict[str, Tensor]]):
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)), or one of the two; post-norm: x + norm(mixer(x)), x + norm(mlp(x)).
-    Of mixers side by side it is the sum of their outputs; the first is the module `mixer`, others `mixer1`, ….
-    `config.residual_factor` multiplies what is added, `kept_factor` what it is added to: x, or norm(x) if
-    `normed_residual`.
+    """A residual layer: x + mixer(norm(x)), then x + mlp(norm(x)), or one of the two.
 
-    One that `joins` takes [the embedding of a further token | hidden states], normed and projected; one that `ends` has
-    a norm last (DeepSeek-V3, section 2.2)."""
+    With post-norm it is x + norm(mixer(x)), then x + norm(mlp(x)). The outputs of parallel
+    mixers are summed; the first is the module `mixer`, others are `mixer1`, ….
+    `config.residual_factor` multiplies the branch's output, and `kept_factor` what it is
+    added to: x, or norm(x) if `normed_residual`.
+
+    Multi-token prediction (DeepSeek-V3, section 2.2): a block that `joins` normalizes and
+    projects [embedding of a further token, hidden states]; a block that `ends` has a final
+    norm.
+    """
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -62,12 +72,14 @@ class Block(nn.Module):
         self.mixer_names = tuple(f"mixer{n or ''}" for n in range(len(options.mixers)))
         self.takes = tuple(mixer.takes > 0 for mixer in options.mixers)
         self.mlp = None
+        # Modules for predicting a further token.
         if options.joins:
             self.enorm, self.hnorm = norm_of(config), norm_of(config)
             self.eh_proj = projection(2 * config.dim, config.dim)
             self.float8 = (("eh_proj",),)
         if options.ends:
             self.final_norm = norm_of(config)
+        # Mixers and MLP, each with a norm.
         if options.mixers:
             self.mixer_norm = norm_of(config)
         for name, mixer in zip(self.mixer_names, options.mixers, strict=True):
@@ -83,14 +95,23 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         values: Tensor | None = None,
     ) -> Output:
-        """x [B, T, dim], or [B, T, 2 dim] if it joins -> [B, T, dim], the load-balance loss of its experts, and the
-        values that it hands on."""
+        """Apply the layer.
+
+        Args:
+            x: [B, T, dim], or [B, T, 2 dim] if the block joins.
+
+        Returns:
+            [B, T, dim], the load-balance loss of its experts, and the values that it hands
+            on.
+        """
         x = self.joined(x)
         mixed = out = Output(x)
+        # Branch of the mixers.
         if self.mixer_names:
             inputs = self.mixer_input(x)
             mixed = self._mixed(inputs, plan, cache, values)
             x = self._added(x, inputs, mixed.y, self.mixer_norm)
+        # Branch of the MLP or experts.
         if self.mlp is not None:
             inputs = x if self.post_norm else self.mlp_norm(x)
             out = as_output(self.mlp(inputs, plan, None if cache is None else cache["mlp"]))
@@ -98,7 +119,7 @@ class Block(nn.Module):
         return Output(self.final_norm(x) if self.options.ends else x, out.balance, mixed.values)
 
     def joined(self, x: Tensor) -> Tensor:
-        """What enters the residual stream."""
+        """Return the residual stream's input: x, or the projected [embedding, hidden]."""
         if not self.options.joins:
             return x
         embedded, hidden = x.chunk(2, -1)
@@ -106,13 +127,13 @@ class Block(nn.Module):
 
     @property
     def mixers(self) -> list[nn.Module]:
-        """In the order of `options.mixers`."""
+        """Modules of the mixers, in the order of `options.mixers`."""
         return [getattr(self, name) for name in self.mixer_names]
 
     def _mixed(
         self, x: Tensor, plan: BatchPlan, cache: LayerCache | None, values: Tensor | None
     ) -> Output:
-        """The sum of the mixers' outputs, and the values of one of them."""
+        """Return the sum of the mixers' outputs, and the values that one of them hands on."""
         outputs, handed_on = [], None
         for name, mixer, takes in zip(self.mixer_names, self.mixers, self.takes):
             taken = (values,) if takes else ()
@@ -125,7 +146,7 @@ class Block(nn.Module):
         return x if self.post_norm else self.mixer_norm(x)
 
     def _added(self, x: Tensor, inputs: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
-        """x, with y, what a branch makes of its inputs."""
+        """Add a branch's output y to x, or to the branch's inputs if `normed_residual`."""
         x = inputs if self.normed_residual else x
         y = norm(y) if self.post_norm else y
         return scaled(x, self.factors.kept_factor) + scaled(y, self.factors.residual_factor)
@@ -133,13 +154,14 @@ class Block(nn.Module):
 
 @dataclass(eq=False)
 class Between:
-    """What layers hand on beside x."""
+    """Results that layers hand on in addition to x."""
 
-    values: Tensor | None = None  # that later layers take
+    # Values that later layers take.
+    values: Tensor | None = None
     balances: list[Tensor] = field(default_factory=list)  # load-balance losses
 
 
-# What is normed -> hidden states [1, T, dim], labels and weights [T], by depth.
+# Normed hidden states -> per MTP depth: hidden states [1, T, dim], labels and weights [T].
 Further = Callable[[Tensor], Iterable[tuple[Tensor, Tensor, Tensor]]]
 
 
@@ -147,7 +169,7 @@ Loss = Callable[[ChunkedLogits], Tensor]
 
 
 class Head(nn.Module):
-    """Final norm and logits; or a loss, by chunks of tokens, without ever holding all logits."""
+    """Final norm and logits; or a loss by chunks of tokens, which never holds all logits."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -156,11 +178,13 @@ class Head(nn.Module):
         self.depth = config.mtp_layers
         self.mtp_factor = config.mtp_weight / max(config.mtp_layers, 1)
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
-        self.chunk = 0  # tokens whose logits exist at once; 0: `tokens_at_once`
-        # [1 + further tokens, B·T], into which −log p of labels is written, if set
+        # Tokens whose logits exist at once; 0: `tokens_at_once`.
+        self.chunk = 0
+        # [1 + further tokens, B·T]: if set, receives −log p of the labels.
         self.token_losses: Tensor | None = None
         self.implementations: dict[str, Choice] = {}
-        self.ranks: Ranks | None = None  # those that have the other rows of the weight
+        # Ranks that have the other rows of the weight.
+        self.ranks: Ranks | None = None
 
     def forward(
         self,
@@ -169,17 +193,23 @@ class Head(nn.Module):
         further: Further | None = None,
         branches: Tensor | None = None,
     ) -> Tensor:
-        """x [B, T, dim] -> logits [B, T, vocab], or this loss of them, in float32 or wider; of a split vocabulary this
-        rank's part of the loss.
+        """Compute logits or a loss: x [B, T, dim] -> logits [B, T, vocab] or `loss`.
 
-        branches: rows that the loss sees again, behind all others.
-        further: of further tokens, whose losses are in the gradient, and not in the value. It is called in here, where
-        FSDP has gathered norm and weight, and keeps them until all losses are done with them in backward.
+        A loss is in float32 or wider. With a split vocabulary, the result is this rank's part
+        of the loss.
+
+        Args:
+            branches: rows that the loss reads again, behind all others.
+            further: yields the further tokens, whose losses are in the gradient, but not in
+                the value. It is called here, where FSDP has gathered norm and weight, and
+                keeps them until backward is done with all losses.
         """
         x = self.norm(x)
         if loss is None:
             return self.logits(x)
 
+        # Rows of logits that the loss reads: all tokens of the tensor-parallel ranks, then
+        # branches.
         def all_tokens(x: Tensor) -> Tensor:
             x = self.divided(x)
             rows = (
@@ -187,6 +217,7 @@ class Head(nn.Module):
             ).flatten(0, 1)
             return rows if branches is None else torch.cat([rows, rows[branches]])
 
+        # Each further token contributes one more sum over the same head.
         own, *losses = [None] * (1 + self.depth) if self.token_losses is None else self.token_losses
         more = tuple(
             Sum(
@@ -206,7 +237,7 @@ class Head(nn.Module):
         return x if self.divisor == 1 else x / self.divisor
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of what is normed; of a split vocabulary without gradients."""
+        """Return the logits of normed x; a split vocabulary has no gradients."""
         logits = self.divided(x) @ self.weight.T
         if self.ranks is None:
             return logits
@@ -217,15 +248,17 @@ class Head(nn.Module):
 
 
 class Before(nn.Module):
-    """x [1, T, dim] of the token before each on its path; 0 at a document's first."""
+    """Shifts x [1, T, dim] to the next token on each path; a first token receives 0."""
 
     def forward(self, x: Tensor, context: CPContext) -> Tensor:
+        # A convolution whose only nonzero tap is at the previous token.
         taps = F.pad(x.new_ones(x.shape[-1], 1), ((context.tables.conv1d_kernel_size or 2) - 2, 1))
         return convolve(x, taps, None, "", {}, cp_context=context)
 
 
 class Decoder(nn.Module):
-    split = {"embedding.weight": 0, "head.weight": 0}  # by the vocabulary
+    # Both are split by vocabulary.
+    split = {"embedding.weight": 0, "head.weight": 0}
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -242,18 +275,25 @@ class Decoder(nn.Module):
             add_adapters(self, config.adapter)
 
     def use(self, impl: str, device: torch.device, dtype: torch.dtype, tp: int = 1) -> Decoder:
-        """Decide once which implementation each op runs ("auto" | "triton" | "torch"), for tensors of `dtype` on
-        `device`, split over `tp` ranks. Modules hold the answers; without them, an op decides at each call.
+        """Decide once which implementation each op runs.
+
+        Modules hold the decision; without it, an op decides at each call.
+
+        Args:
+            impl: "auto", "triton" or "torch".
+            device, dtype: of the tensors.
+            tp: number of ranks over which they are split.
 
         Raises:
-            ValueError: an implementation that is named is not supported; the message names model.impl.
+            ValueError: the named implementation is not supported; the message names
+                model.impl.
         """
         self.implementations = choose_implementations(self.config.ops(tp), impl, device, dtype)
         self.head.implementations = self.implementations
         for layer in self.layers:
             of_mixers = zip(layer.mixers, layer.options.mixers, strict=True)
             for part, ops in [(layer, {}), *((mixer, options.ops) for mixer, options in of_mixers)]:
-                # mixers of one op may differ in dims
+                # Mixers that call the same op may differ in its sizes.
                 own = choose_implementations(ops, impl, device, dtype)
                 for module in part.modules():
                     if hasattr(module, "implementations"):
@@ -273,23 +313,33 @@ class Decoder(nn.Module):
         caches: list[LayerCache] | None = None,
         logits_to_keep: int | None = None,
     ) -> Tensor:
-        """tokens [B, T] int64 -> logits [B, T, vocab], or `loss` of them.
+        """Compute logits or a loss: tokens [B, T] int64 -> logits [B, T, vocab] or `loss`.
 
-        With caches, the tokens continue the cached ones; logits_to_keep: only the logits of that many last tokens.
-        The load-balance loss, times balance_weight, is in the loss's gradient, not in its value. It is a sum over all
-        tokens, with or without a label. So is that of further tokens, if the plan has some.
+        The load-balance loss, times balance_weight, is in the loss's gradient but not in
+        its value. It is a sum over all tokens, with or without a label. The loss of further
+        tokens, if the plan has any, is also in the gradient only.
+
+        Args:
+            caches: if given, the tokens continue the cached ones.
+            logits_to_keep: compute the logits of this many last tokens only.
         """
+        # Embed the tokens together with the further tokens that the model learns to
+        # predict.
         learns = loss is not None and torch.is_grad_enabled()
         later = plan.later if learns else None
         x = self.embedded(tokens if later is None else torch.cat([tokens, later.tokens]))
         embedded: list[Tensor] = []
         if later is not None:
             x, *embedded = x.split(len(tokens))
+        # All layers of the trunk.
         between = Between()
         x = self.through(range(self.config.num_layers), x, plan, caches, between)
 
         def further(h: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-            """Each depth goes on from the hidden states of the one before."""
+            """Yield hidden states, labels and weights of each depth.
+
+            A depth starts from the hidden states of the previous one.
+            """
             plans = later.of_trees or [plan] * len(embedded)
             for depth, (token, own, *targets) in enumerate(
                 zip(embedded, plans, later.labels, later.weights, strict=True)
@@ -306,6 +356,7 @@ class Decoder(nn.Module):
             further if later else None,
             plan.branches,
         )
+        # Adds 0 to the value, and the load-balance losses to the gradient.
         for balance in between.balances if learns else []:
             out = out + balance_weight * (balance - balance.detach())
         return out
@@ -318,7 +369,7 @@ class Decoder(nn.Module):
         caches: list[LayerCache] | None,
         between: Between,
     ) -> Tensor:
-        """What comes of x after these layers."""
+        """Apply these layers to x."""
         for i in layers:
             x, balance, own = self.layers[i](
                 x, plan, None if caches is None else caches[i], between.values
@@ -328,7 +379,7 @@ class Decoder(nn.Module):
         return x
 
     def predictor(self, depth: int) -> range:
-        """The layers that predict a token, `depth` tokens after the next one's successor."""
+        """Return the layers that predict the token `depth` positions after the next token."""
         each = (len(self.layers) - self.config.num_layers) // self.config.mtp_layers
         first = self.config.num_layers + depth * each
         return range(first, first + each)

@@ -1,9 +1,11 @@
-"""Random numbers by name: element i of the parameter `name` under `seed` is a function of (seed, name, i) alone.
+"""Random numbers by name: element i of a parameter depends on (seed, name, i) alone.
 
-So any part of a parameter can be drawn by itself, in any order, on any rank. The generator is SplitMix64 (Steele, Lea
-and Flood, "Fast splittable pseudorandom number generators", 2014): number i is a hash of start + i · step, modulo 2^64,
-where (seed, name) gives the start and the odd step. Its bits are the same everywhere. Values computed from them in
-float64 differ in the last place between mathematical libraries, which seldom survives the rounding to float32.
+Any part of a parameter can therefore be drawn by itself, in any order, on any rank. The
+generator is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+generators", 2014): number i is a hash of start + i · step, modulo 2^64, where (seed, name)
+determines the start and the odd step. Its bits are the same everywhere. Values computed
+from them in float64 differ in the last place between mathematical libraries, which seldom
+survives rounding to float32.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor
 
 
 def generator(seed: int, *name: object) -> torch.Generator:
-    """A CPU generator whose draws depend on (seed, name) alone."""
+    """Return a CPU generator whose draws depend on (seed, name) alone."""
     return torch.Generator().manual_seed(int.from_bytes(_digest(seed, *name)[:8], "little") >> 1)
 
 
@@ -27,10 +29,11 @@ def _digest(seed: int, *name: object) -> bytes:
 
 
 def stream(seed: int, name: str) -> tuple[int, int]:
-    """(start, step) of a parameter's numbers."""
+    """Return (start, step) of a parameter's numbers."""
     start, step = (int.from_bytes(_digest(seed, name)[i : i + 8], "little") for i in (0, 8))
     step |= 1
-    if (step ^ (step >> 1)).bit_count() < 24:  # too regular a step (section 5 of the paper)
+    # Replace a step that is too regular (section 5 of the paper).
+    if (step ^ (step >> 1)).bit_count() < 24:
         step ^= 0xAAAAAAAAAAAAAAAA
     return start, step
 
@@ -40,11 +43,12 @@ class Elements:
     """Some elements of one parameter."""
 
     stream: tuple[int, int]
-    # [n] int64, their indices in the whole parameter, flattened; numbers are drawn on its device
+    # [n] int64, indices into the whole flattened parameter; numbers are drawn on this
+    # tensor's device
     index: Tensor
 
     def bits(self) -> Tensor:
-        """[n] int64, the bits of unsigned numbers."""
+        """Return the bits of unsigned numbers, [n] int64."""
         start, step = map(_signed, self.stream)
         x = self.index * step
         x += start
@@ -55,15 +59,18 @@ class Elements:
         return x
 
     def places(self) -> Tensor:
-        """[n] float64, the indices themselves."""
+        """Return the indices themselves, [n] float64."""
         return self.index.double()
 
     def uniform(self) -> Tensor:
-        """[n] float64 in (0, 1)."""
+        """Return uniform numbers in (0, 1), [n] float64."""
         return _right(self.bits(), 12).double().add_(0.5).mul_(2.0**-52)
 
     def normal(self) -> Tensor:
-        """[n] float64, by Box and Muller from the two halves of each number; at most 6.77 in magnitude."""
+        """Return normal numbers, [n] float64, at most 6.77 in magnitude.
+
+        The method is Box and Muller's, with the two halves of each number.
+        """
         bits = self.bits()
         radius = _right(bits, 32).double().add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
         angle = (bits & 0xFFFFFFFF).double().mul_(2 * math.pi * 2.0**-32)
@@ -71,16 +78,19 @@ class Elements:
 
 
 def _signed(number: int) -> int:
-    """The int64 of the same 64 bits; its sums and products have those of unsigned numbers."""
+    """Return the int64 with the same 64 bits.
+
+    Its sums and products have the bits of unsigned arithmetic.
+    """
     return number - (number >> 63 << 64)
 
 
 def _right(x: Tensor, shift: int) -> Tensor:
-    """x >> shift with zeros from the left."""
+    """Return x >> shift with zeros shifted in from the left."""
     return (x >> shift).bitwise_and_((1 << (64 - shift)) - 1)
 
 
-# --- How a parameter is drawn ----------------------------------------------------------------------------------------
+# --- How a parameter is drawn -----------------------------------------------------------
 
 Draw = Callable[[Elements], Tensor]  # -> [n] floating
 
@@ -98,7 +108,7 @@ def constant(value: float) -> Draw:
 
 
 def token_mix(dim: int, power: float) -> Draw:
-    """What channel n of `dim` takes from the token before, 1 − (n / dim)^power."""
+    """Draw 1 − (n / dim)^power, the share of the previous token in channel n of `dim`."""
     return lambda elements: 1 - (elements.places() / dim).pow(power)
 
 

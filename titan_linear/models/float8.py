@@ -1,4 +1,4 @@
-"""Which products of a model are in float8."""
+"""Choice of the products that a model computes in float8."""
 
 from __future__ import annotations
 
@@ -10,21 +10,32 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.layers import Projection
 from titan_linear.ops.float8 import MULTIPLE, emulated_linear, float8_linear
 
-SMALLEST = 2048  # K and N: rounding to float8 takes longer than smaller products save
+# K and N: rounding to float8 takes longer than smaller products save.
+SMALLEST = 2048
 
 
 def use_float8(
     model: Decoder, filter_fqns: Sequence[str], emulate: bool = False, first: int = 0
 ) -> list[list[str]]:
-    """Have projections compute in float8 that modules name in `float8`, by products that join them: those that are
-    large enough, and whose names have no part in `filter_fqns`. Returns the names. first: number of the first layer."""
+    """Make projections compute in float8.
+
+    Candidates are the products that modules list in `float8`. A product must be large
+    enough, and none of the names of its projections may contain an entry of `filter_fqns`.
+
+    Args:
+        first: number of the first layer.
+
+    Returns:
+        The names of the projections, by product.
+    """
     product = emulated_linear if emulate else float8_linear
     found = []
     for i, layer in enumerate(model.layers, first):
         for owner, module in layer.named_modules(prefix=f"layers.{i}"):
             for joined in getattr(module, "float8", ()):
                 projections = [getattr(module, name) for name in joined]
-                if not isinstance(projections[0], Projection):  # through a latent, which is narrow
+                # Skip a projection through a latent, which is narrow.
+                if not isinstance(projections[0], Projection):
                     continue
                 names = [f"{owner}.{name}" for name in joined]
                 if _pays(projections) and not any(
@@ -43,7 +54,7 @@ def _pays(projections: list[Projection]) -> bool:
 
 
 def float8_line(model: Decoder) -> str:
-    """A console line: the projections in float8; "" if there are none."""
+    """Return a console line about the projections in float8; "" without any."""
     modules = model.named_modules()
     names = [
         name.rpartition(".")[2]

@@ -1,7 +1,8 @@
-"""Initial weights: element i of each parameter is a function of (seed, its name, i), and a rank draws what it owns.
+"""Initial weights: element i of each parameter is a function of (seed, its name, i).
 
-They depend on nothing else: neither on how parameters are sharded nor on the order in which they are drawn. A module
-says in `initial` how its parameters are drawn; others are normal, and biases of linear layers are zero, as in
+A rank draws only what it owns. Weights depend neither on how parameters are sharded nor on
+the order in which they are drawn. A module's `initial` determines how its parameters are
+drawn. Other parameters are normal, and biases of linear layers are zero, as in
 flash-linear-attention's layers and models.
 """
 
@@ -19,16 +20,17 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import Draw, Elements, normal, stream, zeros
 
-# elements drawn at once: what caches hold; many for each launch
+# Elements drawn at once: what fits in caches on a CPU; many per launch on a GPU.
 BLOCKS = {"cpu": 1 << 16, "cuda": 1 << 22}
 
 
 @torch.no_grad()
 def initialise(model: Decoder, seed: int, parameters: Mapping[str, Tensor] | None = None) -> None:
-    """Fill every parameter in place; of a DTensor each rank draws what it owns.
+    """Fill every parameter in place; each rank draws the part of a DTensor that it owns.
 
-    parameters: by name; give them where the model's own do not say of which whole they are a part (`named_parameters`
-        in storage/tensors.py).
+    Args:
+        parameters: parameters by name, needed if the model's own do not tell of which whole
+            they are a part (`named_parameters` in storage/tensors.py).
     """
     for name, parameter in (
         dict(model.named_parameters()) if parameters is None else parameters
@@ -40,7 +42,7 @@ def initialise(model: Decoder, seed: int, parameters: Mapping[str, Tensor] | Non
 
 
 def owned(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """What this rank has of a tensor, and where that begins in each dimension."""
+    """Return this rank's part of a tensor, and the part's offset in each dimension."""
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.dim()
     (own,) = tensor.__create_chunk_list__()
@@ -48,7 +50,7 @@ def owned(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def draw_of(module: nn.Module, leaf: str, std: float) -> Draw:
-    """How the parameter `leaf` of a module is drawn."""
+    """Return how the parameter `leaf` of a module is drawn."""
     if isinstance(module, nn.Linear) and leaf == "bias":
         return zeros
     return getattr(module, "initial", {}).get(leaf, normal(std))
@@ -61,11 +63,15 @@ def fill(
     draw: Draw,
     stream: tuple[int, int],
 ) -> None:
-    """Fill `local`, the part of a parameter [shape] that begins at `offsets`, on its device; draws are rounded to
-    float32."""
+    """Fill `local`, the part of a parameter [shape] at `offsets`, on its device.
+
+    Draws are rounded to float32.
+    """
+    # Map local elements to elements of the whole parameter.
     flat = local.view(-1)
     length, shifts = runs(tuple(local.shape), shape, offsets)
     shift = torch.from_numpy(shifts).to(flat.device)
+    # Draw block by block.
     block = BLOCKS[flat.device.type]
     for begin in range(0, len(flat), block):
         out = flat[begin : begin + block]
@@ -77,10 +83,16 @@ def fill(
 def runs(
     sizes: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...]
 ) -> tuple[int, np.ndarray]:
-    """Where a box [sizes] at `offsets` lies in a tensor [shape], both flattened, as runs of equal length:
-    (length, shift [runs] int64). Element j of the box is element j + shift[j // length] of the tensor."""
+    """Locate a box [sizes] at `offsets` in a tensor [shape], both flattened.
+
+    The box consists of runs of equal length.
+
+    Returns:
+        (length, shift [runs] int64): element j of the box is element j + shift[j // length]
+        of the tensor.
+    """
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    # later dimensions are whole
+    # All dimensions after `cut` are whole.
     cut = max((d for d in range(len(shape)) if sizes[d] != shape[d]), default=0)
     starts = np.zeros(1, np.int64)
     for d in range(cut):
@@ -91,6 +103,6 @@ def runs(
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Number of parameters that training can change; nothing is allocated."""
+    """Return the number of trainable parameters; nothing is allocated."""
     with torch.device("meta"):
         return sum(p.numel() for p in Decoder(config).parameters() if p.requires_grad)

@@ -17,24 +17,31 @@ from titan_linear.ops import causal_conv1d
 from titan_linear.ops.float8 import Product
 from titan_linear.ops.runtime.support import Choice
 
-# Types of a model's options. Below 2^20 each, a tensor's sizes have a product whose bytes fit in int64.
+# Types of a model's options. With sizes below 2^20 each, the bytes of a tensor fit in
+# int64.
 Size = Annotated[int, Field(ge=1, lt=2**20)]
-SizeOr0 = Annotated[int, Field(ge=0, lt=2**20)]  # 0: there is no such part
+# 0: the part does not exist.
+SizeOr0 = Annotated[int, Field(ge=0, lt=2**20)]
 Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 AtLeast0 = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-QUERIES = 32  # number of queries whose attention telemetry samples
-# by ops of titan_linear.ops: the sizes on which their implementations depend
+# Number of queries whose attention telemetry samples.
+QUERIES = 32
+# By op of titan_linear.ops: the sizes that its implementations depend on.
 OpDims = dict[str, dict[str, int]]
-SHIFT_OPS: OpDims = {"causal_conv1d": {"W": 2}}  # of `token_shift`
-Cache = MutableMapping[str, Tensor] | None  # what a layer keeps of earlier tokens
+# Ops of `token_shift`.
+SHIFT_OPS: OpDims = {"causal_conv1d": {"W": 2}}
+# What a layer keeps of earlier tokens.
+Cache = MutableMapping[str, Tensor] | None
 
 
 class Output(NamedTuple):
-    """What a branch or a layer returns, if it is more than y."""
+    """Result of a branch or a layer, if it is more than y."""
 
     y: Tensor  # [B, T, dim]
-    balance: Tensor | None = None  # the load-balance loss of experts
-    values: Tensor | None = None  # those that later layers take, [B, T, width]
+    # Load-balance loss of experts.
+    balance: Tensor | None = None
+    # Values that later layers take, [B, T, width].
+    values: Tensor | None = None
 
 
 def as_output(y: Tensor | Output) -> Output:
@@ -42,7 +49,7 @@ def as_output(y: Tensor | Output) -> Output:
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """float32, or float64 if `dtype` is float64 already."""
+    """Return float32, or float64 if `dtype` is float64 already."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -55,15 +62,24 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 
 
 class Adapted(NamedTuple):
-    """The low-rank adapter of a projection, which adds s (x Aᵀ) Bᵀ to its output; B [outputs, r] is the projection's
-    `lora_B`. Those that are one matrix in a Hugging Face folder share A (models/lora.py)."""
+    """The low-rank adapter of a projection, which adds s (x Aᵀ) Bᵀ to its output.
 
-    factor: float  # s
-    down: Projection  # whose `lora_A` [r, inputs] A is
+    B [outputs, r] is the projection's `lora_B`. Projections that form one matrix in a
+    Hugging Face folder share A (models/lora.py).
+    """
+
+    # The scale s.
+    factor: float
+    # The projection whose `lora_A` [r, inputs] is A.
+    down: Projection
 
 
 class Projection(nn.Linear):
-    """A linear layer. `product` multiplies with its weight, in float8 if it has no bias (models/float8.py)."""
+    """A linear layer.
+
+    `product` multiplies with its weight, in float8 if the layer has no bias
+    (models/float8.py).
+    """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False):
         super().__init__(inputs, outputs, bias)
@@ -73,7 +89,11 @@ class Projection(nn.Linear):
         self.register_parameter("lora_B", None)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """bias: one that another module has."""
+        """Apply the layer.
+
+        Args:
+            bias: a bias that belongs to another module.
+        """
         if self.product is F.linear:
             y = F.linear(x, self.weight, self.bias if bias is None else bias)
         else:
@@ -85,7 +105,7 @@ projection = Projection  # without a bias
 
 
 def lora_name(name: str, part: str) -> str:
-    """The name of A or B of a weight."""
+    """Return the name of A or B of a weight."""
     return (
         f"{name.removesuffix('weight')}lora_{part}"
         if name.endswith("weight")
@@ -94,7 +114,7 @@ def lora_name(name: str, part: str) -> str:
 
 
 def adapted(y: Tensor, x: Tensor, *projections: Projection) -> Tensor:
-    """y [.., Σ outputs], what these projections give for x, with what their adapters add."""
+    """Add the adapters' output to y [.., Σ outputs], these projections' output for x."""
     downs = _downs(projections)
     return (
         add_low_rank(y, F.linear(x, torch.cat([p.lora_A for p in downs])), *projections)
@@ -104,9 +124,10 @@ def adapted(y: Tensor, x: Tensor, *projections: Projection) -> Tensor:
 
 
 def add_low_rank(y: Tensor, low: Tensor, *projections: Projection) -> Tensor:
-    """low [.., Σ r]: x Aᵀ of each A of the projections."""
+    """Add the adapters' output to y, given low [.., Σ r]: x Aᵀ of each A."""
     downs = _downs(projections)
     rank = low.shape[-1] // len(downs)
+    # One matrix [Σ outputs, Σ r] of all B, each in the columns of its A.
     rows = []
     for p in projections:
         i = downs.index(p.lora.down) if p.lora else 0
@@ -123,7 +144,10 @@ def _downs(projections: Sequence[Projection]) -> list[Projection]:
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension; zero-centred: · (1 + weight)."""
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension.
+
+    If zero-centered, the factor is (1 + weight).
+    """
 
     def __init__(self, dim: int, eps: float, zero_centred: bool = False):
         super().__init__()
@@ -163,21 +187,28 @@ class GatedRMSNorm(RMSNorm):
 
 
 def project(x: Tensor, *projections: Projection) -> Tensor:
-    """Apply several projections without biases to x [.., dim] as one product; their outputs are concatenated."""
+    """Apply projections without biases to x [.., dim] as one product.
+
+    Their outputs are concatenated.
+    """
     return adapted(_joined(x, *projections), x, *projections)
 
 
 def _joined(x: Tensor, *projections: Projection) -> Tensor:
     weights = [projection.weight for projection in projections]
     product = projections[0].product
-    # Where nothing has a gradient (generation; a frozen model's first layer), the compiler cannot pass on `product`.
+    # Without gradients (generation, or a frozen model's first layer) the compiler cannot
+    # pass `product` to an autograd function.
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *weights)):
         return product(x, torch.cat(weights))
     return _Project.apply(x, product, *weights)
 
 
 class _Project(torch.autograd.Function):
-    """Backward concatenates the weights again: if saved, the result would be a copy that FSDP cannot free."""
+    """A product with concatenated weights, which backward concatenates again.
+
+    If it were saved, the concatenation would be a copy that FSDP cannot free.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, product: Product, *weights: Tensor) -> Tensor:
@@ -189,27 +220,33 @@ class _Project(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         of_x, _, *of_weights = ctx.needs_input_grad
-        dy = dy.to(x.dtype)  # dy has autocast's dtype if only forward ran under it
+        # dy has autocast's dtype if only forward ran under autocast.
+        dy = dy.to(x.dtype)
         dx = ctx.product(dy, torch.cat(weights).T) if of_x else None
-        if not any(of_weights):  # they are frozen
+        # Frozen weights need no gradients.
+        if not any(of_weights):
             return dx, None, *(None for _ in weights)
         dweight = dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])
         return dx, None, *dweight.split([len(weight) for weight in weights])
 
 
 def cut(x: Tensor, *widths: int) -> tuple[Tensor, ...]:
-    """x [.., Σ widths] → adjacent slices [.., width] of it, as views."""
+    """Split x [.., Σ widths] into adjacent slices [.., width], as views."""
     return _Cut.apply(x, widths)
 
 
 def project_each(x: Tensor, *projections: Projection) -> tuple[Tensor, ...]:
-    """The output of each, by one product."""
+    """Return the output of each projection, computed as one product."""
     return cut(project(x, *projections), *(len(p.weight) for p in projections))
 
 
 class _Cut(torch.autograd.Function):
-    """Forward slices, because a compiler saves the results of torch.split for backward. Backward concatenates once;
-    the gradients of plain slices would each be padded to the full width and added."""
+    """Slicing in forward, one concatenation in backward.
+
+    Forward slices because a compiler saves the results of torch.split for backward.
+    Backward concatenates once; the gradients of plain slices would each be padded to the
+    full width and added.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -223,31 +260,48 @@ class _Cut(torch.autograd.Function):
 def attention_entropy(
     q: Tensor, k: Tensor, cu_seqlens: Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """How evenly QUERIES queries attend: entropy of the attention weights over its maximum, ln(number of keys).
+    """Measure how evenly QUERIES queries attend.
 
-    q [1, T, H, D], k [1, T, Hkv, D], causal, packed documents of cu_seqlens [N+1] -> the sum over the queries [H] and
-    the number of queries [H]; those that see only one key are left out.
+    The measure is the entropy of the attention weights divided by its maximum, ln(number of
+    keys).
+
+    Args:
+        q: [1, T, H, D].
+        k: [1, T, Hkv, D]; attention is causal.
+        cu_seqlens: [N+1] boundaries of the packed documents.
+
+    Returns:
+        The sum over the queries [H] and the number of queries [H], without queries that see
+        only one key.
     """
+    # Evenly spaced queries, and the keys that each of them sees.
     T, H = q.shape[1:3]
     rows = (torch.arange(1, QUERIES + 1, device=q.device) * T // QUERIES - 1).clamp(min=0)
     keys = torch.arange(T, device=q.device)
-    # [queries], starts of their documents
+    # Starts of the queries' documents, [queries].
     first = cu_seqlens[torch.searchsorted(cu_seqlens, rows, right=True) - 1]
     seen = (keys >= first[:, None]) & (keys <= rows[:, None])  # [queries, T]
+    # Attention weights of these queries.
     k = widen(k[0]).repeat_interleave(H // k.shape[2], dim=1)
     scores = torch.einsum("qhd,khd->hqk", widen(q[0, rows]), k) * (
         q.shape[-1] ** -0.5 if scale is None else scale
     )
     logs = scores.masked_fill(~seen, float("-inf")).log_softmax(-1)
     entropy = -(logs.exp() * logs.masked_fill(~seen, 0.0)).sum(-1)  # [H, queries]
+    # Average over the queries that see several keys.
     count = seen.sum(-1)
     several = (count > 1).to(entropy.dtype)
     return (entropy / count.clamp(min=2).log() * several).sum(-1), several.sum().expand(H)
 
 
 class ConvWeight(nn.Module):
-    """The weight [D, W] of a short depthwise convolution, and its bias [D], which is drawn as zeros, if it has one.
-    factor: on its inputs."""
+    """The weight [D, W] of a short depthwise convolution, and its bias [D] if it has one.
+
+    The bias is drawn as zeros.
+
+    Args:
+        factor: factor on its inputs.
+    """
 
     def __init__(self, dim: int, width: int, bias: bool = False, factor: float = 1.0):
         super().__init__()
@@ -258,7 +312,7 @@ class ConvWeight(nn.Module):
 
 
 def grown(cache: Cache, **new: Tensor) -> tuple[Tensor, ...]:
-    """What the cache holds of earlier tokens [B, earlier, ...] with these behind it [B, T, ...]; it keeps both."""
+    """Append tensors [B, T, ...] to the cache's [B, earlier, ...] and return both together."""
     if cache is not None:
         new = {
             name: torch.cat([cache[name], x], 1) if name in cache else x for name, x in new.items()
@@ -275,7 +329,10 @@ def convolve(
     implementations: Mapping[str, Choice],
     **options: Any,
 ) -> Any:
-    """`causal_conv1d` from cache[name] on, its last inputs [B, D, W−1], which are brought up to date."""
+    """Apply `causal_conv1d`, continuing from and updating a cache.
+
+    cache[name] has the last inputs [B, D, W−1].
+    """
     states = {} if cache is None else {"initial_state": cache.get(name), "output_final_state": True}
     y, tail = causal_conv1d(
         x, weight, impl=implementations.get("causal_conv1d", "auto"), **options, **states
@@ -292,19 +349,24 @@ def token_shift(
     name: str,
     implementations: Mapping[str, Choice],
 ) -> Tensor:
-    """RWKV's shift: x_{t−1} − x_t, where x_{−1} = 0 before a document's first token.  [B, T, D] -> [B, T, D]
+    """Return RWKV's shift x_{t−1} − x_t: [B, T, D] -> [B, T, D].
 
-    It is a convolution with the taps 1 and 0, which knows documents, halos and states. cache[name] is the last token's
-    x, [B, D, 1].
+    x_{−1} is 0 before the first token of each document.
+
+    It is a convolution with the taps 1 and 0, which handles documents, halos and states.
+    cache[name] is the last token's x, [B, D, 1].
     """
     taps = F.pad(x.new_ones(x.shape[-1], 1), (0, 1))  # [D, 2]
     return convolve(x, taps, cache, name, implementations, **documents) - x
 
 
 def angles(position_ids: Tensor, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [.., T, dim / 2] in `dtype` of a rotary embedding at position_ids [.., T] int64.
+    """Return cos and sin of a rotary embedding, [.., T, dim / 2] in `dtype`.
 
-    Angles are computed in float64: in float32 the angle at position one million is off by 0.03 rad.
+    Positions are position_ids [.., T] int64.
+
+    Angles are computed in float64: in float32 the angle at position one million is off by
+    0.03 rad.
     """
     frequencies, factor = inverse_frequencies(*rotary, position_ids.device)
     angle = position_ids.double().unsqueeze(-1) * frequencies
@@ -312,9 +374,12 @@ def angles(position_ids: Tensor, rotary: Rotary, dtype: torch.dtype) -> tuple[Te
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B, T, H, D], halves rotated against each other (RoFormer; the layout of Llama).
+    """Apply a rotary embedding to x [B, T, H, D].
 
-    With cos and sin [T, half] or [B, T, half] the first 2·half channels of each head are rotated; the others stay.
+    It rotates halves of a head against each other (RoFormer; Llama's layout).
+
+    With cos and sin [T, half] or [B, T, half], the first 2·half channels of each head are
+    rotated; the others do not change.
     """
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [.., T, 1, half]

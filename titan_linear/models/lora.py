@@ -1,8 +1,10 @@
-"""Low-rank adapters of a frozen model (LoRA, arXiv 2106.09685): each projection adds s (x Aᵀ) Bᵀ to its output.
+"""Low-rank adapters of a frozen model (LoRA, arXiv 2106.09685).
 
-A [r, inputs] and B [outputs, r] are parameters beside the weight, and split as it is: B as its rows, A as its columns.
-Projections that are one matrix in a Hugging Face folder share A, for an adapter of that matrix has one. Each of stacked
-experts has its own A and B.
+Each projection adds s (x Aᵀ) Bᵀ to its output.
+
+A [r, inputs] and B [outputs, r] are parameters next to the weight, and are split like it: B
+by rows, A by columns. Projections that form one matrix in a Hugging Face folder share A,
+because an adapter of that matrix has one A. Each of stacked experts has its own A and B.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ from titan_linear.models.draws import uniform, zeros
 from titan_linear.models.layers import Adapted, Projection, lora_name
 from titan_linear.models.mlps.moe import Experts
 
-ALL = ("layers",)  # patterns of the default targets
+# Patterns of the default targets.
+ALL = ("layers",)
 
 
 def add_adapters(model: nn.Module, options: Adapter) -> None:
-    """Freeze all parameters but those of `options.extra`, and add adapters to `options.targets`."""
+    """Freeze all parameters except `options.extra`, and add adapters to `options.targets`."""
     weights, others = adaptable(model)
     targets = fitting(weights, options.targets or ALL)
     extra = fitting(others, options.extra)
@@ -37,13 +40,13 @@ def add_adapters(model: nn.Module, options: Adapter) -> None:
 
 
 def first_of(name: str, options: Adapter, adapted: Collection[str]) -> str:
-    """The weight beside which a weight's A is: the first of those adapted that share it."""
+    """Return the weight whose module holds A: the first adapted weight of those sharing it."""
     together = next((names for names in options.shared if name in names), (name,))
     return next(other for other in together if other in adapted)
 
 
 def _add(model: nn.Module, name: str, first: str, options: Adapter) -> None:
-    """Add A and B of a weight; A only if it is the `first_of` those that share it."""
+    """Add B, and also A if the weight is `first_of` the weights that share it."""
     weight = model.get_parameter(name)
     *outer, outputs, inputs = weight.shape
     owner, _, leaf = name.rpartition(".")
@@ -61,7 +64,7 @@ def _add(model: nn.Module, name: str, first: str, options: Adapter) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes what its base does."""
+    """Make the model compute the same as its base inside this context."""
     with ExitStack() as restored:
         for module in model.modules():
             if isinstance(module, (Projection, Experts)):
@@ -71,7 +74,10 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def adaptable(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Weights that may have adapters, of projections and of experts; the other parameters that training changes."""
+    """Return the weights that may have adapters, and the other trainable parameters.
+
+    Weights of projections and of experts may have adapters.
+    """
     weights = []
     for path, module in model.named_modules():
         if isinstance(module, Projection):
@@ -84,21 +90,26 @@ def adaptable(model: nn.Module) -> tuple[list[str], list[str]]:
 
 
 def fitting(names: Iterable[str], patterns: Collection[str]) -> list[str]:
-    """The names of which a pattern fits some parts: "mixer", "layers.3", "*norm"; and none fits that follows a "!"."""
+    """Return the names of which some part matches a pattern: "mixer", "layers.3", "*norm".
+
+    Names matching a pattern that follows a "!" are left out.
+    """
 
     def fits(name: str, patterns: Iterable[str]) -> bool:
         return any(fnmatchcase(f".{name}.", f"*.{pattern}.*") for pattern in patterns)
 
+    # Patterns with "!" alone exclude from all default targets.
     without = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
     of = [pattern for pattern in patterns if not pattern.startswith("!")] or [*ALL] * bool(without)
     return [name for name in names if fits(name, of) and not fits(name, without)]
 
 
 def described(model: nn.Module) -> str:
-    """Lines for people to read: what is adapted, and what no adapter reaches, by name and share of the base."""
+    """Describe what is adapted, trained or out of reach, by share of the base."""
     own = dict(model.named_parameters())
     base = {name: p for name, p in own.items() if "lora_" not in name}
     total = sum(p.numel() for p in base.values())
+    # Elements of the base's parameters, by kind and by name without the layer's number.
     kinds: dict[str, Counter[str]] = {
         "adapted": Counter(),
         "trained": Counter(),
@@ -109,6 +120,7 @@ def described(model: nn.Module) -> str:
         kinds["trained" if p.requires_grad else frozen][
             re.sub(r"^layers\.\d+\.|\.weight$", "", name)
         ] += p.numel()
+    # One line for the totals, then one for each kind.
     trained = sum(p.numel() for p in own.values() if p.requires_grad)
     lines = [
         f"adapters of rank {model.config.adapter.rank}: {trained:,} parameters are trained; of the base's {total:,}"
@@ -120,10 +132,15 @@ def described(model: nn.Module) -> str:
 
 
 def check_adapters(base: nn.Module, options: Adapter, multiple: int = 1) -> None:
-    """Raise ValueError if a pattern fits nothing of a model, or the rank is above what a projection reads.
+    """Raise ValueError if a pattern matches nothing, or the rank is too high.
 
-    multiple: that which experts' products need the rank to be."""
+    The rank must not exceed a projection's number of inputs.
+
+    Args:
+        multiple: the rank must be a multiple of this for adapters of experts.
+    """
     weights, others = adaptable(base)
+    # Every pattern must match something.
     for key, patterns, names in (
         ("targets", options.targets, weights),
         ("train_extra", options.extra, others),
@@ -136,6 +153,7 @@ def check_adapters(base: nn.Module, options: Adapter, multiple: int = 1) -> None
                 raise ValueError(
                     f"adapter.{key}: {pattern!r} fits none of the model's {', '.join(ends)}; correct it"
                 )
+    # The rank must fit each weight.
     for name in fitting(weights, options.targets or ALL):
         *experts, _, inputs = base.get_parameter(name).shape
         if options.rank > inputs:

@@ -1,15 +1,10 @@
-"""Kimi Delta Attention, Gated DeltaNet and softmax attention in any order, for `transformers`.
-
-This file and rope.py lie beside the weights that it reads and need nothing but PyTorch and transformers:
+"""Models of titan_linear for `transformers`, which reads this file from the folder of the weights:
 
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
-Linear layers run the delta rule in chunks, which is exact; matrix products do the work, without kernels of their own.
-`generate` keeps what each layer needs of earlier tokens: states, tails of convolutions, keys and values. Each row of a
-batch is one text, padded on the left or on the right where attention_mask says so.
+The layers are the package's own (pip install titan_linear). Each row of a batch is one text; attention_mask tells where
+it is padded, on the left or on the right.
 """
-
-from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
@@ -18,394 +13,126 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .rope import inverse_frequencies
+from titan_linear.models.decoder import norm_of
+from titan_linear.models.families.keys import Keys
+from titan_linear.models.families.remote import KEYS
+from titan_linear.models.init import draw_of, fill, stream
+from titan_linear.models.layers import ConvWeight, widen
+from titan_linear.models.plan import BatchPlan
 
-CHUNK = 32  # tokens whose interactions are computed as matrices; between chunks a state is carried
-L2_EPS = 1e-6
 # by version
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 class TitanLinearConfig(PretrainedConfig):
-    """`pattern` has the options of the first layers' mixers, each with its "kind": "kda", "gdn" or "attention"; further
-    layers repeat it. Blocks with a mixer of a kind in `post_norm` have norms after mixer and MLP, others before."""
-
     model_type = "titan_linear"
-
-    def __init__(
-        self,
-        vocab_size=32000,
-        hidden_size=1024,
-        num_hidden_layers=0,
-        intermediate_size=2816,
-        pattern=(),
-        norm_eps=1e-5,
-        zero_centred_norm=False,
-        post_norm=(),
-        initializer_range=0.02,
-        tie_word_embeddings=False,
-        **kwargs,
-    ):
-        self.vocab_size, self.hidden_size, self.num_hidden_layers = (
-            vocab_size,
-            hidden_size,
-            num_hidden_layers,
-        )
-        self.intermediate_size = intermediate_size
-        self.pattern = list(pattern)
-        self.post_norm = list(post_norm)
-        self.norm_eps, self.zero_centred_norm = norm_eps, zero_centred_norm
-        self.initializer_range = initializer_range
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
-
-
-def widen(x):
-    """x in float32, or in float64 if it is that already."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension; zero-centred: · (1 + weight); gated: · act(z)."""
-
-    def __init__(self, dim, eps, zero_centred=False, activation=None):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(dim) if zero_centred else torch.ones(dim))
-        self.eps, self.zero_centred, self.activation = eps, zero_centred, activation
-
-    def forward(self, x, z=None):
-        weight = 1 + widen(self.weight) if self.zero_centred else widen(self.weight)
-        y = F.rms_norm(widen(x), self.weight.shape, weight, self.eps)
-        return (y if z is None else y * self.activation(widen(z))).to(x.dtype)
-
-
-# --- Linear layers ---------------------------------------------------------------------------------------------------
-
-
-def delta_rule(q, k, v, g, beta, state):
-    """S_t = (I − β_t k_t k_tᵀ) Diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ, o_t = S_tᵀ q_t.
-
-    q, k [B, H, T, K], v [B, H, T, V], g [B, H, T, K] or [B, H, T, 1], beta [B, H, T], state [B, H, K, V], all in one
-    dtype -> o [B, H, T, V] and the last state.
-    """
-    outputs = []
-    for start in range(0, q.shape[2], CHUNK):
-        q_, k_, v_, g_, b_ = (
-            x[:, :, start : start + CHUNK] for x in (q, k, v, g, beta.unsqueeze(-1))
-        )
-        G = g_.cumsum(2)  # [B, H, C, K or 1], log decay since the start of the chunk
-        later = torch.ones(G.shape[2], G.shape[2], dtype=torch.bool, device=q.device).triu(1)[
-            ..., None
-        ]
-        # [B, H, C, C, K or 1]
-        decay = (G.unsqueeze(3) - G.unsqueeze(2)).masked_fill(later, float("-inf")).exp()
-        lower = b_ * pairs(k_, k_, decay).tril(-1)
-        u = torch.linalg.solve_triangular(
-            lower, b_ * (v_ - (k_ * G.exp()) @ state), upper=False, unitriangular=True
-        )
-        outputs.append((q_ * G.exp()) @ state + pairs(q_, k_, decay) @ u)
-        last = G[:, :, -1:]
-        state = last.exp().transpose(2, 3) * state + (k_ * (last - G).exp()).transpose(2, 3) @ u
-    return torch.cat(outputs, 2), state
-
-
-def pairs(a, b, decay):
-    """Σ_k a_ik b_jk decay_ijk, [B, H, C, C]."""
-    if decay.shape[-1] == 1:
-        return (a @ b.transpose(2, 3)) * decay.squeeze(-1)
-    return (a.unsqueeze(3) * b.unsqueeze(2) * decay).sum(-1)
-
-
-class DeltaLayer(nn.Module):
-    """The cache holds `state` [B, HV, K, V] and `conv` [B, D, W−1], the convolution's last inputs."""
-
-    def __init__(self, config, options, activation):
-        super().__init__()
-        self.heads = options["heads"]
-        self.v_heads = options["v_heads"]
-        self.head_dim = options["head_dim"]
-        self.v_head_dim = options["v_head_dim"]
-        self.conv_size = options["conv_size"]
-        self.beta_range = options["beta_range"]
-        dim = config.hidden_size
-        key_dim = self.heads * self.head_dim
-        value_dim = self.v_heads * self.v_head_dim
-        self.widths = (key_dim, key_dim, value_dim)
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(dim, w, bias=False) for w in self.widths)
-        self.q_conv1d, self.k_conv1d, self.v_conv1d = (
-            nn.Conv1d(w, w, self.conv_size, groups=w, bias=False) for w in self.widths
-        )
-        self.b_proj = nn.Linear(dim, self.v_heads, bias=False)
-        eps = config.norm_eps if options["o_norm_eps"] is None else options["o_norm_eps"]
-        self.o_norm = RMSNorm(self.v_head_dim, eps, activation=activation)
-        self.o_proj = nn.Linear(value_dim, dim, bias=False)
-        self.A_log = nn.Parameter(torch.zeros(self.v_heads))
-
-    def forward(self, x, tokens, cache):
-        """x [B, T, dim] -> [B, T, dim]."""
-        if tokens.is_text is not None:  # padding leaves no trace in convolution and state
-            x = x * tokens.is_text[:, -x.shape[1] :, None].to(x.dtype)
-        q, k, v = (widen(y) for y in self.convolved(x, cache))
-        q, k = (y * (y.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() for y in (q, k))
-        q, k = (
-            y.repeat_interleave(self.v_heads // self.heads, 2) for y in (q * self.head_dim**-0.5, k)
-        )
-        g = self.gate(x)
-        beta = widen(self.b_proj(x)).sigmoid() * self.beta_range
-        state = q.new_zeros(len(x), self.v_heads, self.head_dim, self.v_head_dim)
-        if cache is not None:
-            state = cache.get("state", state)
-        o, state = delta_rule(*(y.transpose(1, 2) for y in (q, k, v, g, beta)), state)
-        if cache is not None:
-            cache["state"] = state
-        z = self.g_proj(x).unflatten(-1, (self.v_heads, self.v_head_dim))
-        return self.o_proj(self.o_norm(o.transpose(1, 2).to(x.dtype), z).flatten(2))
-
-    def convolved(self, x, cache):
-        """q, k [B, T, H, K] and v [B, T, HV, V] after the short convolution."""
-        # [B, D, T]
-        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1).transpose(1, 2)
-        weight = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
-        before = qkv.new_zeros(len(x), qkv.shape[1], self.conv_size - 1)
-        if cache is not None:
-            before = cache.get("conv", before)
-        qkv = torch.cat([before, qkv], 2)
-        if cache is not None:
-            cache["conv"] = qkv[:, :, qkv.shape[2] - self.conv_size + 1 :]
-        y = (
-            F.silu(F.conv1d(widen(qkv), widen(weight), groups=len(weight)))
-            .to(x.dtype)
-            .transpose(1, 2)
-        )
-        q, k, v = y.split(self.widths, -1)
-        return (
-            q.unflatten(-1, (self.heads, self.head_dim)),
-            k.unflatten(-1, (self.heads, self.head_dim)),
-            v.unflatten(-1, (self.v_heads, self.v_head_dim)),
-        )
-
-
-class KDA(DeltaLayer):
-    """Kimi Delta Attention: a gate per channel."""
-
-    def __init__(self, config, options):
-        super().__init__(config, options, torch.sigmoid)
-        self.lower_bound = options["lower_bound"]
-        dim = config.hidden_size
-        gate_dim = self.v_heads * self.head_dim
-        low_rank = options.get("low_rank_gates", True)
-        rank = self.v_head_dim if low_rank else dim
-        f_proj = nn.Linear(rank, gate_dim, bias=False)
-        g_proj = nn.Linear(rank, self.widths[2], bias=options["gate_bias"])
-        if low_rank:
-            f_proj, g_proj = (
-                nn.Sequential(nn.Linear(dim, rank, bias=False), second)
-                for second in (f_proj, g_proj)
-            )
-        self.f_proj, self.g_proj = f_proj, g_proj
-        self.dt_bias = nn.Parameter(torch.zeros(gate_dim))
-
-    def gate(self, x):
-        """Natural log of the decay, [B, T, HV, K]."""
-        raw = (widen(self.f_proj(x)) + widen(self.dt_bias)).unflatten(
-            -1, (self.v_heads, self.head_dim)
-        )
-        speed = widen(self.A_log).exp().unsqueeze(-1)
-        return (
-            -speed * F.softplus(raw)
-            if self.lower_bound is None
-            else self.lower_bound * (speed * raw).sigmoid()
-        )
-
-
-class GDN(DeltaLayer):
-    """Gated DeltaNet: a gate per head."""
-
-    def __init__(self, config, options):
-        super().__init__(config, options, F.silu)
-        self.a_proj = nn.Linear(config.hidden_size, self.v_heads, bias=False)
-        self.g_proj = nn.Linear(config.hidden_size, self.widths[2], bias=False)
-        self.dt_bias = nn.Parameter(torch.zeros(self.v_heads))
-
-    def gate(self, x):
-        """Natural log of the decay, [B, T, HV, 1]."""
-        return (
-            -widen(self.A_log).exp() * F.softplus(widen(self.a_proj(x)) + widen(self.dt_bias))
-        ).unsqueeze(-1)
-
-
-# --- Softmax layers --------------------------------------------------------------------------------------------------
-
-
-class Attention(nn.Module):
-    """Grouped heads; optional QK-norm, rotary positions and output gate. The cache holds `k` and `v` [B, Hkv, T, D]."""
-
-    def __init__(self, config, options):
-        super().__init__()
-        self.heads = options["heads"]
-        self.kv_heads = options["kv_heads"]
-        self.head_dim = options["head_dim"]
-        scaling = options.get("rope_scaling") or {}
-        rotated = int(self.head_dim * options["rotary_fraction"])
-        self.rotary = options["rope_theta"], rotated, tuple(scaling.items())
-        self.qk_norm = options["qk_norm"]
-        self.scale = options.get("scale")
-        self.key_factor, self.out_factor = (
-            options.get(f"{name}_factor", 1.0) for name in ("key", "out")
-        )
-        dim = config.hidden_size
-        self.q_proj = nn.Linear(dim, self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(dim, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(dim, self.kv_heads * self.head_dim, bias=False)
-        if self.qk_norm is not None:
-            # of each norm
-            q_heads, k_heads = (1, 1) if self.qk_norm == "head" else (self.heads, self.kv_heads)
-            self.q_norm = RMSNorm(
-                q_heads * self.head_dim, config.norm_eps, config.zero_centred_norm
-            )
-            self.k_norm = RMSNorm(
-                k_heads * self.head_dim, config.norm_eps, config.zero_centred_norm
-            )
-        self.g_proj = (
-            nn.Linear(dim, self.heads * self.head_dim, bias=False)
-            if options["output_gate"]
-            else None
-        )
-        self.o_proj = nn.Linear(self.heads * self.head_dim, dim, bias=False)
-
-    def forward(self, x, tokens, cache):
-        """x [B, T, dim] -> [B, T, dim]."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        if self.qk_norm == "width":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
-        if self.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
-        k = k * self.key_factor
-        if self.rotary[0] is not None:
-            cos, sin = tokens.angles(self.rotary, q.dtype)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if cache is not None:
-            k, v = (
-                torch.cat([cache[n], y], 2) if n in cache else y for n, y in (("k", k), ("v", v))
-            )
-            cache.update(k=k, v=v)
-        k, v = (y.repeat_interleave(self.heads // self.kv_heads, 1) for y in (k, v))
-        mask = tokens.mask(k.shape[2])
-        o = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale
-        )
-        o = o.transpose(1, 2).flatten(2)
-        o = o if self.g_proj is None else o * self.g_proj(x).sigmoid()
-        return self.o_proj(o) * self.out_factor
-
-
-def rotate(x, cos, sin):
-    """Rotary embedding of the first 2·half channels of x [B, H, T, D], halves against each other; cos [.., T, half]."""
-    half = cos.shape[-1]
-    a, b, rest = widen(x).split([half, half, x.shape[-1] - 2 * half], -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(x.dtype)
-
-
-class Tokens:
-    """Where the T tokens of a forward lie: positions [B or 1, T], and is_text [B, earlier + T], False for padding."""
-
-    def __init__(self, length, earlier, attention_mask, device):
-        self.length, self.device, self.is_text = length, device, None
-        self.positions = torch.arange(earlier, earlier + length, device=device)[None]
-        if attention_mask is not None and not attention_mask.all():
-            self.is_text = attention_mask.bool()
-            self.positions = (self.is_text.long().cumsum(1) - 1).clamp(min=0)[:, -length:]
-        self.known = {}
-
-    def angles(self, rotary, dtype):
-        """cos and sin [B or 1, 1, T, rotated / 2], from angles in float64."""
-        if rotary not in self.known:
-            frequencies, factor = inverse_frequencies(*rotary, self.device)
-            angle = (self.positions.double().unsqueeze(-1) * frequencies).unsqueeze(1)
-            dtype = torch.promote_types(dtype, torch.float32)
-            self.known[rotary] = (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
-        return self.known[rotary]
-
-    def mask(self, keys):
-        """[B or 1, 1, T, keys], True where a query sees a key; None: as many keys as queries, causal."""
-        if self.is_text is None and keys == self.length:
-            return None
-        key = torch.arange(keys, device=self.device)
-        query = torch.arange(keys - self.length, keys, device=self.device)
-        seen = (key <= query[:, None])[None, None]
-        if self.is_text is not None:
-            # a row of padding sees itself
-            seen = seen & self.is_text[:, None, None] | (key == query[:, None])
-        return seen
-
-
-# --- The model -------------------------------------------------------------------------------------------------------
-
-MIXERS = {"kda": KDA, "gdn": GDN, "attention": Attention}
-
-
-class SwiGLU(nn.Module):
-    def __init__(self, dim, hidden_dim):
-        super().__init__()
-        self.gate_proj = nn.Linear(dim, hidden_dim, bias=False)
-        self.up_proj = nn.Linear(dim, hidden_dim, bias=False)
-        self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
-    """x + attn(norm(x)), then x + mlp(norm(x)); post-norm: x + norm(attn(x)), x + norm(mlp(x))."""
+    """A layer of the package, with the names that its folders have."""
 
-    def __init__(self, config, options):
+    def __init__(self, model, layer):
         super().__init__()
-        self.post_norm = options["kind"] in config.post_norm
-        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps, config.zero_centred_norm)
-        self.attn = MIXERS[options["kind"]](config, options)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, config.zero_centred_norm)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        (mixer,), mlp = model.layers[layer].mixers, model.layers[layer].mlp
+        self.growing, self.post_norm = mixer.growing, mixer.name in model.post_norm
+        self.attn_norm, self.mlp_norm = norm_of(model), norm_of(model)
+        self.attn, self.mlp = mixer.build(model, layer), mlp.build(model.dim)
+        for module in self.attn.modules():
+            if isinstance(module, ConvWeight):
+                module.weight = nn.Parameter(module.weight.unsqueeze(1))
 
-    def forward(self, x, tokens, cache):
+    def forward(self, x, plan, cache):
         if self.post_norm:
-            x = x + self.attn_norm(self.attn(x, tokens, cache))
+            x = x + self.attn_norm(self.attn(x, plan, cache))
             return x + self.mlp_norm(self.mlp(x))
-        x = x + self.attn(self.attn_norm(x), tokens, cache)
+        x = x + self.attn(self.attn_norm(x), plan, cache)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class LayerCaches:
-    """What the layers keep of the tokens read so far."""
+    """What the layers keep of the tokens read so far; keys and values of shorter texts are padded in front."""
 
     def __init__(self, num_layers):
         self.layers = [{} for _ in range(num_layers)]
-        self.length = 0
+        self.length = 0  # with padding
+        self.lengths = None  # [B] without it; None: no text is padded
 
     def get_seq_length(self, layer_idx=0):
         return self.length
 
     def reorder_cache(self, beam_idx):
         """Reorder the rows, for beam search."""
-        for layer in self.layers:
-            layer.update(
-                {name: x.index_select(0, beam_idx.to(x.device)) for name, x in layer.items()}
-            )
+        for kept in self.layers:
+            kept.update({name: x[beam_idx.to(x.device)] for name, x in kept.items()})
+        if self.lengths is not None:
+            self.lengths = self.lengths[beam_idx.to(self.lengths.device)]
 
 
 class Model(nn.Module):
-    def __init__(self, config):
+    def __init__(self, model):
         super().__init__()
-        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        pattern = config.pattern
-        self.layers = nn.ModuleList(
-            Block(config, pattern[i % len(pattern)]) for i in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.zero_centred_norm)
+        self.embeddings = nn.Embedding(model.vocab_size, model.dim)
+        self.layers = nn.ModuleList(Block(model, layer) for layer in range(model.num_layers))
+        self.norm = norm_of(model)
 
-    def forward(self, x, tokens, caches):
-        for i, layer in enumerate(self.layers):
-            x = layer(x, tokens, None if caches is None else caches.layers[i])
+    def forward(self, x, attention_mask, caches):
+        """x [B, T, dim] -> [B, T, dim]."""
+        T, device = x.shape[1], x.device
+        is_text = None
+        if attention_mask is not None and not attention_mask.all():
+            is_text = attention_mask.to(device) != 0
+        earlier = 0 if caches is None else caches.length
+        if is_text is not None and earlier and not is_text[:, -T:].all():
+            raise ValueError("attention_mask: padding follows cached tokens; give whole texts")
+        if caches is not None:
+            caches.length += T
+        layers = [None] * len(self.layers) if caches is None else caches.layers
+        if earlier and caches.lengths is not None:
+            return self._continued(x, caches)
+        if earlier or is_text is None:
+            return self._through(
+                x, BatchPlan(torch.arange(earlier, earlier + T, device=device)), layers
+            )
+        return self._padded(x, is_text, caches)
+
+    def _through(self, x, plan, layers):
+        for layer, cache in zip(self.layers, layers):
+            x = layer(x, plan, cache)
         return self.norm(x)
+
+    def _continued(self, x, caches):
+        """Read further tokens of texts of several lengths, one by one."""
+        outputs = []
+        for token in x.split(1, 1):
+            padding = caches.lengths.max() - caches.lengths
+            plan = BatchPlan(caches.lengths.unsqueeze(1), first_key=padding)
+            outputs.append(self._through(token, plan, caches.layers))
+            caches.lengths = caches.lengths + 1
+        return torch.cat(outputs, 1)
+
+    def _padded(self, x, is_text, caches):
+        """Read texts one by one; 0 where there is padding. A row of padding alone is a text of its first token."""
+        is_text[:, 0] |= ~is_text.any(1)
+        rows = [LayerCaches(len(self.layers)).layers for _ in x]
+        outputs = []
+        for text, keep, kept in zip(x, is_text, rows):
+            plan = BatchPlan(torch.arange(int(keep.sum()), device=x.device))
+            layers = [None] * len(self.layers) if caches is None else kept
+            outputs.append(self._through(text[keep].unsqueeze(0), plan, layers)[0])
+        if caches is not None:
+            caches.lengths = is_text.sum(1)
+            caches.layers = [_batched(*of) for of in zip(self.layers, zip(*rows))]
+        together = torch.cat(outputs)
+        return together.new_zeros(x.shape).masked_scatter(is_text.unsqueeze(-1), together)
+
+
+def _batched(layer, rows):
+    """Merge a layer's caches of single texts."""
+    kept = {name: [row[name] for row in rows] for name in rows[0]}
+    for name in layer.growing:
+        longest = max(x.shape[1] for x in kept[name])
+        kept[name] = [F.pad(x, (0, 0, 0, 0, longest - x.shape[1], 0)) for x in kept[name]]
+    return {name: torch.cat(parts) for name, parts in kept.items()}
 
 
 class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
@@ -419,9 +146,19 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config):
         super().__init__(config)
-        self.model = Model(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        model = KEYS.read(Keys(config.to_dict()))
+        self.model = Model(model)
+        self.lm_head = nn.Linear(model.dim, model.vocab_size, bias=False)
         self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        name = next(name for name, other in self.named_modules() if other is module)
+        for leaf, p in module.named_parameters(recurse=False):
+            if not getattr(p, "_is_hf_initialized", False):
+                draw = draw_of(module, leaf, self.config.initializer_range)
+                seed = stream(torch.initial_seed(), f"{name}.{leaf}")
+                fill(p, tuple(p.shape), (0,) * p.dim(), draw, seed)
 
     def get_input_embeddings(self):
         return self.model.embeddings
@@ -468,22 +205,14 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
         caches = past_key_values if cache is None else cache
         if caches is None and (not self.training if use_cache is None else use_cache):
             caches = LayerCaches(self.config.num_hidden_layers)
-        tokens = Tokens(
-            x.shape[1], 0 if caches is None else caches.length, attention_mask, x.device
-        )
-        x = self.model(x, tokens, caches)
-        if caches is not None:
-            caches.length += tokens.length
+        x = self.model(x, attention_mask, caches)
         logits = self.lm_head(x[:, -logits_to_keep:] if logits_to_keep else x)
         loss = None
         if labels is not None:
-            of = widen(logits[:, :-1]).flatten(0, 1), labels[:, 1:].flatten()
-            whole = num_items_in_batch is None
-            loss = (
-                F.cross_entropy(*of)
-                if whole
-                else F.cross_entropy(*of, reduction="sum") / num_items_in_batch
-            )
+            targets = labels[:, 1:].flatten()
+            loss = F.cross_entropy(widen(logits[:, :-1]).flatten(0, 1), targets, reduction="sum")
+            count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
+            loss = loss / count
         out = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: caches})
         return out.to_tuple() if return_dict is False else out
 

@@ -1,4 +1,7 @@
-"""What a mixer knows about the tokens besides their values: one object per batch, the same for every layer."""
+"""Everything that mixers know about tokens besides their values.
+
+There is one plan per batch, the same for every layer.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,11 @@ from titan_linear.ops.layout.tables import to_device
 class BatchPlan:
     """The documents of a packed stream, or of this rank's part of it; never modified.
 
-    With neither `cu_seqlens` nor `cp_context`, each row of the batch is a sequence of its own (generation). Training
-    always has a `cp_context`: that of a single rank holds the tables that every layer would otherwise derive again. Not
-    a dataclass: FSDP searches dataclasses among a layer's inputs for tensors, and would walk through all documents.
+    With neither `cu_seqlens` nor `cp_context`, each row of the batch is a separate sequence
+    (generation). Training always has a `cp_context`: even on a single rank it holds the
+    tables that every layer would otherwise derive again. This is not a dataclass, because
+    FSDP searches dataclasses among a layer's inputs for tensors, and would walk through all
+    documents.
     """
 
     def __init__(
@@ -35,15 +40,20 @@ class BatchPlan:
         later: Later | None = None,
         branches: Tensor | None = None,
     ):
-        """
+        """Hold the layout of a batch.
+
         Args:
-            position_ids: [T] int64, positions within documents; or [B, T], different in each row.
+            position_ids: [T] int64, positions within documents; or [B, T], different in
+                each row.
             cu_seqlens: [N+1] int32.
-            first_key: [B] int64, in decoding token by token: length of the padding before a row's keys in the cache.
-            num_streams: number of streams, of equal length, laid end to end.
-            pairs: number of (query, key) pairs that this rank computes in a softmax layer, for metrics.
-            later: what layers that predict further tokens are trained on.
-            branches: [.] int64, of prefix trees: rows of logits that a loss sees again, behind those of all tokens.
+            first_key: [B] int64, in token-by-token decoding: length of the padding before a
+                row's keys in the cache.
+            num_streams: number of streams of equal length, laid end to end.
+            pairs: number of (query, key) pairs that this rank computes in a softmax layer,
+                for metrics.
+            later: targets of layers that predict further tokens.
+            branches: [.] int64, for prefix trees: rows of logits that a loss reads again,
+                behind the rows of all tokens.
         """
         self.position_ids, self.cu_seqlens, self.cp_context = position_ids, cu_seqlens, cp_context
         self.first_key, self.num_streams, self.pairs = first_key, num_streams, pairs
@@ -52,12 +62,12 @@ class BatchPlan:
 
     @classmethod
     def of(cls, context: CPContext, num_streams: int, **more: Any) -> BatchPlan:
-        """The plan of the tokens that a rank has under `context`."""
+        """Build the plan of the tokens that a rank has under `context`."""
         return cls(context.position_ids, cp_context=context, num_streams=num_streams, **more)
 
     @property
     def documents(self) -> dict[str, object]:
-        """The keyword arguments that tell an op where documents lie."""
+        """Keyword arguments that tell an op where documents lie."""
         return (
             {"cp_context": self.cp_context}
             if self.cp_context is not None
@@ -65,55 +75,68 @@ class BatchPlan:
         )
 
     def angles(self, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [.., T, half] in `dtype`, computed when the first layer asks for them."""
+        """Return cos and sin [.., T, half] in `dtype`, computed on first request."""
         if (rotary, dtype) not in self._angles:
             self._angles[rotary, dtype] = angles(self.position_ids, rotary, dtype)
         return self._angles[rotary, dtype]
 
     def prepare(self, rotaries: Iterable[Rotary], dtype: torch.dtype) -> None:
-        """Compute these angles before any layer asks for them: compiled code then only reads them."""
+        """Compute these angles in advance, so that compiled code only reads them."""
         for rotary in rotaries:
             self.angles(rotary, dtype)
 
 
 class Later(NamedTuple):
-    """What is k tokens later in the same document, k = 1, 2, …: beyond its end token 0, without a label.
+    """The token k positions later in the same document, k = 1, 2, …
 
-    In prefix trees, where several may follow a token, all stays with the token that is k later: its hidden states are
-    those of the token before it, which become documents without their first k tokens, whose plans are `of_trees`."""
+    Beyond the document's end, it is token 0 without a label.
+
+    In prefix trees, several tokens may follow a token. Tokens, labels and weights are then
+    not shifted. Instead, the hidden states are shifted to the next token on each path, k
+    times. The documents lose their first k tokens; `of_trees` holds the plans of what
+    remains.
+    """
 
     tokens: Tensor  # [further tokens, T] int64
-    labels: Tensor  # likewise; of trees [further tokens, T + branches]
-    weights: Tensor  # as labels, float32
+    # The same shape; for trees [further tokens, T + branches].
+    labels: Tensor
+    # As labels, float32.
+    weights: Tensor
     of_trees: Sequence[BatchPlan] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """The first W of a rank's tokens of a batch, in which telemetry looks at the mixers. Tokens outside are left out:
-    documents begin and end at the window's edges."""
+    """The first W of a rank's tokens of a batch, in which telemetry looks at the mixers.
+
+    Tokens outside are left out: documents begin and end at the window's edges.
+    """
 
     plan: BatchPlan
-    halves: BatchPlan  # the same with one more boundary, in the middle of the longest document
-    carried: slice  # that document's tokens after this boundary
-    # under context parallelism, plans of all the rank's tokens: that
+    # The same with one more boundary, in the middle of the longest document.
+    halves: BatchPlan
+    # The longest document's tokens after this boundary.
+    carried: slice
+    # Under context parallelism, two plans of all the rank's tokens: the batch's plan, and a
+    # plan in which nothing enters from other ranks.
     fragments: tuple[BatchPlan, BatchPlan] | None
-    # of the batch, and one in which nothing enters from other ranks
 
     @classmethod
     def of(cls, plan: BatchPlan, tokens: int) -> Window:
-        """plan: that of a training batch."""
+        """Build the window of a training batch's plan."""
+        # The longest document in the window, and a boundary in its middle.
         edges = np.unique(np.clip(plan.cp_context.cu_seqlens_cpu.numpy(), 0, tokens))  # int32
         longest = int(np.diff(edges).argmax())
         start, end = edges[longest : longest + 2].tolist()
         arrays = edges, np.insert(edges, longest + 1, (start + end + 1) // 2)
         moved = to_device([torch.from_numpy(x) for x in arrays], plan.position_ids.device)
         whole, halves = (BatchPlan(plan.position_ids[:tokens], cu_seqlens) for cu_seqlens in moved)
+        # Without a context, nothing enters from other ranks.
         apart = BatchPlan(plan.position_ids, plan.cp_context.cu_seqlens)
         fragments = (plan, apart) if plan.cp_context.ranks.world_size > 1 else None
         return cls(whole, halves, slice((start + end + 1) // 2, end), fragments)
 
     @property
     def tokens(self) -> int:
-        """W."""
+        """Number of tokens, W."""
         return len(self.plan.position_ids)

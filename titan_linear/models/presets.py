@@ -1,5 +1,8 @@
-"""Models by name and flavor: our own, in the sizes of FLA's 340M and 1.3B configurations, and published ones; and the
-keys of [model] that change their sizes."""
+"""Models by name and flavor, and the keys of [model] that change their sizes.
+
+There are our own models, in the sizes of FLA's 340M and 1.3B configurations, and published
+ones.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,15 @@ from titan_linear.models.mlps import Dense
 from titan_linear.models.rope import RopeScaling
 
 Options = TypeVar("Options", MixerOptions, MoEConfig, RopeScaling)
-ALONE = (Dense.name, MoEConfig.name)  # entries of a pattern that are no mixers
+# Entries of a pattern that are not mixers.
+ALONE = (Dense.name, MoEConfig.name)
 
 
 def _model(config: Mapping[str, Any], flavor: str) -> ModelConfig:
-    """The model of a config.json. The smallest models' selection biases move, for which it has no key."""
+    """Read the model of a config.json.
+
+    The selection biases of debug models move, which a config.json cannot express.
+    """
     model = config_from_hf(config)[1]
     if flavor == "debug" and model.moe and model.moe.selection_bias:
         return replace(model, moe=replace(model.moe, bias_update_rate=1e-3))
@@ -41,12 +48,13 @@ MODELS = {
     }
     for file in sorted(Path(__file__).with_name("families").glob("configs/*.json"))
 }
-# Our own, in the sizes of FLA's 340M and 1.3B. The smallest have grouped value heads, QK-norm and an output gate.
+# Our own models, in the sizes of FLA's 340M and 1.3B. The debug flavors have grouped value
+# heads, QK-norm and an output gate.
 OWN = {name: MODELS[name] for name in ("kda", "gdn", "hybrid")}
 
 
 def preset(name: str, flavor: str) -> ModelConfig:
-    """The model of `model.name` and `model.flavor`. ValueError for unknown names."""
+    """Return the model of `model.name` and `model.flavor`; ValueError for unknown names."""
     if name not in MODELS:
         raise ValueError(f"model.name = {name!r} is unknown; use one of {', '.join(MODELS)}")
     if flavor not in MODELS[name]:
@@ -58,23 +66,29 @@ def preset(name: str, flavor: str) -> ModelConfig:
 
 
 def resized(model: ModelConfig, keys: Mapping[str, Any]) -> ModelConfig:
-    """The model with the sizes, the pattern and the options of mixers and experts that the keys of [model] give.
+    """Return the model with the changes given by the keys of [model].
+
+    These are sizes, the pattern, and options of mixers and experts.
 
     Args:
-        keys: those of [model]. Those that are no field of the model or of its parts do not count; 0, "", [] and {}
-            leave the model as it is.
+        keys: keys of [model]. Keys that are not fields of the model or of its parts are
+            ignored; 0, "", [] and {} change nothing.
 
     Raises:
-        ValueError: a mixer or an option that does not exist, is missing, has another type, or contradicts another; a
-            pattern that the layers do not repeat as a whole.
+        ValueError: a mixer or an option does not exist, is missing, has another type, or
+            contradicts another; or the layers do not repeat the pattern a whole number of
+            times.
     """
+    # Sizes and experts.
     names = ("vocab_size", "dim", "num_layers", "hidden_dim", "mtp_layers")
     sizes = {name: keys[name] for name in names if keys[name]}
     if keys["moe"]:
         sizes["moe"] = _with_options(MoEConfig, model.moe, keys["moe"], "model.moe")
+    # The options of each mixer start from the model's first mixer of that kind.
     bases = {mixer.name: mixer for entry in reversed(model.pattern) for mixer in mixers_of(entry)}
     kinds = keys["pattern"] or [_name(entry) for entry in model.pattern]
     used = [name for kind in kinds for name in kind.split(BESIDE)]
+    # Names in the pattern and tables of [model] must be mixers, and tables must be used.
     for kind in kinds:
         if kind not in ALONE and not MIXERS.keys() >= set(kind.split(BESIDE)):
             known = ", ".join((*MIXERS, *ALONE))
@@ -90,6 +104,7 @@ def resized(model: ModelConfig, keys: Mapping[str, Any]) -> ModelConfig:
             raise ValueError(
                 f"model.{name} is not used: model.pattern = {kinds} has no {name!r}; add it, or remove it"
             )
+    # Build the pattern, then check the whole model.
     pattern = tuple(
         _entry(entry, bases, keys["mixers"]) for entry in keys["pattern"] or model.pattern
     )
@@ -113,7 +128,11 @@ def _name(entry: Entry) -> str:
 
 
 def _entry(entry: Entry | str, bases: Mapping[str, MixerOptions], given: Mapping[str, Any]) -> Any:
-    """An entry of a pattern, or the mixers that its name has of `bases`, with the options that the keys give."""
+    """Return an entry of a pattern with the options that the keys give.
+
+    Args:
+        entry: an entry, or its name, whose mixers are looked up in `bases`.
+    """
     if entry in ALONE:
         return entry
     parts = (
@@ -126,7 +145,10 @@ def _entry(entry: Entry | str, bases: Mapping[str, MixerOptions], given: Mapping
 
 
 def _mixer(base: MixerOptions | str, given: Mapping[str, Any]) -> Any:
-    """A mixer with the options that the keys give; a name stands for one without a base."""
+    """Return a mixer with the options that the keys give.
+
+    A name stands for a mixer without a base.
+    """
     name = base if isinstance(base, str) else base.name
     return _with_options(
         MIXERS[name], None if isinstance(base, str) else base, given.get(name, {}), f"model.{name}"
@@ -134,15 +156,23 @@ def _mixer(base: MixerOptions | str, given: Mapping[str, Any]) -> Any:
 
 
 def _with_options(kind: type[Options], base: Any, given: Mapping[str, Any], where: str) -> Options:
-    """`base`, or without it the defaults, with the given options, of which "" stands for None. where: the table's name
-    in messages."""
+    """Return `base`, or the defaults if it is None, with the given options.
+
+    The value "" stands for None.
+
+    Args:
+        where: name of the table in messages.
+    """
     known = {field.name: field for field in fields(kind)}
+    # All names must be known.
     for name in given:
         if name not in known:
             raise ValueError(f"{where}.{name} is not a key; {where} has {', '.join(known)}")
     options = {name: None if value == "" else value for name, value in given.items()}
+    # The scaling of rotary positions is a table within the table.
     if isinstance(rope := options.get("rope_scaling"), dict):
         options["rope_scaling"] = _with_options(RopeScaling, None, rope, f"{where}.rope_scaling")
+    # Without a base, options without a default are required.
     lacking = [
         name for name, field in known.items() if field.default is MISSING and name not in options
     ]
@@ -154,7 +184,7 @@ def _with_options(kind: type[Options], base: Any, given: Mapping[str, Any], wher
 
 
 def flavors() -> str:
-    """A table of all models, and the options of their parts, for people to read."""
+    """Return a table of all models, and the options of their parts, for people to read."""
     lines = [
         f"{'model.name':<14}{'model.flavor':<20}{'layers':>6}{'dim':>7}{'vocabulary':>12}  layers of each kind"
     ]
@@ -173,7 +203,7 @@ def flavors() -> str:
 
 
 def _options(kind: type) -> str:
-    """Names and types of the options, with their defaults."""
+    """Return names and types of the options, with their defaults."""
     shown = []
     for field in fields(kind):
         default = "" if field.default is MISSING else f" = {field.default!r}"

@@ -1,6 +1,6 @@
-"""Rotary frequencies, and their scaling to contexts beyond a pretraining's, by the names of transformers.
+"""Rotary frequencies, and their scaling to contexts beyond pretraining.
 
-It imports nothing of this package, for modeling_titan_linear.py takes a copy along.
+Types and fields have the names of transformers.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# theta, rotated channels per head, fields of the scaling
+# theta, rotated channels per head, fields of the scaling.
 Rotary = tuple[float, int, tuple[tuple[str, object], ...]]
 _LINEAR = ("rope_type", "factor")
 _RAMP = (*_LINEAR, "original_max_position_embeddings")
 _ON_SCORES = ("attention_factor", "mscale", "mscale_all_dim")
-# values; of others 0
+# Smallest values; 0 for other fields.
 _LEAST = {"factor": 1, "original_max_position_embeddings": 1, "beta_slow": 1e-6}
-USES = {  # of each type the fields that it reads
+# Fields that each type reads.
+USES = {
     "linear": _LINEAR,
     "llama3": (*_RAMP, "low_freq_factor", "high_freq_factor"),
     "yarn": (*_RAMP, "beta_fast", "beta_slow", "truncate", *_ON_SCORES),
@@ -29,28 +30,37 @@ USES = {  # of each type the fields that it reads
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Frequencies that turn seldom in the pretraining's context are divided by a factor: all (position interpolation,
-    Chen et al. 2023), or those below some number of turns (Llama 3.1; YaRN, Peng et al. 2023, eqs. 17 to 22)."""
+    """Scaling of rotary frequencies.
+
+    Frequencies that turn seldom in the pretraining's context are divided by a factor.
+
+    "linear" divides all frequencies (position interpolation, Chen et al. 2023). The others
+    divide frequencies below some number of turns (Llama 3.1; YaRN, Peng et al. 2023, eqs.
+    17 to 22).
+    """
 
     rope_type: Literal["linear", "llama3", "yarn"]
     factor: float
-    original_max_position_embeddings: int | None = None  # the pretraining's context
-    # turns, as below; between the two, frequencies are divided in part
+    # Context length of pretraining.
+    original_max_position_embeddings: int | None = None
+    # Numbers of turns in that context; frequencies between the two are divided in part.
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    # on cos and sin; None: 0.1 ln factor + 1, or by mscale and mscale_all_dim
+    # Factor on cos and sin; None: 0.1 ln factor + 1, or by mscale and mscale_all_dim.
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    truncate: bool = True  # whether YaRN begins and ends at whole channels
+    # Whether YaRN begins and ends at whole channels.
+    truncate: bool = True
 
     name = "rope_scaling"
 
     @property
     def contradiction(self) -> str | None:
-        """As in `MixerOptions`."""
+        """A contradiction of the values, worded for a message, as in `MixerOptions`."""
+        # Smallest values, unused fields, then required and ordered fields.
         for name, value in vars(self).items():
             least = _LEAST.get(name, 0)
             if isinstance(value, int | float) and not value >= least:
@@ -75,14 +85,14 @@ class RopeScaling:
 
     @property
     def reached(self) -> float | None:
-        """The longest text that it is for; None: unknown."""
+        """Length of the longest text that the scaling is for; None if unknown."""
         return (
             self.original_max_position_embeddings
             and self.factor * self.original_max_position_embeddings
         )
 
     def on_cos_and_sin(self) -> float:
-        """The factor by which YaRN lets scores grow, once for the query and once for the key."""
+        """Return the factor by which YaRN lets scores grow, once each for query and key."""
         if self.rope_type != "yarn" or self.attention_factor is not None:
             return 1.0 if self.attention_factor is None else self.attention_factor
         up, down = (
@@ -93,7 +103,7 @@ class RopeScaling:
         return (0.1 * up * math.log(self.factor) + 1) / (0.1 * down * math.log(self.factor) + 1)
 
     def kept(self, frequencies: Tensor, theta: float) -> Tensor:
-        """The share of each frequency [half] that is not divided by the factor."""
+        """Return the share of each frequency [half] that is not divided by the factor."""
         half = len(frequencies)
         context = self.original_max_position_embeddings
         if self.rope_type == "linear":
@@ -103,7 +113,7 @@ class RopeScaling:
             return (
                 (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
             ).clamp(0, 1)
-        # The channels that turn beta_fast and beta_slow times.
+        # YaRN: channels that turn beta_fast and beta_slow times.
         ends = (self.beta_fast, self.beta_slow)
         first, last = (
             half * math.log(context / (2 * math.pi * turns)) / math.log(theta) for turns in ends
@@ -111,6 +121,7 @@ class RopeScaling:
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, 2 * half - 1)
+        # A linear ramp between the two.
         channels = torch.arange(half, device=frequencies.device, dtype=frequencies.dtype)
         return 1 - ((channels - first) / (last - first or 1e-3)).clamp(0, 1)
 
@@ -121,7 +132,10 @@ def inverse_frequencies(
     scaling: Iterable[tuple[str, object]] = (),
     device: torch.device | None = None,
 ) -> tuple[Tensor, float]:
-    """Angles per position [dim / 2] in float64, theta^(−2i / dim) unless scaled; and the factor on cos and sin."""
+    """Return the angles per position [dim / 2] in float64, and the factor on cos and sin.
+
+    The angles are theta^(−2i / dim) unless scaled.
+    """
     half = dim // 2
     frequencies = theta ** -(torch.arange(half, device=device, dtype=torch.float64) / half)
     if not scaling:

@@ -147,20 +147,18 @@ def choose_method(
     dtype: torch.dtype,
     trees: bool = False,
 ) -> str:
-    """Return the method that "auto" stands for. The choice depends on shapes alone, so all
-    ranks agree.
+    """Return the method that "auto" stands for.
 
-    The first method that applies is:
+    The choice depends on shapes alone, so all ranks agree. The first method that applies is:
 
     - "ulysses" where W divides the key heads, or where several ranks share each key head
-    and this sends no more than an all-gather would. All ranks then have equal work,
-    whatever the documents and the layout, and memory does not grow with W.
-    - "allgather" while the slices of one key head stay within `GATHER_LIMIT`. All ranks
-    have equal work again, blocks are larger than the ring's, and one call computes all
-    documents. Prefix trees always end here at the latest, because the ring methods do not
-    support them.
+      and this sends no more than an all-gather would. All ranks then have equal work,
+      whatever the documents and the layout, and memory does not grow with W.
+    - "allgather" while the slices of one key head stay within `GATHER_LIMIT`. Blocks are
+      larger than the ring's, and one call computes all documents. Prefix trees never get
+      past this method, because the ring methods do not support them.
     - "ulysses+ring" where the ranks of a node can share the heads. Each rank then sends
-    only its share to other nodes.
+      only its share to other nodes.
     - "ring".
 
     Args:
@@ -193,8 +191,6 @@ def pairs_computed(cp: CPContext, method: str) -> float:
     Args:
         method: one of `METHODS`.
     """
-    if method == "allgather":
-        return cp.gathered.pairs[1].tolist()[cp.ranks.rank]
     # The ranks that share the heads share the sum of their pairs.
     own = pairs_by_rank(entries(cp.cut), cp.ranks.world_size, causal=True).tolist()
     ranks = {"ulysses": cp.ranks.world_size, "ulysses+ring": cp.ranks.node_size}.get(method, 1)

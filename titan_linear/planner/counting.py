@@ -1,15 +1,17 @@
-"""Count what a layer computes and the memory that it takes, by running it on the meta device, which allocates nothing.
+"""Count the work and the memory of a layer by running it on the meta device.
 
-A layer runs forward and backward as on a GPU: with the operators of the kernels (their fake implementations), on one
-rank's tokens, with that rank's parts of the parameters. Every call is recorded, with what it reads and writes:
+The meta device allocates nothing. A layer runs forward and backward as on a GPU: with the
+operators of the kernels (their fake implementations), on one rank's tokens, with that
+rank's parts of the parameters. Every call is recorded, with its inputs and outputs:
 
     products     matrix products, by their sizes
     calls        of our operators: attention, recurrence, convolution, exchanges between ranks
     elementwise  everything else
 
-Compiled code fuses the elementwise operations between two products or operators: it reads only the outputs of these,
-and writes only their inputs. Elementwise results that backward needs are recomputed from the outputs of products and
-operators, so only these outputs are kept (`distributed/compiling.py`).
+Compiled code fuses the elementwise operations between two products or operators: it reads
+only the outputs of these, and writes only their inputs. Elementwise results that backward
+needs are recomputed from the outputs of products and operators, so only these outputs are
+kept (`distributed/compiling.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ Size = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Call:
-    """A call of one of our operators: its arguments by name, and its outputs, tensors on the meta device."""
+    """A call of one of our operators: its arguments by name, and its outputs.
+
+    Tensors are on the meta device.
+    """
 
     name: str
     arguments: dict[str, Any]
@@ -56,7 +61,10 @@ class Call:
 
     @property
     def temporary(self) -> int:
-        """Bytes that the call allocates and frees again; counted only for operators that need many."""
+        """Return the bytes that the call allocates and frees again.
+
+        They are counted only for operators that need many.
+        """
         return 0 if self.spec.temporary is None else self.spec.temporary(**self.arguments)
 
 
@@ -64,26 +72,33 @@ class Call:
 class Work:
     """The work of one pass through a layer, forward or backward."""
 
-    # [m, k] @ [k, n] as (m, n, k) → number of them
+    # [m, k] @ [k, n] as (m, n, k) → number of such products.
     products: Counter[Size] = field(default_factory=Counter)
-    # those of them in float32, or wider
+    # The ones among them that are in float32 or wider.
     wide_products: Counter[Size] = field(default_factory=Counter)
-    multiplications: int = 0  # calls that compute these products; a batched one is one call
+    # Calls that compute these products; a batched product is one call.
+    multiplications: int = 0
     calls: list[Call] = field(default_factory=list)
-    elementwise: int = 0  # bytes read and written where operations run one by one
-    fused: int = 0  # the same where operations are compiled
-    operations: int = 0  # number of elementwise operations
-    groups: int = 0  # number of groups into which compiled code fuses them
+    # Bytes read and written where operations run one by one, and where they are compiled.
+    elementwise: int = 0
+    fused: int = 0
+    # Number of elementwise operations, and of groups into which compiled code fuses them.
+    operations: int = 0
+    groups: int = 0
 
 
 @dataclass(frozen=True)
 class Memory:
     """Bytes that a layer takes, without its parameters and their gradients."""
 
-    kept: int  # from forward to backward
-    selective: int  # by selective checkpointing, without the layer's input
-    attention: int  # likewise, where only the results of softmax attention are kept
-    working: int  # peak in backward, beyond what is kept
+    # Kept from forward to backward.
+    kept: int
+    # Kept with selective checkpointing, without the layer's input.
+    selective: int
+    # Likewise, if only the results of softmax attention are kept.
+    attention: int
+    # Peak in backward, beyond what is kept.
+    working: int
 
 
 @dataclass(frozen=True)
@@ -92,14 +107,18 @@ class Layer:
 
     forward: Work
     backward: Work
-    input: int  # bytes
+    # Bytes of the layer's input.
+    input: int
     plain: Memory
     compiled: Memory
 
 
 def count(block: Block, x: Tensor, plan: BatchPlan, values: Tensor | None = None) -> Layer:
-    """Count a layer's work and memory on a rank. x [1, T, dim] and the values that the layer takes (requires_grad), and
-    `plan`, are on the meta device."""
+    """Count a layer's work and memory on a rank.
+
+    x [1, T, dim] and the values that the layer takes (both with requires_grad), and `plan`,
+    are on the meta device.
+    """
     seen = _Seen(x)
     saved = {}
 
@@ -108,25 +127,30 @@ def count(block: Block, x: Tensor, plan: BatchPlan, values: Tensor | None = None
         saved[storage._cdata] = storage.nbytes()
         return tensor
 
+    # The first forward counts what selective checkpointing keeps.
     region, _ = contexts()
     with _OneKernelNorms(), region, saved_tensors_hooks(keep, lambda tensor: tensor):
         block(x, plan, None, values)
     selective = region.region.nbytes
     saved.clear()
+    # Then record a forward and a backward, with the tensors that autograd saves.
     with _OneKernelNorms(), seen:
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             y, *_ = block(x, plan, None, values)
         seen.turn(y)
         y.backward(torch.empty_like(y))
         seen.take(x.grad)
+    # Parameters and the values' storage are not the layer's own memory.
     others = () if values is None else (values,)
     parameters = {p.untyped_storage()._cdata for p in (*block.parameters(), *others)}
     kept = sum(size for key, size in saved.items() if key not in parameters)
     leaves = (seen.leaves(saved) | {seen.key(x)}) - parameters
     for key in leaves:
-        # a compiled backward pass holds all of them until it ends
+        # A compiled backward pass holds all of them until it ends.
         seen.compiled_lives[key][1] = seen.place
     kept_compiled = sum(seen.nbytes(key) for key in leaves)
+    # Outputs of operators that selective checkpointing keeps. The driver of an operator
+    # keeps its own, except where layers are compiled.
     selected = [call for call in seen.forward.calls if "selective" in call.spec.kept_by]
     others = [call for call in selected if not call.spec.of_driver]
     attention = _bytes(call for call in selected if "attention" in call.spec.kept_by)
@@ -141,23 +165,29 @@ def _bytes(calls: Iterable[Call]) -> int:
 
 
 class _Seen(TorchDispatchMode):
-    """Records every call of a layer's forward and backward. A tensor's identity is its storage (`key`), kept alive."""
+    """Records every call of a layer's forward and backward.
+
+    A tensor's identity is its storage (`key`), which is kept alive.
+    """
 
     def __init__(self, x: Tensor):
         super().__init__()
         self.forward = Work()
         self.backward = Work()
-        self.work, self.place = self.forward, 0  # place: incremented at each product and operator
+        # `place` is incremented at each product and operator.
+        self.work, self.place = self.forward, 0
         self.storages: dict[int, torch.UntypedStorage] = {}
-        # elementwise result → the tensors that it is made of
+        # Elementwise result → the tensors that it is computed from.
         self.made_of: dict[int, set[int]] = {}
-        self.of_forward: set[int] = set()  # in backward: the results in `made_of` that forward made
-        # counted already: once per place, or once per pass
+        # In backward: the results in `made_of` that forward computed.
+        self.of_forward: set[int] = set()
+        # Work that is counted already: once per place, or once per pass.
         self.done: set[tuple[str, int, int]] = set()
-        # first and last place, if not compiled
+        # First and last place at which a tensor is needed, uncompiled and compiled.
         self.lives: dict[int, list[int]] = {self.key(x): [0, 0]}
         self.compiled_lives: dict[int, list[int]] = {self.key(x): [0, 0]}
-        self.temporaries: Counter[int] = Counter()  # by place
+        # Temporary bytes by place.
+        self.temporaries: Counter[int] = Counter()
         self.turned = 0
 
     def __torch_dispatch__(
@@ -166,11 +196,13 @@ class _Seen(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         inputs = _tensors((args, kwargs))
         outputs = _tensors(out)
+        # One of our operators.
         if function.namespace == "titan_linear":
             names = (argument.name for argument in function._schema.arguments)
             call = Call(function._opname, dict(zip(names, args)), tuple(outputs))
             self.work.calls.append(call)
             self._anchor(inputs, outputs, call.temporary)
+        # A matrix product: [m, k] @ [k, n] or a batch of them.
         elif function.overloadpacket in PRODUCTS:
             a, b = inputs[-2:]
             size = (a.shape[-2], b.shape[-1], a.shape[-1])
@@ -179,12 +211,13 @@ class _Seen(TorchDispatchMode):
             self.work.wide_products[size] += times if a.dtype.itemsize > 2 else 0
             self.work.multiplications += 1
             self._anchor(inputs, outputs)
+        # An elementwise operation, unless it only returns views.
         elif written := self._written(function, inputs, outputs):
             self._elementwise(inputs, written)
         return out
 
     def turn(self, y: Tensor) -> None:
-        """Forward has returned y; backward begins."""
+        """Switch from forward, which has returned y, to backward."""
         self.take(y)
         self.place += 1
         self.work = self.backward
@@ -192,14 +225,21 @@ class _Seen(TorchDispatchMode):
         self.turned = self.place
 
     def take(self, x: Tensor) -> None:
-        """A product, an operator or code outside the layer reads x. Compiled, an elementwise x is written here."""
+        """Record that a product, an operator or code outside the layer reads x.
+
+        In compiled code an elementwise x is written here.
+        """
         key = self.key(x)
+        # Outputs of products and operators are in memory anyway.
         if key not in self.made_of:
             self._live(self.compiled_lives, key)
             return
+        # An elementwise result is written once per pass. Backward's copy has the negative
+        # key.
         if self._first("written", key, self.turned):
             self.work.fused += x.nbytes
             self._live(self.compiled_lives, key if not self.turned else -key)
+        # Backward recomputes forward's results, and so reads what they are computed from.
         if key in self.of_forward:
             self._read(x)
 
@@ -212,7 +252,11 @@ class _Seen(TorchDispatchMode):
         return self.storages[abs(key)].nbytes()
 
     def leaves(self, keys: Iterable[int]) -> set[int]:
-        """Trace tensors back through elementwise operations: to outputs of products and operators, and to inputs."""
+        """Trace tensors back through elementwise operations, to the tensors these start
+        from.
+
+        The results are outputs of products and operators, and inputs.
+        """
         ways = set(keys)
         traced = set()
         while ways:
@@ -222,7 +266,8 @@ class _Seen(TorchDispatchMode):
         return traced - set(self.made_of)
 
     def peak(self, parameters: set[int], lives: dict[int, list[int]]) -> int:
-        """The most bytes alive at any place of backward, without parameters."""
+        """Return the most bytes alive at any place of backward, without parameters."""
+        # Sum the allocations and frees at each place, then look for the largest total.
         changes: Counter[int] = Counter()
         for key, (first, last) in lives.items():
             if key not in parameters and last >= self.turned:
@@ -248,7 +293,9 @@ class _Seen(TorchDispatchMode):
             self._live(self.compiled_lives, self.key(x))
 
     def _written(self, function: Any, inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
-        """The tensors that an elementwise operation has written; none if it returns views."""
+        """Return the tensors that an elementwise operation has written; none if it returns
+        views.
+        """
         if function._schema.is_mutable:
             return outputs
         old = set(map(self.key, inputs))
@@ -267,8 +314,12 @@ class _Seen(TorchDispatchMode):
             self._live(self.lives, self.key(x))
 
     def _read(self, x: Tensor) -> None:
-        """An elementwise operation reads x. Compiled, a tensor is read once per place; an elementwise result of forward
-        is recomputed in backward from its leaves; one of this pass is at hand, and is not read."""
+        """Record that an elementwise operation reads x.
+
+        In compiled code, a tensor is read once per place. An elementwise result of forward
+        is recomputed in backward from its leaves. A result of this pass is still in
+        registers, and is not read.
+        """
         key = self.key(x)
         if key in self.made_of and key not in self.of_forward:
             return
@@ -290,7 +341,10 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 class _OneKernelNorms(TorchFunctionMode):
-    """Run RMSNorm as one operation that saves its input, as on a GPU; the meta device would decompose it."""
+    """Run RMSNorm as one operation that saves its input, as on a GPU.
+
+    The meta device would decompose it.
+    """
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None

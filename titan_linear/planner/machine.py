@@ -1,6 +1,7 @@
-"""What a machine can do: rates measured on a GPU, and the links between its GPUs.
+"""A machine's speed: rates measured on a GPU, and the links between its GPUs.
 
-Rates are a JSON file: one that `tools/bench_rates.py` wrote on the machine at hand, or one of those shipped (rates/).
+Rates are a JSON file that `tools/bench_rates.py` wrote on the machine, or a file of the
+package (rates/).
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ from titan_linear.planner.counting import Size
 from titan_linear.storage.files import read_json
 
 SHIPPED = Path(__file__).parent / "rates"
-# Seconds by which each further rank, and each further node, delays a ring: as NCCL estimates them, not measured.
+# Seconds by which each further rank, and each further node, delays a ring. These are NCCL's
+# estimates, not measured.
 HOP, HOP_BETWEEN_NODES = 2e-6, 4e-6
 
-# TFLOP/s forward, forward and backward
+# TFLOP/s of forward, and of forward with backward.
 ByHeadDim = Annotated[dict[str, tuple[Above0, Above0]], Field(min_length=1)]
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Link:
-    """A link between GPUs of a node, or of several: seconds per message, bytes per second that a GPU sends."""
+    """A link between GPUs of one node: seconds per message, bytes per second that a GPU
+    sends.
+    """
 
     latency: AtLeast0
     all_gather: Above0
@@ -40,7 +44,11 @@ class Link:
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Offload:
-    """Bytes per second between a GPU and its host's pinned memory, and of AdamW on the host, reads plus writes."""
+    """Rates of CPU offload, in bytes per second.
+
+    The copies are between a GPU and its host's pinned memory. AdamW on the host counts
+    reads plus writes.
+    """
 
     to_device: Above0
     to_host: Above0
@@ -49,25 +57,34 @@ class Offload:
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Rates:
-    """Measured rates of a GPU; `sources` says where each figure is from."""
+    """Measured rates of a GPU; `sources` has the origin of each figure."""
 
     gpu: str
     memory_gib: Above0
     peak_tflops: Above0
-    copy: Above0  # bytes per second, reads plus writes, as the next two
-    elementwise: Above0  # of single operations
-    fused: Above0  # of compiled operations
-    products: Annotated[list[tuple[Above0, Above0]], Field(min_length=1)]  # smallest size, TFLOP/s
-    attention: Annotated[dict[str, ByHeadDim], Field(min_length=1)]  # by kernel
-    # (ns per token and head (K = V = 128) or channel, ns per token of an entry); "… any": gates without a lower bound
+    # Bytes per second, reads plus writes: of copies, of single elementwise operations, and
+    # of compiled ones.
+    copy: Above0
+    elementwise: Above0
+    fused: Above0
+    # Pairs of the smallest size and TFLOP/s.
+    products: Annotated[list[tuple[Above0, Above0]], Field(min_length=1)]
+    # TFLOP/s by kernel and head dim.
+    attention: Annotated[dict[str, ByHeadDim], Field(min_length=1)]
+    # Pairs of ns per token and head (K = V = 128) or channel, and ns per token of an entry.
+    # A name with " any" is for gates without a lower bound.
     operators: dict[str, tuple[AtLeast0, AtLeast0]]
-    gap: AtLeast0  # seconds between kernels
-    host: AtLeast0  # seconds that the host takes per launch
-    node: Link | None  # None: not measured
+    # Seconds between kernels, and seconds that the host takes per launch.
+    gap: AtLeast0
+    host: AtLeast0
+    # None: not measured.
+    node: Link | None
     sources: dict[str, str]
-    offload: Offload | None = None  # None: not measured
-    float8: list[tuple[Above0, Above0]] | None = None  # as `products`; None: not measured
-    # of rows by expert; None: not measured, as `products`
+    # None: not measured.
+    offload: Offload | None = None
+    # Products in float8, as `products`. None: not measured.
+    float8: list[tuple[Above0, Above0]] | None = None
+    # Products of rows by expert, as `products`. None: not measured; `products` is used.
     grouped: list[tuple[Above0, Above0]] | None = None
 
     @pydantic.field_validator("operators")
@@ -80,14 +97,18 @@ class Rates:
         return operators
 
     def product(self, size: Size, grouped: bool = False) -> float:
-        """Seconds of [m, k] @ [k, n] in bfloat16. grouped: rows have one of several such matrices."""
+        """Return the seconds of [m, k] @ [k, n] in bfloat16.
+
+        grouped: each row is multiplied by one of several such matrices.
+        """
         m, n, k = size
+        # A product takes at least as long as reading and writing its matrices.
         moved = 2 * (m * k + k * n + m * n)
         rates = (self.grouped if grouped else None) or self.products
         return max(2 * m * n * k / _tflops(rates, size) / 1e12, moved / self.copy)
 
     def float8_product(self, size: Size) -> float:
-        """Seconds of [m, k] @ [k, n] from float8, without what rounds to it."""
+        """Return the seconds of [m, k] @ [k, n] from float8, without the rounding to it."""
         if self.float8 is None:
             raise ValueError(
                 f"the rates of {self.gpu} do not say how fast products in float8 are, so that no time is planned with "
@@ -98,52 +119,69 @@ class Rates:
 
 
 def _tflops(rates: list[tuple[float, float]], size: Size) -> float:
-    """The rate of products of this size: rates are by the smallest of the three."""
+    """Return the rate of products of this size, interpolated by the smallest of its three
+    sizes.
+    """
     points = sorted((math.log2(width), rate) for width, rate in rates)
     sizes, measured = zip(*points, strict=True)
     return float(np.interp(math.log2(min(size)), sizes, measured))
 
 
 def shipped() -> dict[str, Path]:
-    """GPU → its file of rates."""
+    """Return the files of rates in the package, by GPU."""
     return {path.stem.upper(): path for path in sorted(SHIPPED.glob("*.json"))}
 
 
 def read_rates(path: Path) -> Rates:
-    """Read and check a file of rates. ValueError: it is not one."""
+    """Read and check a file of rates.
+
+    Raises:
+        ValueError: the file does not have rates.
+    """
     return read_json(path, Rates, "python -m tools.bench_rates writes a file of rates")
 
 
 @dataclass(frozen=True)
 class Group:
-    """The exchanges of a group of ranks: seconds, and bytes per second that a rank sends."""
+    """Speed of exchanges in a group of ranks: seconds, and bytes per second that a rank
+    sends.
+    """
 
-    message: float  # seconds before what a rank sends to others directly is there
-    # and of an all-gather or reduce-scatter, which passes through all ranks, one after the other
+    # Seconds until data that a rank sends directly to others has arrived.
+    message: float
+    # Likewise for an all-gather or reduce-scatter, which passes through all ranks in turn.
     ring: float
     all_gather: float
     reduce_scatter: float
     all_to_all: float
-    neighbour: float  # where each rank sends to the next alone
+    # Rate if each rank sends only to the next one.
+    neighbour: float
 
 
 @dataclass(frozen=True)
 class Machine:
     rates: Rates
-    node_size: int  # GPUs per node
-    network: float  # bytes per second that a GPU sends to other nodes
-    # the kernel; "flash" stands in for "cudnn" where lengths do not recur, or heads are wider
+    # GPUs per node.
+    node_size: int
+    # Bytes per second that a GPU sends to other nodes.
+    network: float
+    # The kernel. "flash" replaces "cudnn" if lengths do not recur, or if heads are wider.
     attention: str
 
     def attention_rates(self, D: int, Dv: int, recurring: bool) -> tuple[float, float]:
-        """TFLOP/s of forward, and of both passes, on heads of D and Dv channels: those of the least measured width that
-        holds both, without the work on padding."""
+        """Return TFLOP/s of attention's forward, and of both passes, on heads of D and Dv
+        channels.
+
+        They are the rates of the least measured width that holds both dims, without the
+        work on padding.
+        """
         wide = max(D, Dv)
         kernel = self.attention
         if kernel == "cudnn" and not (
             recurring and wide <= max(map(int, self.rates.attention[kernel]))
         ):
             kernel = "flash" if "flash" in self.rates.attention else kernel
+        # The kernel computes padded heads, so the useful share of its rate is smaller.
         computed = 2 * wide if kernel == "flash" else sum(flash4.widths(D, Dv))
         by_width = {int(width): rates for width, rates in self.rates.attention[kernel].items()}
         forward, both = by_width[min((w for w in by_width if w >= wide), default=max(by_width))]
@@ -159,7 +197,9 @@ class Machine:
         return self.rates.offload
 
     def group(self, ranks: int, stride: int) -> Group:
-        """The exchanges of a group of `ranks` ranks that lie `stride` ranks apart."""
+        """Return the speed of exchanges in a group of `ranks` ranks that are `stride` ranks
+        apart.
+        """
         node = self.rates.node
         if ranks == 1:
             return Group(0.0, 0.0, 1.0, 1.0, 1.0, 1.0)
@@ -168,7 +208,8 @@ class Machine:
                 f"the rates of {self.rates.gpu} do not say how fast GPUs exchange data; torchrun --nproc-per-node 2 -m "
                 "tools.bench_rates measures that"
             )
-        here = min(max(self.node_size // stride, 1), ranks)  # the group's ranks on a node
+        # Number of the group's ranks on a node.
+        here = min(max(self.node_size // stride, 1), ranks)
         if here == ranks:
             return Group(
                 node.latency,
@@ -178,7 +219,7 @@ class Machine:
                 node.all_to_all,
                 node.all_gather,
             )
-        # one ring through each rank's link to other nodes
+        # One ring passes through each rank's link to other nodes.
         nodes, rings = -(-ranks // here), here * self.network
         return Group(
             message=node.latency + FARTHER,

@@ -1,26 +1,34 @@
-"""Plan a run's memory per GPU, by running its layers on the meta device, where nothing is allocated (counting.py).
+"""Plan a run's memory per GPU by running its layers on the meta device (counting.py).
 
-The parts are bytes of the GPU that holds most, at the moment when it holds most: in the head, in backward of the layer
-at which activations take most or of the first one, or after backward. A part that does not exist at that moment is 0.
+Nothing is allocated there. The parts are bytes of the GPU that holds most, at the moment
+when it holds most: in the head; in backward of the layer whose activations take most, or of
+the first layer; or after backward. A part that does not exist at that moment is 0.
 
-    parameters, gradients, optimizer   this GPU's shards, and what FSDP leaves whole. Without gradient accumulation
-                                       there are no gradients before backward
-    copies                             of parameters in the compute dtype: FSDP's two largest units, gathered, and one
-                                       unit's gradients; if nothing is sharded, all parameters, and at the end of
-                                       backward their gradients. With offload also what is on its way from or to the
-                                       host
-    activations                        the columns that the loss reads, and what layers keep of one micro-step until
-                                       their backward: all that it needs, with compile.enable only what is expensive to
-                                       recompute; with activation checkpointing the layer's input (and what
-                                       ops/runtime/operators.py lists for the mode), and all that the layer being
-                                       recomputed needs
-    working                            the most that a layer's backward, or Muon's update, needs besides these
-    head                               the final norm's input and output, the gradients of the head's input and weight
+    parameters, gradients, optimizer   this GPU's shards, and the parameters that FSDP does not
+                                       shard. Without gradient accumulation there are no
+                                       gradients before backward
+    copies                             of parameters in the compute dtype: FSDP's two largest
+                                       units, gathered, and one unit's gradients; if nothing is
+                                       sharded, all parameters, and at the end of backward their
+                                       gradients. With offload also the data on its way from or
+                                       to the host
+    activations                        the columns that the loss reads, and what layers keep of
+                                       one micro-step until their backward: all that it needs,
+                                       or with compile.enable only what is expensive to
+                                       recompute; with activation checkpointing the layer's
+                                       input (and what ops/runtime/operators.py lists for the
+                                       mode), and all that the layer being recomputed needs
+    working                            the most that a layer's backward, or Muon's update, needs
+                                       in addition
+    head                               the final norm's input and output, the gradients of the
+                                       head's input and weight
     logits                             of training.loss_chunk_size tokens, and their gradient
 
-With training.enable_cpu_offload, shards, their gradients and moments are not included: `host_memory` has them.
+With training.enable_cpu_offload, shards, their gradients and moments are not included:
+`host_memory` has them.
 
-`SPARE` of a GPU is left free for what is not planned: fragmentation, workspaces of libraries and NCCL's buffers.
+`SPARE` of a GPU is left free for what is not planned: fragmentation, workspaces of
+libraries and NCCL's buffers.
 """
 
 from __future__ import annotations
@@ -74,34 +82,49 @@ PARTS = (
     "head",
     "logits",
 )
-SPARE = 0.1  # of a GPU
-# bytes per element: in bfloat16 a rank's parts, whole matrices, and three copies in torch's Muon
+# Share of a GPU that stays free.
+SPARE = 0.1
+# Bytes per element: in bfloat16 a rank's parts, whole matrices, and three copies in torch's
+# Muon.
 MUON_WORKING = 10
 
 
-# --- A rank's part of the model --------------------------------------------------------------------------------------
+# --- A rank's part of the model -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Units:
     """Numbers of elements of a rank's parameters, and how they are sharded."""
 
-    local: int  # in its shards, of what is trained
-    frozen: int  # of what adapters leave frozen, in the compute dtype
-    muon: int  # of these, in matrices that Muon updates
-    whole: int  # in parameters that FSDP does not shard, in float32 or wider
+    # Trained elements in the rank's shards.
+    local: int
+    # Elements that adapters leave frozen, in the compute dtype.
+    frozen: int
+    # Trained elements in matrices that Muon updates.
+    muon: int
+    # Elements of parameters that FSDP does not shard, in float32 or wider: trained and
+    # frozen.
+    whole: int
     frozen_whole: int
-    layers: tuple[int, ...]  # of each layer, as FSDP gathers it
-    trained: tuple[int, ...]  # of these
-    vocabulary: int  # of the head, likewise; the embedding has the same number
+    # Elements of each layer, as FSDP gathers it, and how many of these are trained.
+    layers: tuple[int, ...]
+    trained: tuple[int, ...]
+    # Likewise for the head; the embedding has the same number.
+    vocabulary: int
     trained_head: int
-    # bytes of an element of parameters, their gradients, each of AdamW's two moments, Muon's momentum
+    # Bytes of an element of parameters, their gradients, each of AdamW's two moments, and
+    # Muon's momentum.
     stored: int
-    compute: int  # of copies for compute
-    reduce: int  # of gradients that ranks sum
-    sharded: bool  # FSDP2 manages the parameters
-    shards: int  # number of ranks that they are sharded over
-    offloaded: bool  # the shards lie in the host's memory
+    # Bytes of an element of the copies for compute.
+    compute: int
+    # Bytes of an element of gradients that ranks sum.
+    reduce: int
+    # FSDP2 manages the parameters.
+    sharded: bool
+    # Number of ranks that they are sharded over.
+    shards: int
+    # The shards are in the host's memory.
+    offloaded: bool
 
 
 def units(config: Config, model: ModelConfig, gpus: int) -> Units:
@@ -110,6 +133,7 @@ def units(config: Config, model: ModelConfig, gpus: int) -> Units:
     tp = p.tensor_parallel_degree
     ep = p.expert_parallel_degree
     offloaded = t.enable_cpu_offload
+    # Count elements of a rank's part under tp and ep, and of its FSDP shards.
     decoder, _ = _parts(model, tp, ep)
     elements = _local(model, shards, tp, ep)
     whole = replicated_parameters(decoder)
@@ -136,27 +160,30 @@ def units(config: Config, model: ModelConfig, gpus: int) -> Units:
 
 
 def _local(model: ModelConfig, shards: int, tp: int, ep: int) -> dict[nn.Parameter, int]:
-    """Elements of each of a rank's shards."""
+    """Return the number of elements in each of a rank's shards."""
     decoder, experts = _parts(model, tp, ep)
     return {p: _owned(p, shards // ep if p in experts else shards) for p in _sharded(decoder)}
 
 
 @cache
 def hidden_shapes(model: ModelConfig) -> list[torch.Size]:
-    """Of the matrices that Muon would update, and of stacks of them."""
+    """Return the shapes of the matrices that Muon would update, and of stacks of them."""
     return [p.shape for p in hidden_matrices(_parts(model, 1, 1)[0]).values()]
 
 
 def parameters(model: ModelConfig) -> int:
-    """Number of parameters of the whole model."""
+    """Return the number of parameters of the whole model."""
     return sum(p.numel() for p in _parts(model, 1, 1)[0].parameters())
 
 
 def _on_a_rank(
     model: ModelConfig, dtype: torch.dtype, tp: int, ep: int, **parallelism: str
 ) -> Decoder:
-    """A rank's part of the model under tp and ep, on the meta device. Rows for experts stay on this rank: with equal
-    loads it receives the number of rows that it sends."""
+    """Return a rank's part of the model under tp and ep, on the meta device.
+
+    Rows for experts stay on this rank: with equal loads it receives as many rows as it
+    sends.
+    """
     decoder = unallocated(model, dtype)
     training = Training(mixed_precision_param=short(dtype), mixed_precision_reduce="float32")
     config = Config(training=training, parallelism=Parallelism(**parallelism))
@@ -168,7 +195,7 @@ def _on_a_rank(
 
 @cache
 def _parts(model: ModelConfig, tp: int, ep: int) -> tuple[Decoder, set[nn.Parameter]]:
-    """A rank's part of the model, and those of its parameters that are experts."""
+    """Return a rank's part of the model, and the set of its parameters that are experts'."""
     decoder = _on_a_rank(model, torch.float32, tp, ep)
     return decoder, {p for m in decoder.modules() if isinstance(m, Experts) for p in m.parameters()}
 
@@ -179,20 +206,23 @@ def _sharded(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _owned(parameter: Tensor, shards: int) -> int:
-    """Elements of the largest shard; FSDP pads the others to it."""
+    """Return the elements of the largest shard; FSDP pads the others to it."""
     return -(-parameter.shape[0] // shards) * parameter[0].numel()
 
 
-# --- A rank's part of a micro-step -----------------------------------------------------------------------------------
+# --- A rank's part of a micro-step --------------------------------------------------------
 
 
-# Mean tokens per document; None: each stream is one document. Or a prefix tree, level by level: how many nodes continue
-# each of the level above, and their tokens.
+# Mean tokens per document; None: each stream is one document. Or a prefix tree, level by
+# level: how many nodes continue each node of the level above, and their number of tokens.
 Mean = int | tuple[tuple[int, int], ...] | None
 
 
 class Batch(NamedTuple):
-    """What determines how a layer runs on the busiest rank: a micro-step's streams, and how they are cut."""
+    """The data that determine how a layer runs on the busiest rank.
+
+    They are a micro-step's streams, and how these are cut.
+    """
 
     seq_len: int
     streams: int
@@ -204,8 +234,10 @@ class Batch(NamedTuple):
     tp: int
     ep: int
     dtype: torch.dtype
-    node: int = 8  # GPUs per node
-    float8: tuple[str, ...] | None = None  # float8.filter_fqns; None: no float8
+    # GPUs per node.
+    node: int = 8
+    # float8.filter_fqns; None: no float8.
+    float8: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, config: Config, mean: Mean = None, node: int = 8) -> Batch:
@@ -228,16 +260,21 @@ class Batch(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a rank, between layers."""
+        """Return the number of tokens of a rank, between layers."""
         return self.streams * self.seq_len // (self.cp * self.tp)
 
 
 @cache
 def documents_of(seq_len: int, streams: int, mean: Mean) -> Nodes:
-    """Streams of one document each, of documents of random lengths around `mean`, or of as many trees as fit."""
+    """Return streams of documents with this mean length.
+
+    They have one document each, documents of random lengths around `mean`, or as many trees
+    as fit.
+    """
     if isinstance(mean, tuple):
         return _trees(seq_len, streams, mean)
     edges = [np.arange(streams + 1) * seq_len]
+    # Lengths are drawn with a fixed key, so that a plan is repeatable.
     if mean is not None:
         draw = np.random.Generator(np.random.Philox(key=seq_len))
         lengths = 1 + draw.exponential(mean, size=2 + 8 * streams * seq_len // mean).astype(
@@ -248,12 +285,14 @@ def documents_of(seq_len: int, streams: int, mean: Mean) -> Nodes:
 
 
 def _trees(seq_len: int, streams: int, levels: tuple[tuple[int, int], ...]) -> Nodes:
-    back = np.zeros(0, dtype=np.int64)  # of what lies below a node, as in `Nodes.behind`
+    # Offsets to parent tokens in the part below a node, as in `Nodes.behind`.
+    back = np.zeros(0, dtype=np.int64)
     for n, tokens in reversed(levels):
         node = np.append(np.ones(tokens, dtype=np.int64), back)
         back = np.tile(node, n)
         back[:: len(node)] = np.arange(n) * len(node) + 1
     back[0] = 0
+    # Fill a stream with whole trees; the rest of it is one document.
     trees, padding = divmod(seq_len, len(back))
     if not trees:
         raise ValueError(
@@ -264,7 +303,10 @@ def _trees(seq_len: int, streams: int, levels: tuple[tuple[int, int], ...]) -> N
 
 @cache
 def context(batch: Batch) -> CPContext:
-    """The context of the last cp rank, on the meta device: with contiguous fragments, that rank sees the most keys."""
+    """Return the context of the last cp rank, on the meta device.
+
+    With contiguous fragments, that rank sees the most keys.
+    """
     nodes = documents_of(batch.seq_len, batch.streams, batch.mean)
     described = build_cp_context(
         torch.from_numpy(nodes.edges.astype(np.int32)),
@@ -277,17 +319,21 @@ def context(batch: Batch) -> CPContext:
         device=META,
     )
     if batch.cp > 1:
-        planned = {"group": "planned", "group_name": "planned"}  # no exchange runs on it
-        # no ring knows trees
+        # No exchange runs on this group.
+        planned = {"group": "planned", "group_name": "planned"}
+        # Prefix trees have no context of nodes, because rings do not support trees.
         for cp in (described, *([] if described.cut.nodes.joined else [described.of_nodes])):
             cp.ranks = replace(cp.ranks, **planned)
     return described
 
 
 def layers(model: ModelConfig, batch: Batch) -> list[Layer]:
-    """Count each layer of a rank. ValueError: the GPU's kernels do not support the model.
+    """Count each layer of a rank.
 
     With equal loads, the number of rows for experts on a rank does not depend on ep.
+
+    Raises:
+        ValueError: the GPU's kernels do not support the model.
     """
     for name, dims in (pair for mixer in model.mixers for pair in mixer.ops.items()):
         op = OPS[name]
@@ -297,6 +343,7 @@ def layers(model: ModelConfig, batch: Batch) -> list[Layer]:
             raise ValueError(
                 f"{name} is planned as the GPU's kernels compute it: {reason}; use a model that they take"
             )
+    # Equal layers are counted once. With float8 a layer's number matters as well.
     alike, of_kind = batch._replace(ep=1), model.layers
     firsts = [of_kind.index(layer) for layer in of_kind]
     return [
@@ -307,7 +354,11 @@ def layers(model: ModelConfig, batch: Batch) -> list[Layer]:
 
 @cache
 def _layer(model: ModelConfig, n: int, batch: Batch, shift: int) -> Layer:
-    """Layer n. shift: of the layers' numbers, by which float8.filter_fqns knows them."""
+    """Count layer n.
+
+    shift: offset of the layer's number, by which float8.filter_fqns names it.
+    """
+    # Cut this layer out of the model, with this rank's part of its parameters.
     methods = {
         "context_parallel_method": batch.softmax_method,
         "context_parallel_linear_method": batch.linear_method,
@@ -319,6 +370,7 @@ def _layer(model: ModelConfig, n: int, batch: Batch, shift: int) -> Layer:
     if batch.float8 is not None:
         use_float8(decoder, batch.float8, first=shift)
     cp = context(batch)
+    # Some mixers take values from another layer, which are an input here.
     width = sum(options.takes for options in block.options.mixers) // batch.tp
     values = x.new_empty(1, len(cp.position_ids), width, requires_grad=True) if width else None
     return count(
@@ -326,18 +378,22 @@ def _layer(model: ModelConfig, n: int, batch: Batch, shift: int) -> Layer:
     )
 
 
-# --- Memory ----------------------------------------------------------------------------------------------------------
+# --- Memory -------------------------------------------------------------------------------
 
 
 def memory(config: Config, model: ModelConfig, gpus: int, mean: Mean = None) -> dict[str, float]:
-    """Bytes by PARTS on the GPU that holds most, at the moment when it holds most. mean: as in `moments`."""
+    """Return bytes by PARTS on the GPU that holds most, at the moment when it holds most.
+
+    mean: as in `moments`.
+    """
     return max(moments(config, model, gpus, mean).values(), key=lambda moment: sum(moment.values()))
 
 
 def moments(
     config: Config, model: ModelConfig, gpus: int, mean: Mean = None
 ) -> dict[str, dict[str, float]]:
-    """Bytes by PARTS at each moment that may be the peak."""
+    """Return bytes by PARTS at each moment that may be the peak."""
+    # Stored parameters, and gradients accumulated over micro-steps.
     u = units(config, model, gpus)
     batch = Batch.of(config, mean)
     counted = layers(model, batch)
@@ -345,20 +401,24 @@ def moments(
     stored = here + u.whole * widened(DTYPES[config.training.dtype]).itemsize
     accumulates = micro_steps(config, gpus) > 1
     accumulated = stored if accumulates else 0
+    # Activations of each layer, and the columns that the loss reads.
     kept, again, working = saved(config, counted)
     kept = (kept[0] + _columns(config, batch), *kept[1:])
     sizes = sorted((*u.layers, u.vocabulary))
-    # The next unit is gathered while one computes.
+    # FSDP gathers the next unit while one computes.
     gathered = sizes if config.parallelism.fsdp_reshard_after_forward == "never" else sizes[-2:]
     copies = _copies(u, sum(gathered), max(*u.trained, u.trained_head))
-    held = list(accumulate(kept))  # when a layer's backward begins
+    # Bytes held when each layer's backward begins, and the layer at which most are held.
+    held = list(accumulate(kept))
     fullest = max(range(len(counted)), key=lambda i: held[i] + again[i] + working[i])
-    # The gradient of the residual stream (for the final norm in float32 too) and, until it is reduced, of the head.
+    # The gradient of the residual stream (in float32 too, for the final norm), and of the
+    # head until it is reduced.
     stream = model.dim * batch.tokens * (u.compute + 4)
     around = stream + u.trained_head * u.compute
     optimizer = 2 * stored - (0 if u.offloaded else u.muon * u.stored)
     begins = {"gradients": accumulated, "copies": copies, "activations": sum(kept)}
-    # Only the first layer and the embedding have no gradients yet; the second layer's are being reduced.
+    # At the end of backward, only the first layer and the embedding have no gradients yet.
+    # The second layer's are being reduced.
     last = u.layers[0] + u.vocabulary
     missing = 0 if u.offloaded else last // u.shards * u.stored
     ends = {
@@ -368,10 +428,12 @@ def moments(
     ends |= {"activations": held[0] + again[0], "working": stream + working[0]}
     update = {"gradients": stored, "copies": copies, "working": u.muon * MUON_WORKING}
     if copies and not u.sharded:
-        # All parameters have copies, and gradients are those of the copies. A second one, or Muon, widens the first.
+        # Without FSDP, all parameters have copies, and gradients are in the copies' dtype.
+        # A second micro-step, or Muon, converts the first gradients to the stored dtype.
         ends |= {"gradients": accumulated, "copies": 2 * copies, "working": around + working[0]}
         update["gradients"] = accumulated or u.muon * u.stored
         update["copies"] = (3 if accumulates else 2) * copies
+    # Parts that differ from moment to moment, then the parts that are always there.
     by_moment = {
         "head": begins | _head(config, model, u, batch),
         "fullest layer": begins
@@ -389,8 +451,11 @@ def moments(
 
 
 def host_memory(config: Config, model: ModelConfig, gpus: int) -> int:
-    """Bytes of the host's memory that a rank takes with training.enable_cpu_offload: shards and their gradients, pinned
-    (PyTorch rounds each tensor up to a power of two), and AdamW's two moments or Muon's one. 0 without offload."""
+    """Return the bytes of the host's memory that a rank takes with offload, else 0.
+
+    They are shards and their gradients, pinned (PyTorch rounds each tensor up to a power of
+    two), and AdamW's two moments or Muon's one. Offload is training.enable_cpu_offload.
+    """
     p, u = config.parallelism, units(config, model, gpus)
     if not u.offloaded:
         return 0
@@ -404,14 +469,17 @@ def host_memory(config: Config, model: ModelConfig, gpus: int) -> int:
 
 
 def saved(config: Config, counted: list[Layer]) -> list[tuple[int, ...]]:
-    """Bytes of each layer: kept from forward until its backward begins; kept while it is recomputed, 0 if it is not;
-    the most that its backward takes beside that."""
+    """Return the bytes of each layer, as three tuples.
+
+    They are the bytes kept from forward until its backward begins; the bytes kept while it
+    is recomputed, 0 if it is not; and the most that its backward takes in addition.
+    """
     found = []
     for i, layer in enumerate(counted):
         of = layer.compiled if config.compile.enable else layer.plain
         mode = layer_checkpointing(config.activation_checkpoint, i)
         kept = {"selective": of.selective, "attention": of.attention, "full": 0}
-        # what was kept is taken, and freed where nothing else holds it
+        # Kept tensors are reused, and freed if nothing else holds them.
         again = of.kept - kept.get(mode, 0)
         found.append(
             (of.kept, 0, of.working)
@@ -422,17 +490,24 @@ def saved(config: Config, counted: list[Layer]) -> list[tuple[int, ...]]:
 
 
 def _columns(config: Config, batch: Batch) -> int:
-    """Bytes of what the loss reads beside each label, 4 for a number: weights, its columns with the most numbers that
-    they may have, and of several ids these once more, beside the labels."""
+    """Return the bytes of the columns that the loss reads, 4 for each number.
+
+    They are weights, and the loss's columns with the most numbers that they may have. With
+    several ids per token, the loss reads these numbers once more.
+    """
     loss = build_loss(config)
     numbers = 1 + len(loss.columns) * max(loss.most_numbers, 1) + loss.most_numbers
     return 4 * numbers * batch.tokens * batch.tp
 
 
 def _copies(u: Units, gathered: int, reduced: int) -> int:
-    """With FSDP: `gathered` elements, and a unit's gradients of `reduced`, before and during reduction; with offload
-    also a unit's shard on its way from the host, and its gradient on its way back (on a single rank, sent from a
-    copy). Without FSDP: all parameters, if the compute dtype is another."""
+    """Return the bytes of copies of parameters and gradients.
+
+    With FSDP: `gathered` elements, and a unit's gradients of `reduced` elements, before and
+    during reduction. With offload also a unit's shard on its way from the host, and its
+    gradient on its way back (on a single rank, sent from a copy). Without FSDP: all
+    parameters, if the compute dtype is not the stored one.
+    """
     compute, stored = u.compute, u.stored
     if not u.sharded:
         return 0 if compute == stored else u.local * compute
@@ -444,8 +519,12 @@ def _copies(u: Units, gathered: int, reduced: int) -> int:
 
 
 def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> dict[str, int]:
-    """The final norm's input in float32; its output and that output's gradient, for the tokens of all tp ranks; the
-    head weight's gradient in float32, and the weight itself, if FSDP gathers it; float32 logits, and their gradient."""
+    """Return the bytes of the head and of logits.
+
+    The head has the final norm's input in float32; its output and the output's gradient,
+    for the tokens of all tp ranks; and the head weight's gradient in float32, and the
+    weight itself if FSDP gathers it. Logits are in float32, with their gradient.
+    """
     compute = u.compute
     tokens = batch.tokens * batch.tp
     stream = model.dim * (4 * batch.tokens + 2 * compute * tokens)
@@ -459,9 +538,13 @@ def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> dict[st
 
 
 def checkpointings(model: ModelConfig) -> list[list[ActivationCheckpoint]]:
-    """The ways that differ for this model, in groups: in each from the one that keeps most, and recomputes least."""
+    """Return the kinds of activation checkpointing that differ for this model, in groups.
+
+    Each group begins with the one that keeps most and recomputes least.
+    """
     layers = len(model.layers)
-    # by the number of layers that are recomputed
+    # Intervals by the number of layers that are recomputed; of equal ones the smallest
+    # counts.
     every = {layers // n: n for n in range(layers, 1, -1)}
     nth = [
         ActivationCheckpoint(mode="selective", selective_ac_option=str(n)) for n in every.values()

@@ -1,4 +1,4 @@
-"""The splits of a step over GPUs: those that can run and fit, the fastest first, and the longest stream that fits."""
+"""Splits of a step over GPUs that can run and fit, and the longest stream that fits."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from titan_linear.planner.memory import GIB, Mean, checkpointings, memory
 from titan_linear.planner.timing import Step, step
 from titan_linear.run.preflight import check_checkpointing, check_float8, check_splits
 
-LOCAL = 4  # the largest local batch to try
-LONGEST = 1 << 24  # tokens; longer streams are not tried
+# The largest local batch to try.
+LOCAL = 4
+# Tokens; longer streams are not tried.
+LONGEST = 1 << 24
 
 
 class Setting(NamedTuple):
-    """What a configuration is planned for."""
+    """The circumstances for which configurations are planned."""
 
     model: ModelConfig
     gpus: int
     machine: Machine
     mean: Mean
-    room: float  # bytes of a GPU
+    # Bytes of a GPU that may be used.
+    room: float
 
     def needs(self, config: Config) -> float:
-        """Bytes of the GPU that holds most."""
+        """Return the bytes of the GPU that holds most."""
         return sum(memory(config, self.model, self.gpus, self.mean).values())
 
     def step(self, config: Config) -> Step:
@@ -35,19 +38,26 @@ class Setting(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A configuration, what it takes and how fast it is."""
+    """A configuration, the memory it needs, and its planned step."""
 
     config: Config
     bytes: float
     step: Step
 
     def rank(self) -> tuple[float, float]:
-        """Sort key: the fastest first; among those equal to three digits, the one that takes least memory."""
+        """Return a sort key: the fastest first.
+
+        Among splits equal to three digits, the one that takes the least memory is first.
+        """
         return float(f"{self.step.seconds:.3g}"), self.bytes
 
 
 def check(config: Config, model: ModelConfig, gpus: int) -> None:
-    """ValueError: the run cannot run on this number of GPUs."""
+    """Check that the run can run on this number of GPUs.
+
+    Raises:
+        ValueError: it cannot.
+    """
     check_config(config, gpus)
     check_splits(model, config)
     check_checkpointing(model, config)
@@ -63,8 +73,11 @@ def can_run(config: Config, setting: Setting) -> bool:
 
 
 def fitting(config: Config, setting: Setting) -> Iterator[Split]:
-    """The splits that fit, each with the cheapest activation checkpointing. Tensor parallelism keeps the run's own
-    degree, and takes a higher one only if nothing fits, because every layer waits for it."""
+    """Yield the splits that fit, each with the cheapest activation checkpointing.
+
+    Tensor parallelism keeps the run's own degree, and takes a higher one only if nothing
+    fits, because every layer waits for it.
+    """
     own = config.parallelism.tensor_parallel_degree
     found = False
     for tp in (n for n in _divisors(setting.gpus, setting.machine.node_size) if n >= own):
@@ -78,24 +91,32 @@ def fitting(config: Config, setting: Setting) -> Iterator[Split]:
 
 
 def with_checkpointing(degrees: Config, setting: Setting) -> Split | None:
-    """The split with the cheapest activation checkpointing with which it fits; None: it does not."""
+    """Return the split with the cheapest activation checkpointing with which it fits.
+
+    None: it does not fit.
+    """
     fitting = []
     for group in checkpointings(setting.model):
+        # Within a group, the first that fits recomputes least.
         for ac in group:
             config = degrees.model_copy(update={"activation_checkpoint": ac})
             needed = setting.needs(config)
             if needed <= setting.room:
                 fitting.append(Split(config, needed, setting.step(config)))
                 break
+        # Nothing is faster than no recomputation.
         if fitting and fitting[0].config.activation_checkpoint.mode == "none":
             break
     return min(fitting, key=Split.rank, default=None)
 
 
 def candidates(config: Config, setting: Setting, tp: int) -> Iterator[Config]:
-    """Every split of the same step that can run: ep within a node, parameters sharded over all ranks or a node's, and,
-    if there is softmax attention, both layouts: zig-zag shares out its pairs evenly, and costs the other layers
-    exchanges."""
+    """Yield every split of the same step that can run.
+
+    Experts are split within a node, and parameters are sharded over all ranks or a node's.
+    If there is softmax attention, both layouts are tried: zig-zag distributes its pairs
+    evenly, and costs the other layers exchanges.
+    """
     model = setting.model
     gpus = setting.gpus
     node = setting.machine.node_size
@@ -122,7 +143,9 @@ def candidates(config: Config, setting: Setting, tp: int) -> Iterator[Config]:
 
 
 def shardings(gpus: int, node: int, tp: int) -> tuple[int, ...]:
-    """Values of fsdp_shard_degree: over all ranks, and over those of a node, if there are several nodes."""
+    """Return values of fsdp_shard_degree: all ranks, and, with several nodes, a node's
+    ranks.
+    """
     return (-1, node // tp) if gpus > node and gpus % node == node % tp == 0 else (-1,)
 
 
@@ -131,8 +154,11 @@ def _divisors(n: int, most: int) -> list[int]:
 
 
 def refuse(config: Config, setting: Setting) -> None:
-    """Raise the ValueError that nothing fits, which says how much the split that takes least would take."""
+    """Raise the ValueError that nothing fits, with the memory that the smallest split
+    needs.
+    """
     model, gpus = setting.model, setting.gpus
+    # The least memory is needed with full checkpointing.
     full = [
         changed(split, {"activation_checkpoint.mode": "full"})
         for tp in _divisors(gpus, setting.machine.node_size)
@@ -149,7 +175,10 @@ def refuse(config: Config, setting: Setting) -> None:
 
 
 def longest(splits: list[Split], setting: Setting) -> str:
-    """The longest stream, found by doubling it until no split fits; at least the length of `splits`, which fit."""
+    """Describe the longest stream, found by doubling its length until no split fits.
+
+    It is at least as long as the streams of `splits`, which fit.
+    """
     best, length = splits[0].config, 2 * splits[0].config.training.seq_len
     while length <= LONGEST and (longer := next(_of_length(splits, setting, length), None)):
         best, length = longer, 2 * length
@@ -158,7 +187,7 @@ def longest(splits: list[Split], setting: Setting) -> str:
 
 
 def _of_length(splits: list[Split], setting: Setting, length: int) -> Iterator[Config]:
-    """Configurations with which a stream of this length fits, the largest cp first."""
+    """Yield configurations with which a stream of this length fits, the largest cp first."""
     for split in sorted(
         splits, key=lambda split: -split.config.parallelism.context_parallel_degree
     ):

@@ -1,22 +1,24 @@
-"""Plan the time of a training step: the work of its layers (counting.py), at rates measured on a GPU (machine.py).
+"""Plan the time of a step: its layers' work (counting.py) at a GPU's rates (machine.py).
 
 The plan is seconds by part, of the busiest rank:
 
-    products       matrix products, at a rate by the smallest of their three sizes; in bfloat16 never faster than their
-                   bytes
+    products       matrix products, at a rate by the smallest of their three sizes; in bfloat16
+                   never faster than their bytes
     attention      the pairs that the mask leaves, at a rate by kernel and head dim
-    recurrence     each of its operators: a time per token and head, and per token of the longest entry, which one head
-                   scans alone; the convolution, per token and channel
+    recurrence     each of its operators: a time per token and head, and per token of the longest
+                   entry, which one head scans alone; the convolution, per token and channel
     elementwise    bytes read and written, by single operations or as compiled
     head           its products, the loss's reads and writes of logits
-    optimizer      bytes of parameters, gradients and moments; copies in the compute dtype. With offload the host does
-                   this, and accumulates gradients
-    communication  only what is exposed: exchanges inside layers, which wait; of FSDP's exchanges, and of copies from
-                   and to the host, what takes longer than the layers that hide it. On one GPU FSDP waits for what
-                   comes from the host. In all micro-steps but the first, the host waits for what comes to it
+    optimizer      bytes of parameters, gradients and moments; copies in the compute dtype. With
+                   offload the host does this, and accumulates gradients
+    communication  only the exposed time: exchanges inside layers, for which ranks wait; the time
+                   by which FSDP's exchanges, and copies from and to the host, are longer than
+                   the layers that hide them. On one GPU FSDP waits for data from the host. In
+                   all micro-steps but the first, the host waits for data from the GPU
     launches       gaps between kernels; or the time by which the host is slower than the GPU
 
-Not modelled: kernels that slow down beside a collective, other jobs, input, checkpoints, validation.
+Not modeled: kernels that slow down during a collective, other jobs, input, checkpoints,
+validation.
 """
 
 from __future__ import annotations
@@ -80,19 +82,28 @@ PARTS = (
     "communication",
     "launches",
 )
-DIM = 128  # K and V at which the delta rule's rates are measured
-SLICE = 64  # columns
-# products in bfloat16 that take as long as one in float32, which tensor cores do not compute
+# K and V at which the delta rule's rates are measured.
+DIM = 128
+# Columns of the state that a program computes.
+SLICE = 64
+# A product in float32, which tensor cores do not compute, takes as long as this many in
+# bfloat16.
 WIDE = 15
-LAUNCHES = 4  # per operator, on average
-# seconds of the host for a matrix that torch's Muon takes: 288 of KDA 340M, an H200, 2026-11-26
+# Launches per operator, on average.
+LAUNCHES = 4
+# Seconds of the host for a matrix that torch's Muon takes. Measured with the 288 matrices
+# of KDA 340M on an H200, 2026-11-26.
 ORTHOGONAL = 0.38e-3
-SLICES = 4  # number of slices in which keys travel around the ring: the first one is waited for
+# Number of slices in which keys travel around the ring; ranks wait for the first one.
+SLICES = 4
 
 
 def share_of(K: int, V: int) -> float:
-    """What a recurrence's token and head of these dims take, of the time at K = V = DIM. Kernels compute the state by
-    whole slices of columns, each from all of q and k."""
+    """Return the time of a recurrence's token and head, relative to the time at K = V =
+    DIM.
+
+    Kernels compute the state by whole slices of columns, each from all of q and k.
+    """
     return -(-V // SLICE) * _slice(K) / (DIM // SLICE * _slice(DIM))
 
 
@@ -100,7 +111,7 @@ def _slice(K: int) -> int:
     return K * SLICE + CHUNK * (K + SLICE)
 
 
-# --- A pass through a layer ------------------------------------------------------------------------------------------
+# --- A pass through a layer ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -127,19 +138,23 @@ class Clock:
         self.tp = machine.group(batch.tp, 1)
         described = context(batch)
         self.gathered = described.gathered
-        self.longest = int(described.tables.boundaries.longest)  # entry's length
+        # Length of the longest entry.
+        self.longest = int(described.tables.boundaries.longest)
 
     def of(self, work: Work, calls: Sequence[Call]) -> Pass:
-        """The time of this work. calls: those of `work` that run."""
+        """Return the time of this work. calls: the calls of `work` that run."""
         parts = dict.fromkeys(PARTS, 0.0)
+        # Matrix products; one in float32 counts as WIDE products in bfloat16.
         times = work.products + Counter(
             {size: (WIDE - 1) * n for size, n in work.wide_products.items()}
         )
         parts["products"] = sum(self.rates.product(size) * n for size, n in times.items())
+        # Elementwise operations.
         if self.compiled:
             parts["elementwise"] = work.fused / self.rates.fused
         else:
             parts["elementwise"] = work.elementwise / self.rates.elementwise
+        # Our operators, each of which may add to several parts.
         segments = next((call.cost.number for call in calls if isinstance(call.cost, Segments)), 0)
         for call in calls:
             for part, seconds in self._parts(call, segments):
@@ -148,7 +163,7 @@ class Clock:
         return Pass(parts, work.multiplications + operations + LAUNCHES * len(calls))
 
     def _parts(self, call: Call, segments: int) -> Iterator[tuple[str, float]]:
-        """Parts of a step, and the seconds that the call adds to each."""
+        """Yield parts of a step, and the seconds that the call adds to each."""
         cost = call.cost
         match cost:
             case Attention():
@@ -168,7 +183,8 @@ class Clock:
                 yield "communication", self._exchange(cost)
             case Incoming():
                 yield "communication", self._incoming(cost)
-            case _:  # also tables and folds, which are small, and what was not measured
+            # Everything else is small (tables, folds) or was not measured: count its bytes.
+            case _:
                 inputs = [x for x in tree_leaves(call.arguments) if isinstance(x, Tensor)]
                 yield (
                     "elementwise",
@@ -176,26 +192,35 @@ class Clock:
                 )
 
     def _attention(self, cost: Attention) -> float:
-        pairs_of_ranks, _ = self.gathered.pairs.tolist()
+        pairs_of_ranks = self.gathered.pairs.tolist()
         match cost.keys:
             case None:
-                pairs = sum(pairs_of_ranks)  # all tokens, but fewer heads
-            case Gathered(pairs=pairs):  # balanced
-                pass
+                # Ranks exchange heads: each has all tokens, but fewer heads.
+                pairs = sum(pairs_of_ranks)
+            case Gathered():
+                # The others wait for the rank that computes most.
+                pairs = max(pairs_of_ranks)
             case Ring(stride=stride):
-                # of the ranks that are one on it
+                # On a ring, `stride` ranks act as one; the last of these groups has the
+                # most pairs.
                 pairs = sum(pairs_of_ranks[self.batch.cp - stride :])
         flops = 2 * (cost.D + cost.Dv) * cost.heads * pairs
         forward, both = self.machine.attention_rates(cost.D, cost.Dv, self.batch.mean is None)
         seconds = flops / forward / 1e12
+        # Both passes compute 3.5 times the FLOPs of forward; backward is the rest of their
+        # time.
         return 3.5 * flops / both / 1e12 - seconds if cost.backward else seconds
 
     def _keys_exposed(self, keys: Ring | Gathered | None, compute: float, backward: bool) -> float:
-        """Exposed seconds of keys, values and, in backward, their gradients, which travel beside the blocks."""
+        """Return the exposed seconds of keys, values and, in backward, their gradients.
+
+        They travel while blocks of attention are computed.
+        """
         match keys:
             case None:
                 return 0.0
-            case Gathered(nbytes, share, slices):  # in backward also a reduce-scatter
+            # In backward there is also a reduce-scatter.
+            case Gathered(nbytes, share, slices):
                 seconds = (
                     slices * (1 + backward) * self.cp.ring + nbytes * share / self.cp.all_gather
                 )
@@ -206,7 +231,11 @@ class Clock:
         return max(seconds - compute, seconds / slices)
 
     def _recurrence(self, name: str, cost: Recurrence, segments: int) -> float:
-        """Seconds for all heads, plus the time by which one head's scan outlasts what the GPU needs for all of them."""
+        """Return the seconds for all heads, and for the longest scan.
+
+        The second is the time by which one head's scan outlasts the work of the GPU on all
+        heads.
+        """
         operators = self.rates.operators
         each, of_chain = (
             operators.get(f"{name} any", operators[name]) if cost.any_gate else operators[name]
@@ -237,7 +266,9 @@ class Clock:
                 )
 
     def _incoming(self, cost: Incoming) -> float:
-        """Seconds to bring the states that enter a rank's fragments there, and to fold them."""
+        """Return the seconds to bring the states that enter a rank's fragments there, and
+        fold them.
+        """
         most = int(Chains(*cost.tables).most)
         W = self.batch.cp
         sizes = sizes_of(cost.S_ext, cost.M)
@@ -252,14 +283,15 @@ class Clock:
         )
 
 
-# --- A step ----------------------------------------------------------------------------------------------------------
+# --- A step -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Step:
     """A planned step."""
 
-    parts: dict[str, float]  # seconds
+    # Seconds by part.
+    parts: dict[str, float]
     tokens: int
     flops: int
     gpus: int
@@ -271,7 +303,7 @@ class Step:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all GPUs."""
+        """Return the tokens per second of all GPUs."""
         return self.tokens / self.seconds
 
     @property
@@ -287,11 +319,13 @@ def step(
     u = units(config, model, gpus)
     clock = Clock(machine, batch, config.compile.enable)
     times = micro_steps(config, gpus)
+    # Layers; the frozen base as reference adds a forward pass.
     passes = passes_of(clock, config, model)
     everything = [p for pair in passes for p in pair]
     if model.adapter and model.adapter.base_is_reference:
         everything += [forward for forward, _ in passes[: model.num_layers]]
     parts = {part: times * sum(p.parts[part] for p in everything) for part in PARTS}
+    # Head and optimizer.
     parts["head"] = times * _head(config, model, u, batch, machine)
     parts["optimizer"] = _optimizer(config, u, times, machine)
     if config.optimizer.name == "muon":
@@ -299,6 +333,7 @@ def step(
         if gpus > 1:
             link = machine.group(gpus, 1)
             parts["communication"] += 2 * (link.message + 2 * u.muon / link.all_to_all)
+    # Exposed communication of FSDP, experts and replicas.
     parts["communication"] += times * (
         _shared(config, u, machine, passes) + _experts(config, model, batch, machine)
     )
@@ -306,14 +341,16 @@ def step(
     parts["communication"] += sums * _replicas(config, u, gpus, machine, passes)
     if u.offloaded:
         parts["communication"] += (times - 1) * u.local * u.stored / machine.offload.to_host
+    # Launches: the head has its own, for each chunk of tokens.
     chunk = tokens_at_once(t.loss_chunk_size, u.vocabulary // model.dim)
     chunks = -(-batch.tokens * batch.tp // chunk) * (
         1 + model.mtp_layers + _readings(config, model)
     )
-    # 7 for each chunk of logits
+    # There are 7 launches for each chunk of logits.
     launches = times * (sum(p.launches for p in everything) + 7 * chunks)
     spent = sum(parts.values())
     parts["launches"] = max(machine.rates.gap * launches, machine.rates.host * launches - spent)
+    # FLOPs count the documents' own work, not the recomputed one.
     nodes = documents_of(t.seq_len, t.local_batch_size, mean)
     one = Documents.of(nodes.edges, nodes.depth)
     documents = Documents(*(n * t.global_batch_size // t.local_batch_size for n in one))
@@ -323,7 +360,7 @@ def step(
 
 
 def passes_of(clock: Clock, config: Config, model: ModelConfig) -> list[tuple[Pass, Pass]]:
-    """Forward and backward of each layer."""
+    """Return forward and backward of each layer."""
     modes = [layer_checkpointing(config.activation_checkpoint, i) for i in range(len(model.layers))]
     return [
         _passes(clock, mode, layer)
@@ -332,11 +369,12 @@ def passes_of(clock: Clock, config: Config, model: ModelConfig) -> list[tuple[Pa
 
 
 def _passes(clock: Clock, mode: str, layer: Layer) -> tuple[Pass, Pass]:
-    """A layer's forward and backward; backward begins with recomputation, if there is any."""
+    """Return a layer's forward and backward; backward begins with recomputation, if any."""
     forward = clock.of(layer.forward, layer.forward.calls)
     backward = clock.of(layer.backward, layer.backward.calls)
     if mode == "none":
         return forward, backward
+    # Outputs that the mode keeps are not recomputed.
     calls = layer.forward.calls
     if mode == "selective" and not clock.compiled:
         calls = [call for call in calls if not call.spec.of_driver]
@@ -347,9 +385,13 @@ def _passes(clock: Clock, mode: str, layer: Layer) -> tuple[Pass, Pass]:
 
 
 def _head(config: Config, model: ModelConfig, u: Units, batch: Batch, machine: Machine) -> float:
-    """Seconds: three products per chunk of tokens, two if the weight is frozen; float32 logits, written once and read
-    twice, and their gradient, written; the weight's float32 gradient, read and written for each chunk. Of each reading
-    before: a product, and its logits, written and read."""
+    """Return the seconds of the head.
+
+    There are three products per chunk of tokens, two if the weight is frozen. Logits in
+    float32 are written once and read twice, and their gradient is written. The weight's
+    float32 gradient is read and written for each chunk. Each reading before that adds a
+    product, and its logits, written and read.
+    """
     rates, D = machine.rates, model.dim
     rows, tokens = u.vocabulary // D, batch.tokens * batch.tp
     chunk = min(tokens_at_once(config.training.loss_chunk_size, rows), tokens)
@@ -362,15 +404,22 @@ def _head(config: Config, model: ModelConfig, u: Units, batch: Batch, machine: M
 
 
 def _readings(config: Config, model: ModelConfig) -> int:
-    """How often the head reads all tokens before it learns: for a base that is the reference, and for a loss of sums
-    over documents."""
+    """Return how often the head reads all tokens before it learns.
+
+    It does for a base that is the reference, and for a loss of sums over documents.
+    """
     return bool(model.adapter and model.adapter.base_is_reference) + build_loss(config).reads_twice
 
 
 def _optimizer(config: Config, u: Units, times: int, machine: Machine) -> float:
-    """Seconds, by bytes: the gradient's norm, AdamW, copies; in every micro-step what FSDP2 takes apart once gathered,
-    and puts together to reduce; without it, and on the host, gradient accumulation."""
+    """Return the seconds of the optimizer, by bytes.
+
+    The bytes are of the gradient's norm, AdamW and copies. In every micro-step FSDP2 also
+    splits units once gathered, and joins gradients to reduce them. Without FSDP2, and on
+    the host, gradients are accumulated.
+    """
     stored, compute = u.stored, u.compute
+    # With offload, the host updates: its rate counts reads and writes.
     if u.offloaded:
         return u.local * stored * (10 + 3 * (times - 1)) / machine.offload.adamw
     copies = not u.sharded and compute != stored
@@ -387,8 +436,10 @@ def _optimizer(config: Config, u: Units, times: int, machine: Machine) -> float:
 
 
 def _muon(model: ModelConfig, gpus: int, machine: Machine) -> float:
-    """Seconds of the products of Muon's five iterations, or of the host to queue them, of matrices that GPUs share out
-    evenly."""
+    """Return the seconds of Muon's five iterations, for matrices that GPUs share evenly.
+
+    A matrix takes the time of its products, or of the host to queue them.
+    """
     seconds = 0.0
     for shape in hidden_shapes(model):
         m, n = sorted(shape[-2:])
@@ -398,8 +449,11 @@ def _muon(model: ModelConfig, gpus: int, machine: Machine) -> float:
 
 
 def _shared(config: Config, u: Units, machine: Machine, passes: list[tuple[Pass, Pass]]) -> float:
-    """Exposed seconds of FSDP2's exchanges in a micro-step. A layer is gathered while the one before it computes, and
-    again in backward if it was freed; in backward, gradients of the one before are reduced at the same time."""
+    """Return the exposed seconds of FSDP2's exchanges in a micro-step.
+
+    A layer is gathered while the one before it computes, and again in backward if it was
+    freed. In backward, gradients of the layer after it are reduced at the same time.
+    """
     p = config.parallelism
     n, stride = u.shards, p.tensor_parallel_degree
     exposed = 0.0
@@ -407,17 +461,19 @@ def _shared(config: Config, u: Units, machine: Machine, passes: list[tuple[Pass,
         link = machine.group(n, stride)
         part = (n - 1) / n
         sizes, trained = (*u.layers, u.vocabulary), (*u.trained, u.trained_head)
-        # seconds per element
+        # Seconds per element on the way from and to the host.
         comes = u.stored / n / machine.offload.to_device if u.offloaded else 0.0
         goes = u.stored / n / machine.offload.to_host if u.offloaded else 0.0
         gather = [link.ring + size * (u.compute * part / link.all_gather + comes) for size in sizes]
         reduce = [
             link.ring + size * (u.reduce * part / link.reduce_scatter + goes) for size in trained
         ]
+        # Nothing hides the first and the last exchange.
         exposed += gather[0] + gather[-1] + reduce[0] + reduce[-1]
         freed = p.fsdp_reshard_after_forward == "always"
         for i in range(1, len(u.layers)):
             forward, backward = (one.seconds for one in passes[i - 1])
+            # On one GPU, copies from the host are not prefetched.
             again = gather[i - 1] if freed else 0.0
             if n == 1:
                 exposed += gather[i] + again + max(reduce[i] - backward, 0.0)
@@ -429,7 +485,10 @@ def _shared(config: Config, u: Units, machine: Machine, passes: list[tuple[Pass,
 def _replicas(
     config: Config, u: Units, gpus: int, machine: Machine, passes: list[tuple[Pass, Pass]]
 ) -> float:
-    """Exposed seconds of summing gradients over copies of shards: what the layers' backward does not hide."""
+    """Return the exposed seconds of summing gradients over copies of shards.
+
+    It is the time that the layers' backward does not hide.
+    """
     replicas, shards = fsdp_degrees(config, gpus)
     if replicas == 1:
         return 0.0
@@ -441,11 +500,17 @@ def _replicas(
 
 
 def _experts(config: Config, model: ModelConfig, batch: Batch, machine: Machine) -> float:
-    """Seconds in which a micro-step's tokens travel to ranks with their experts and sums come back, in forward and in
-    backward; where the layer is recomputed, tokens travel again. In forward ranks first tell each other how many come.
+    """Return the seconds of a micro-step's exchanges of tokens with the ranks of their
+    experts.
 
-    A token goes to `ranks` ranks, as expected of experts that are chosen evenly. Its copies are written on the way out
-    and added up on the way back, and so many tokens more are read and written beside the experts."""
+    Tokens travel there and sums come back, in forward and in backward; if the layer is
+    recomputed, tokens travel again. In forward ranks first tell each other how many tokens
+    come.
+
+    A token goes to `ranks` ranks, the expected number if experts are chosen evenly. Its
+    copies are written on the way out and added up on the way back, which reads and writes
+    these rows in addition to the experts' work.
+    """
     if model.moe is None or batch.ep == 1:
         return 0.0
     link = machine.group(batch.ep, batch.tp)

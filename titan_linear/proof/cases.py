@@ -1,5 +1,8 @@
-"""The ops that a mixer calls, with the shapes it gives them and their definitions in float64: what the doctor computes
-in several ways and compares (ops.py)."""
+"""The ops that a mixer calls, with the shapes it gives them and their definitions in
+float64.
+
+The doctor computes them in several ways and compares the results (ops.py).
+"""
 
 from __future__ import annotations
 
@@ -43,25 +46,28 @@ from titan_linear.ops.reference.linear_attention import (
 )
 
 Tensors = dict[str, Tensor]
-DELTA, EXACT = 1e-9, 1e-10  # bounds in float64, of recurrences and of softmax attention
+# Bounds in float64, of recurrences and of softmax attention.
+DELTA, EXACT = 1e-9, 1e-10
 
 
 @dataclass(frozen=True)
 class Draws:
-    """Draws normal numbers by name, float64, for T tokens."""
+    """Draws normal numbers by name, in float64, for T tokens."""
 
     T: int
     seed: int
-    kind: str  # of mixer
+    # Kind of mixer.
+    kind: str
     device: torch.device
-    cp_method: str  # of its op, under context parallelism
+    # Context-parallel method of its op.
+    cp_method: str
 
     def __call__(self, name: str, *shape: int) -> Tensor:
         rng = generator(self.seed, "proof", self.kind, name)
         return torch.randn(shape, generator=rng).double().to(self.device)
 
     def tokens(self, **shapes: tuple[int, ...]) -> Tensors:
-        """[1, T, ...] of each."""
+        """Draw [1, T, ...] for each name."""
         return {name: self(name, 1, self.T, *shape) for name, shape in shapes.items()}
 
 
@@ -69,22 +75,31 @@ class Draws:
 class Case:
     """An op with the shapes that a mixer gives it, or a mixer."""
 
-    name: str  # "chunk_kda", "mixer kda"
-    tokens: Tensors  # [1, T, ...] float64
-    dy: Tensor  # [1, T, ...] float64, the output's gradient
-    # x (tokens and parameters), plan, impl -> [1, T, ...]
+    # For example "chunk_kda" or "mixer kda".
+    name: str
+    # [1, T, ...] float64.
+    tokens: Tensors
+    # The output's gradient, [1, T, ...] float64.
+    dy: Tensor
+    # Maps x (tokens and parameters), plan and impl to the output [1, T, ...].
     run: Callable[[Tensors, BatchPlan, str], Tensor]
-    oracle: Callable[[Tensors, Tensor], Tensor] | None  # an op's definition: x, cu_seqlens
-    # bounds of results in other dtypes than float64, in UNITs; "": all others
+    # An op's definition, of x and cu_seqlens.
+    oracle: Callable[[Tensors, Tensor], Tensor] | None
+    # Bounds of results in dtypes other than float64, in UNITs. "" stands for all other
+    # results.
     units: Mapping[str, float]
-    bound: float = DELTA  # in float64
-    parameters: Tensors = field(default_factory=dict)  # float64
-    wide: tuple[str, ...] = ()  # parameters that are never narrower than float32
-    # parameters instead of those that amplify rounding
+    # Bound in float64.
+    bound: float = DELTA
+    # Parameters, float64, and the names of the ones that are never narrower than float32.
+    parameters: Tensors = field(default_factory=dict)
+    wide: tuple[str, ...] = ()
+    # Below float64, these replace the parameters that amplify rounding.
     usual: Tensors = field(default_factory=dict)
-    by_head: bool = True  # the output and its inputs are [1, T, heads, ...]
+    # The output and its inputs are [1, T, heads, ...].
+    by_head: bool = True
     layers: tuple[int, ...] = ()
-    first: int = 0  # where its tokens begin in the batch
+    # Index in the batch at which its tokens begin.
+    first: int = 0
 
     def __str__(self) -> str:
         return (
@@ -94,11 +109,13 @@ class Case:
 
 @singledispatch
 def cases(mixer: MixerOptions, draw: Draws) -> Iterator[Case]:
-    """Each op of a mixer. One that is not registered here is compared with itself alone."""
+    """Yield each op of a mixer. An op that is not registered here is only compared with
+    itself.
+    """
     return iter(())
 
 
-# --- Softmax attention, convolutions ---------------------------------------------------------------------------------
+# --- Softmax attention, convolutions ------------------------------------------------------
 
 
 @cases.register(Attention)
@@ -139,7 +156,11 @@ def _convolution(
     activation: str | None = "silu",
     norm_dim: int | None = None,
 ) -> Case:
-    """norm_dim: with the `widths` of q, k and v, the channels of a normalised head."""
+    """Return the case of a convolution.
+
+    norm_dim: the number of channels of a normalized head, if `widths` are the widths of q,
+    k and v.
+    """
     D = sum(widths)
     options = {"activation": activation, "widths": widths, "norm_dim": norm_dim}
 
@@ -157,10 +178,11 @@ def _convolution(
     )
 
 
-# --- Recurrences -----------------------------------------------------------------------------------------------------
+# --- Recurrences --------------------------------------------------------------------------
 #
-# With decays that last for hundreds of tokens and differ by head, so that a leak does not fade and exchanged heads
-# show. They amplify rounding: below float64, kernels are held to what they promise for usual decays.
+# Decays last for hundreds of tokens and differ by head, so that a leak does not fade and
+# exchanged heads are noticed. They amplify rounding. Below float64, kernels are held to
+# their bounds for usual decays.
 
 
 @cases.register(KDA)
@@ -182,14 +204,20 @@ def _delta_rule(
     gates: tuple[int, ...],
     **options: Any,
 ) -> Iterator[Case]:
-    """gate: the definition of log decays, from `gates` [1, T, *gates]; options: of gate and op."""
+    """Yield the cases of a delta rule.
+
+    gate: the definition of log decays, from `gates` [1, T, *gates]. options: of gate and
+    op.
+    """
     H = mixer.heads
     HV = mixer.v_heads
     K = mixer.head_dim
     V = mixer.v_head_dim
     dt_bias = draw("dt_bias", math.prod(gates))
+    # Slow decays, which differ by head.
     slow = {"A_log": torch.linspace(-1, 1, HV).double().to(dt_bias.device), "dt_bias": dt_bias - 7}
 
+    # q and k are normalized before the op, in the run's dtype.
     def run(x, plan, impl):
         x = x | {name: l2norm(x[name]).to(x[name].dtype) for name in "qk"}
         how = {
@@ -207,7 +235,7 @@ def _delta_rule(
         )[0]
 
     tokens = draw.tokens(q=(H, K), k=(H, K), v=(HV, V), g=gates, beta=(HV,), dy=(HV, V))
-    # the last two are sums that cancel
+    # The gradients of the last two are sums that cancel.
     units = {"": 1.5, "g": 3.0, "beta": 3.0, "A_log": 6.0, "dt_bias": 6.0}
     more = {"parameters": slow, "wide": ("A_log", "dt_bias"), "usual": {"dt_bias": dt_bias}}
     yield Case(mixer.op, tokens, tokens.pop("dy"), run, oracle, units, **more)
@@ -261,6 +289,7 @@ def _(mixer: Mamba2, draw: Draws) -> Iterator[Case]:
 def _(mixer: RWKV7, draw: Draws) -> Iterator[Case]:
     shape = (mixer.heads, mixer.head_dim)
 
+    # The op takes the normalized direction, negated, as `a`, and a scaled copy as `b`.
     def inputs(x: Tensors) -> Tensors:
         removed = F.normalize(widen(x["a"]), dim=-1)
         b = removed * widen(x["b"]).sigmoid()

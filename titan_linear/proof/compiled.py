@@ -1,4 +1,7 @@
-"""The run's compiled layers, in its type, implementations and split, against the same layers uncompiled."""
+"""The run's compiled layers against the same layers uncompiled.
+
+They have the run's dtype, implementations and split.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +28,31 @@ from titan_linear.proof.subject import Subject
 from titan_linear.run.build import DTYPES, build_dims
 from titan_linear.step.passes import Passes
 
-BATCHES, IN_ONE_PROCESS = 10, 4  # the latter on every rank in turn
+# Number of batches; in one process every rank computes IN_ONE_PROCESS of them in turn.
+BATCHES, IN_ONE_PROCESS = 10, 4
 
 
 class Measured(NamedTuple):
-    """What a rank sees of some batches."""
+    """A rank's results of some batches."""
 
-    losses: list[Tensor]  # [1] float64, this rank's parts
-    gradients: list[Tensor]  # this rank's parts, summed over the batches
-    graphs: list[int]  # number of graphs after each batch
+    # [1] float64, this rank's parts of the loss.
+    losses: list[Tensor]
+    # This rank's parts, summed over the batches.
+    gradients: list[Tensor]
+    # Number of graphs after each batch, and number of breaks in them.
+    graphs: list[int]
     breaks: int
 
 
 def layers(subject: Subject) -> Findings:
-    """Losses and gradients of some batches, and the graphs that later batches compile. Every process calls this. If one
-    process has all ranks, the last rank's layers are compiled."""
+    """Compare losses and gradients of some batches, and count the graphs of later batches.
+
+    Every process calls this. If one process has all ranks, the last rank's layers are
+    compiled.
+    """
     if not subject.config.compile.enable:
         return
+    # Compute the same batches without and with compilation.
     host = host_group()
     alone = dist.get_world_size(host) < subject.degrees.ranks
     dims = None if alone else build_dims(subject.config, subject.device)
@@ -49,13 +60,14 @@ def layers(subject: Subject) -> Findings:
     split = dims.description if dims else f"{subject.degrees}, the last rank's"
     check = f"compiled, {short(subject.dtype)}"
     bound = bound_of_model(subject.dtype, subject.model.num_layers)
+    # Compare over all ranks: relative error of the joined losses, then of the gradients.
     for name in ("losses", "gradients"):
         a, b = ([x for rank in ranks for x in getattr(rank, name)] for ranks in (got, want))
         squares = [_square(x - y for x, y in zip(a, b, strict=True)), _square(b)]
         error, size = (sum(of_ranks) for of_ranks in zip(*of_all_ranks(squares, host), strict=True))
         what = f"{name} of {len(got[0].losses)} batches, {split}, against uncompiled layers"
         yield Finding(check, what, math.sqrt(error / size), bound)
-    # experts' rows vary: the second batch compiles for any number
+    # The number of rows for experts varies: the second batch compiles for any number.
     first = 1 if subject.degrees.ep > 1 else 0
     graphs = got[-1].graphs
     more = max(of_all_ranks(graphs[-1] - graphs[first], host))
@@ -64,8 +76,12 @@ def layers(subject: Subject) -> Findings:
 
 
 def _steps(subject: Subject, dims: ParallelDims | None, enable: bool) -> list[Measured]:
-    """What this process sees; without dims, what each rank in it does, of which the last compiles."""
+    """Return this process's results; without dims, the results of each rank in it.
+
+    In that case, the last rank compiles.
+    """
     torch.compiler.reset()
+    # Under torchrun this process is one rank of the run.
     if dims is not None:
         config = changed(subject.config, {"compile.enable": enable})
         return [
@@ -73,6 +89,7 @@ def _steps(subject: Subject, dims: ParallelDims | None, enable: bool) -> list[Me
                 passes_of_process(replace(subject, config=config), dims, micro_steps=1), BATCHES
             )
         ]
+    # In one process, all ranks share the memory of one model.
     whole = subject.whole(DTYPES[subject.config.training.dtype])
 
     def on_rank(dims: LocalDims) -> Measured:
@@ -91,7 +108,7 @@ def _square(tensors: Iterable[Tensor]) -> float:
 
 
 def _measured(passes: Passes, batches: int) -> Measured:
-    """Forward and backward of the batches."""
+    """Run forward and backward of the batches, and count graphs after each."""
     counted = Graphs()
     before = counted.counts()
     losses = []

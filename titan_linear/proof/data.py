@@ -1,4 +1,4 @@
-"""What the ranks get of the corpus: labels, their cuts of a batch, the same streams under other degrees."""
+"""The ranks' data: labels, their cuts of a batch, the same streams under other degrees."""
 
 from __future__ import annotations
 
@@ -18,31 +18,42 @@ from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.ranks import on_ranks, sharding_of
 from titan_linear.proof.subject import STREAMS, Subject
 
-STEPS = 2  # number of steps whose streams are compared
-COMPARED = 16  # streams per step that are compared token by token
+# Number of steps whose streams are compared.
+STEPS = 2
+# Streams per step that are compared token by token.
+COMPARED = 16
 
 
 def labels(subject: Subject) -> Findings:
-    """Every label is the next token of the same document, and every token that is trained on has one."""
+    """Check that every label is the next token of the same document, and that none is
+    missing.
+
+    Every token that is trained on must have a label.
+    """
     wrong, missing, where, of = 0, 0, "", 0
     all_trained_on = _all_trained_on(subject)
     for i in range(STREAMS * subject.degrees.dp):
         stream = subject.streams[i]
+        # The expected label of each token, and the tokens that have labels.
         want = np.append(stream.tokens[1:], _first_of_next(subject, i))
         labelled = stream.labels != IGNORE
-        # of documents, except the last, which may go on in the next stream
+        # Ends of documents, except the last one, which may continue in the next stream.
         ends = np.zeros(len(want), dtype=bool)
         ends[stream.cu_seqlens[1:-1] - 1] = True
+        # In prefix trees, a node ends where the next token does not continue it.
         if BACK in stream.columns:
             ends = np.roll(stream.columns[BACK], -1) != 1
+        # A label is wrong, or one is missing.
         bad = labelled & (ends | (stream.labels != want))
         absent = ~labelled & ~ends & all_trained_on
         name, number = subject.streams.source(i)
         _, lengths = subject.streams.sources[name].runs(number)
-        absent[lengths.sum() - 1 :] = False  # the last token, and padding
+        # The last token, and padding, have no label.
+        absent[lengths.sum() - 1 :] = False
         wrong += int(bad.sum())
         missing += int(absent.sum())
         of += len(want)
+        # Describe the place of the first error.
         if not where and (bad | absent).any():
             at = int(np.flatnonzero(bad | absent)[0])
             n = int(np.searchsorted(stream.cu_seqlens, at, side="right")) - 1
@@ -58,22 +69,29 @@ def labels(subject: Subject) -> Findings:
 
 
 def targets(subject: Subject) -> Findings:
-    """What a loss reads beside labels is what the corpus has beside these tokens; pairs are together and in order."""
+    """Check the columns that a loss reads in addition to labels, and the order of pairs.
+
+    Columns must have the corpus's numbers of these tokens. Pairs must be together and in
+    order.
+    """
     apart, wrong = [], []
     for i in range(STREAMS * subject.degrees.dp):
         name, number = subject.streams.source(i)
         source = subject.streams.sources[name]
+        # The documents of the stream, in the order of the corpus.
         corpus, stream = source.corpus, source[number]
         starts, lengths = source.runs(number)
         documents = np.searchsorted(corpus.offsets, starts, side="right") - 1
+        # The documents of a group follow each other, from the group's first.
         first = documents[:: corpus.group] // corpus.group * corpus.group
         if source.targets.group and not np.array_equal(
             documents, np.add.outer(first, range(corpus.group)).ravel()
         ):
             apart.append(f"stream {i}")
+        # Columns are compared at the tokens that have labels.
         for n, (start, end) in enumerate(zip(starts, np.cumsum(lengths))):
             rows = np.flatnonzero(stream.labels[end - lengths[n] : end] != IGNORE)
-            # what follows in the stream may continue another document
+            # The next token in the stream may continue another document.
             rows = rows[rows + 1 < lengths[n]]
             for column in source.targets.columns:
                 numbers = stream.columns[column][end - lengths[n] + rows]
@@ -99,15 +117,19 @@ def _all_trained_on(subject: Subject) -> bool:
 
 
 def _first_of_next(subject: Subject, i: int) -> int:
-    """The token after the last one of stream i, if its document goes on."""
+    """Return the token after the last one of stream i, if its document continues."""
     name, number = subject.streams.source(i)
     return int(subject.streams.sources[name][number + 1].tokens[0])
 
 
 def cut(subject: Subject) -> Findings:
-    """The ranks' cuts of a batch, put together, are the batch: tokens, labels, positions, documents."""
+    """Check that the ranks' cuts of a batch, joined, are the batch.
+
+    Tokens, labels, positions and documents are compared.
+    """
 
     def on_rank(dims: LocalDims) -> tuple[int, int, dict[str, Tensor], list[int]]:
+        # Cut the batch as the trainer does.
         batch = next(iter(subject.loader(dims.dp_rank, dims.dp)))
         micro = sharding_of(subject, dims, subject.dtype)(batch)
         context = micro.plan.cp_context
@@ -120,6 +142,7 @@ def cut(subject: Subject) -> Findings:
         starts = [int(a) for a in context.cu_seqlens_cpu[:-1]]
         return dims.dp_rank, dims.cp_group.rank(), {n: x.cpu() for n, x in parts.items()}, starts
 
+    # Compute the expected positions and columns from the boundaries of documents.
     batch, degrees = subject.batch, subject.degrees
     bounds = batch.cu_seqlens.numpy().astype(np.int64)
     position = np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
@@ -132,6 +155,7 @@ def cut(subject: Subject) -> Findings:
     want |= {name: column[0] for name, column in batch.columns.items()}
     wrong = dict.fromkeys([*want, "documents"], 0)
     where = dict.fromkeys([*want, "documents"], "")
+    # Compare each rank's parts with its tokens of the batch.
     for rank, (dp_rank, cp_rank, parts, starts) in enumerate(on_ranks(degrees, on_rank)):
         mine = tokens_of(subject, dp_rank, cp_rank)
         for name, x in parts.items():
@@ -139,6 +163,7 @@ def cut(subject: Subject) -> Findings:
             wrong[name] += int(bad.sum())
             if bad.any() and not where[name]:
                 where[name] = f"rank {rank}, {subject.document(int(mine[int(bad.nonzero()[0])]))}"
+        # A rank's documents begin where documents begin, and at each of its fragments.
         begins = torch.isin(mine, torch.from_numpy(bounds)) | (
             torch.arange(len(mine)) % _fragment(subject) == 0
         )
@@ -158,10 +183,14 @@ def cut(subject: Subject) -> Findings:
 
 
 def later(batch: Batch, depth: int) -> Later | None:
-    """What the layers that predict further tokens are trained on, document by document; None if there are none."""
+    """Return the training data of the layers that predict further tokens.
+
+    It is computed document by document; None if the model has no such layers.
+    """
     tokens = torch.zeros(depth, batch.tokens.shape[1], dtype=torch.int64)
     labels = torch.full_like(tokens, IGNORE)
     weights = torch.zeros(tokens.shape)
+    # In a document, token t is trained on t + k, unless the document ends before.
     for a, b in pairwise(batch.cu_seqlens.tolist()):
         for k in range(1, min(depth, b - a - 1) + 1):
             for x, of in (
@@ -179,35 +208,46 @@ def _by_depth(later: Later | None) -> dict[str, Tensor]:
 
 
 def tokens_of(subject: Subject, dp_rank: int, cp_rank: int) -> Tensor:
-    """[T_local] int64: indices in the batch of a rank's tokens, in its order, if it takes its streams at once."""
+    """Return the indices in the batch of a rank's tokens, [T_local] int64, in its order.
+
+    The rank takes all of its streams at once.
+    """
     return tokens_in(subject, range(dp_rank * STREAMS, (dp_rank + 1) * STREAMS), cp_rank)
 
 
 def tokens_in(subject: Subject, streams: Iterable[int], cp_rank: int) -> Tensor:
-    """[T_local] int64: indices in the batch of a rank's tokens of these streams, in its order."""
+    """Return the indices in the batch of a rank's tokens of these streams, [T_local] int64.
+
+    They are in the rank's order.
+    """
     T = subject.config.training.seq_len
     W = subject.degrees.cp
+    # With the zig-zag layout a rank has two blocks of each stream, else one.
     blocks = torch.arange(T).view(-1, _fragment(subject))
     mine = blocks[[cp_rank, 2 * W - 1 - cp_rank] if len(blocks) > W else [cp_rank]].flatten()
     return torch.cat([mine + s * T for s in streams])
 
 
 def _fragment(subject: Subject) -> int:
-    """Number of tokens in a fragment."""
+    """Return the number of tokens in a fragment."""
     W = subject.degrees.cp
     zigzag = subject.config.parallelism.context_parallel_layout == "zigzag" and W > 1
     return subject.config.training.seq_len // (2 * W if zigzag else W)
 
 
 def stream(subject: Subject) -> Findings:
-    """Together the ranks take each stream of a step once, whatever the data-parallel degree, the micro-batch, and the
-    step from which the run resumes."""
+    """Check that together the ranks take each stream of a step once.
+
+    This holds for every data-parallel degree and micro-batch, and every step from which a
+    run resumes.
+    """
     G = subject.run.training.global_batch_size
     want = {
         i: subject.streams[i].tokens
         for step in range(STEPS)
         for i in range(step * G, step * G + min(G, COMPARED))
     }
+    # Each split must take the same streams, with the same tokens.
     for dp, local in _splits(G):
         wrong, where = 0, ""
         for step in range(STEPS):
@@ -218,6 +258,7 @@ def stream(subject: Subject) -> Findings:
                         wrong += 1
                         where = where or f"rank {dp_rank}, step {step + 1}, stream {i}"
                     due.discard(i)
+            # Streams that are still due were not taken by any rank.
             wrong += len(due)
             where = where or (f"no rank, step {step + 1}, stream {min(due)}" if due else "")
         what = f"dp {dp}, {local} at a time: streams of a step that are others, taken twice or left out"
@@ -225,7 +266,7 @@ def stream(subject: Subject) -> Findings:
 
 
 def _splits(G: int) -> list[tuple[int, int]]:
-    """The splits to try: (data-parallel degree, streams per micro-batch)."""
+    """Return the splits to try: (data-parallel degree, streams per micro-batch)."""
     return list(
         dict.fromkeys(
             (dp, local) for dp in (1, 2, G) for local in (1, 2) if G % (dp * local) == 0 and dp <= 8
@@ -236,7 +277,9 @@ def _splits(G: int) -> list[tuple[int, int]]:
 def _taken(
     subject: Subject, G: int, dp: int, local: int, dp_rank: int, step: int
 ) -> list[tuple[int, np.ndarray]]:
-    """A rank's streams of a step, and their tokens, in a run that has resumed at that step."""
+    """Return a rank's streams of a step, and their tokens, in a run that resumed at that
+    step.
+    """
     loader = StreamLoader(
         subject.streams,
         global_batch_size=G,

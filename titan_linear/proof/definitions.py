@@ -1,4 +1,7 @@
-"""The loss and the positions, which every other comparison has on both sides, against their definitions."""
+"""The loss, products in float8 and positions, against their definitions.
+
+All other comparisons have these on both sides.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,24 @@ from titan_linear.proof.cases import DELTA
 from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
 from titan_linear.proof.subject import Subject
 
-TOKENS, VOCAB = 200, 4096  # VOCAB: the most rows of the head; all are computed alike
-OF_LOSS = 3.0  # units that the loss and its gradients may be off
-# terms that Hopper adds at a time, and what it then drops (DeepSeek-V3, 3.3.2)
+# Number of tokens, and the most rows of the head: all rows are computed alike.
+TOKENS, VOCAB = 200, 4096
+# Units by which the loss and its gradients may be off.
+OF_LOSS = 3.0
+# Number of terms that Hopper adds at a time, and the relative size of the bits that it then
+# drops (DeepSeek-V3, section 3.3.2).
 PER_ADDITION, ADDITION = 32, 2.0**-13
 
 
 def loss(subject: Subject) -> Findings:
-    """The loss and its gradients, chunk by chunk, equal PyTorch's cross-entropy in float64."""
+    """Check that the loss and its gradients, chunk by chunk, equal PyTorch's in float64.
+
+    PyTorch's loss is its cross-entropy.
+    """
     vocab = min(subject.model.vocab_size, VOCAB)
     dim = subject.model.dim
     device = subject.device
+    # Draw hidden states, weights and labels, some of them missing.
     rng = generator(subject.config.debug.seed, "proof", "loss")
     x, weight = (torch.randn(n, dim, generator=rng).double().to(device) for n in (TOKENS, vocab))
     labels = torch.randint(vocab, (TOKENS,), generator=rng).to(device)
@@ -52,6 +62,7 @@ def loss(subject: Subject) -> Findings:
             )
         )
 
+    # Compare each implementation with PyTorch's cross-entropy of all tokens at once.
     exact = results(
         torch.float64,
         lambda x, W: F.cross_entropy(x @ W.T, labels, ignore_index=IGNORE, reduction="sum"),
@@ -71,7 +82,10 @@ def loss(subject: Subject) -> Findings:
 
 
 def float8(subject: Subject) -> Findings:
-    """Products in float8 equal those of the same rounded numbers in float64, for hidden states and their gradients."""
+    """Check products in float8 against float64, for hidden states and their gradients.
+
+    The float64 products have the same rounded numbers.
+    """
     run = subject.run.float8
     if not run.enable:
         return
@@ -80,6 +94,7 @@ def float8(subject: Subject) -> Findings:
         torch.randn(n, SMALLEST, generator=rng).to(subject.device, subject.dtype)
         for n in (TOKENS, SMALLEST)
     )
+    # Both products of a linear layer with its input, and with its output's gradient.
     for what, w in (("x", weight), ("dy", weight.T)):
         error = off(float8_linear(x, w, run.emulate), emulated_linear(x.double(), w.double()))
         bound = OF_LOSS * UNIT[subject.dtype] + SMALLEST / PER_ADDITION * ADDITION
@@ -92,8 +107,12 @@ def float8(subject: Subject) -> Findings:
 
 
 def positions(subject: Subject) -> Findings:
-    """Rotary embeddings equal complex numbers turned by position · theta^(−i / half) (RoFormer, eq. 34), unless the
-    frequencies are scaled."""
+    """Check that rotary embeddings equal complex numbers turned by position · theta^(−i /
+    half).
+
+    The definition is RoFormer's, eq. 34. If the run scales frequencies, the scaled ones are
+    used.
+    """
     for mixer in subject.model.mixers:
         if mixer.rotary is not None:
             theta, dim, scaling = mixer.rotary
@@ -107,6 +126,7 @@ def positions(subject: Subject) -> Findings:
             frequencies, factor = (
                 inverse_frequencies(*mixer.rotary, at.device) if scaling else unscaled
             )
+            # Turn pairs of channels as complex numbers.
             turn = factor * torch.exp(1j * at[:, None].double() * frequencies)
             turned = torch.view_as_complex(torch.stack(x.chunk(2, -1), -1)) * turn[:, None]
             error = off(got, torch.cat([turned.real, turned.imag], -1))

@@ -1,12 +1,15 @@
-"""Prove a run before it costs a week, with its own model, tokenizer, corpus and parallelism (docs/proof.md).
+"""Prove a run before it costs a week, with its own model, tokenizer, corpus and
+parallelism.
 
 titan-linear doctor --job.config_file my.toml
 titan-linear doctor --job.config_file my.toml --training.seq_len 32768 --parallelism.context_parallel_degree 8
 torchrun --nproc-per-node 8 -m titan_linear doctor --job.config_file my.toml
 
-Keys are those of run_train.sh (titan-linear train --help). It prints a line for each thing it proves, with a figure and
-its bound, and exits with 0 only if all hold. It runs on one GPU or the CPU, with all ranks in one process; under
-torchrun the run's own processes compute a step, too. It writes nothing into the run's folder.
+It takes the keys of run_train.sh (titan-linear train --help). It prints a line for each
+thing it proves, with a figure and its bound, and exits with 0 only if all hold
+(docs/proof.md). It runs on one GPU or the CPU, with all ranks in one process. Under
+torchrun the run's own processes compute a step, too. It writes nothing into the run's
+folder.
 """
 
 from __future__ import annotations
@@ -37,11 +40,12 @@ from titan_linear.proof.subject import Subject, subject_of
 from titan_linear.proof.trees import trees
 from titan_linear.run.build import unallocated
 
-PATIENCE = timedelta(minutes=10)  # for which processes wait for each other
+# Longest time that processes wait for each other.
+PATIENCE = timedelta(minutes=10)
 
 
 def checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Findings]]]:
-    """The checks, by name and in order: those that others rest on come first."""
+    """Yield the checks, by name and in order: the checks on which others rely come first."""
     for check in (data.labels, data.targets, data.cut, data.stream):
         yield check.__name__, lambda check=check: check(subject)
     for case in ops.cases(subject):
@@ -53,12 +57,16 @@ def checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Findings]]]:
         yield check.__name__, lambda check=check: check(subject)
     for check in (model.split, model.documents, model.repeated, resume.resume, hf.logits):
         yield check.__name__, lambda check=check: check(subject)
-    if "WORLD_SIZE" not in os.environ:  # else in the run's own processes
+    # Under torchrun the run's own processes prove this (`_of_processes`).
+    if "WORLD_SIZE" not in os.environ:
         yield "compiled", lambda: compiled.layers(subject)
 
 
 def guarded(name: str, check: Callable[[], Findings]) -> Findings:
-    """Run a check. What it raises, such as for a kernel that cannot start, is a finding too, unless memory ran out."""
+    """Run a check. An exception is a finding too, unless memory ran out.
+
+    A kernel that cannot start raises one, for example.
+    """
     try:
         yield from check()
     except Exception as error:
@@ -72,21 +80,27 @@ def guarded(name: str, check: Callable[[], Findings]) -> Findings:
 
 
 def main(argv: list[str]) -> int:
-    """Return 0 if all holds, 1 if something does not, 2 for a user's mistake, 3 if memory runs out."""
+    """Run all checks and return the exit code.
+
+    It is 0 if all hold, 1 if something does not, 2 for a user's mistake, 3 if memory runs
+    out.
+    """
     if argv in (["-h"], ["--help"]):
         print(__doc__.rstrip())
         return 0
     ignore_warnings_of_torch()
     warnings.filterwarnings("ignore", message=".*deterministic")
-    # deterministic algorithms require it
+    # Deterministic algorithms of cuBLAS require this.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         subject = subject_of(load_config(argv))
         first = os.environ.get("RANK", "0") == "0"
         if first:
             print(_introduction(subject))
+        # Under torchrun, all processes prove their part first.
         of_processes = list(_of_processes(subject)) if "WORLD_SIZE" in os.environ else []
-        if not first:  # the first one reports, and proves the rest
+        # The first process reports, and proves the rest.
+        if not first:
             return 0
         with one_process():
             more = (finding for name, check in checks(subject) for finding in guarded(name, check))
@@ -96,7 +110,10 @@ def main(argv: list[str]) -> int:
 
 
 def _of_processes(subject: Subject) -> Findings:
-    """Under torchrun: what all of its processes prove together. An error of one of them ends it, and so all."""
+    """Yield the findings of all processes under torchrun.
+
+    An error of one process ends it, and so all of them.
+    """
     with process_group(PATIENCE), _at_most(2 * PATIENCE):
         yield from processes.split(subject)
         yield from resume.of_processes(subject)
@@ -105,7 +122,10 @@ def _of_processes(subject: Subject) -> Findings:
 
 @contextmanager
 def _at_most(patience: timedelta) -> Iterator[None]:
-    """End this process, with a line, if what is inside takes longer: a device that waits for ever raises nothing."""
+    """End this process with an error line if the code inside takes longer.
+
+    A device that waits forever raises nothing.
+    """
 
     def end() -> None:
         rank = os.environ["RANK"]
@@ -117,6 +137,7 @@ def _at_most(patience: timedelta) -> Iterator[None]:
         )
         os._exit(FAILED)
 
+    # The timer runs in a thread, because the main thread may be stuck in C++.
     timer = threading.Timer(patience.total_seconds(), end)
     timer.daemon = True
     timer.start()
@@ -157,7 +178,7 @@ def _report(findings: Findings) -> int:
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """A default group of this process alone, for code that asks for one."""
+    """Make a default group of this process alone, for code that needs one."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:

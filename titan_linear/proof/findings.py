@@ -1,4 +1,4 @@
-"""A finding: a figure, its bound, and where the worst error lies."""
+"""A finding: a figure, its bound, and the place of the worst error."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-# The relative error that a result may have. Storing in half precision rounds by up to half of the last bit. In float32
-# sums matter more: products are exact to 2^-21 in the kernels, and a chunk sums a few hundred of them.
+# The relative error that a result may have. Storing in half precision rounds by up to half
+# of the last bit. In float32 sums matter more: products are exact to 2^-21 in the kernels,
+# and a chunk sums a few hundred of them.
 UNIT = {torch.float32: 2.0**-17, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-ROUNDINGS = 20  # of a token's activations, per layer
+# Number of times that a token's activations are rounded, per layer.
+ROUNDINGS = 20
 
 
 class Note(NamedTuple):
-    """What was not compared, and why."""
+    """A comparison that was not made, and the reason."""
 
     text: str
 
@@ -25,15 +27,19 @@ class Note(NamedTuple):
 
 
 class Finding(NamedTuple):
-    check: str  # "split, float64"
-    what: str  # what was compared
+    # For example "split, float64".
+    check: str
+    # The things that were compared.
+    what: str
     figure: float
     bound: float
-    where: str = ""  # op, layer, rank, document of the worst error
+    # Op, layer, rank and document of the worst error.
+    where: str = ""
 
     @property
     def holds(self) -> bool:
-        return self.figure <= self.bound  # False for NaN
+        # NaN does not hold.
+        return self.figure <= self.bound
 
     def __str__(self) -> str:
         sign, state = ("≤", "ok  ") if self.holds else (">", "FAIL")
@@ -50,12 +56,15 @@ def _short(x: float) -> str:
 
 
 def bound_of_model(dtype: torch.dtype, num_layers: int) -> float:
-    """How far rounding takes the results of a whole model: errors of layers and the head add up at random."""
+    """Return how far rounding takes the results of a whole model.
+
+    Errors of layers and the head add up at random.
+    """
     return 2 * UNIT[dtype] * math.sqrt(ROUNDINGS * (num_layers + 1))
 
 
 def off(a: Tensor, b: Tensor, least: float = 0.0) -> float:
-    """‖a − b‖ / max(‖b‖, `least`); infinite if a is not finite."""
+    """Return ‖a − b‖ / max(‖b‖, `least`); infinite if a is not finite."""
     a = a.detach().double()
     b = b.detach().double()
     if not torch.isfinite(a).all():
@@ -66,7 +75,7 @@ def off(a: Tensor, b: Tensor, least: float = 0.0) -> float:
 
 
 def worst(errors: Mapping[Name, float], bounds: Mapping[Name, float]) -> Name:
-    """The one whose error is the largest share of its bound."""
+    """Return the name whose error is the largest share of its bound."""
     return max(errors, key=lambda name: _part(errors[name], bounds[name]))
 
 

@@ -1,4 +1,4 @@
-"""Logits of the run's Hugging Face folder against those of transformers."""
+"""Logits of the run's Hugging Face folder against transformers' logits."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from titan_linear.proof.subject import ROOM, Subject
 from titan_linear.run.build import allocated
 from titan_linear.storage.hf_io import load_weights, read_config, read_model
 
-TOKENS = 100  # that are compared, as one document
-# of transformers from published code and us: what, and an option of mixers that it has at this value
+# Number of tokens that are compared, as one document.
+TOKENS = 100
+# Departures of transformers from the published code and from us, by architecture: a
+# description, and the option of mixers with the value at which transformers agrees.
 DEPARTURES = {
     "MiniMaxForCausalLM": (
         "rotates whole heads; the published code, as we, `rotary_dim` channels",
@@ -35,10 +37,14 @@ DEPARTURES = {
 
 @torch.no_grad()
 def logits(subject: Subject) -> Findings:
-    """Logits in float32 of the whole model that the run begins from, if it fits and transformers supports it."""
+    """Compare logits in float32 of the whole model that the run begins from.
+
+    It must fit, and transformers must support it.
+    """
     folder = hf_weights(subject.run) or hf_assets(subject.run)
     if not folder or not any(Path(folder).glob("*.safetensors")):
         return
+    # Say why logits cannot be compared, if they cannot.
     family, config = read_model(Path(folder))
     departs, (option, value) = DEPARTURES.get(family, ("", ("", None)))
     reason = _reason_against(Path(folder), 2 * 4 * count_parameters(config), subject.device)
@@ -47,6 +53,7 @@ def logits(subject: Subject) -> Findings:
     if reason:
         yield Note(f"hugging face: the logits of '{folder}' are not compared: {reason}")
         return
+    # For Mamba-2 transformers can be given our limit of the time step.
     told = {}
     if option == "dt_max":
         least = max(
@@ -57,6 +64,7 @@ def logits(subject: Subject) -> Findings:
     from transformers import AutoModelForCausalLM, logging
 
     logging.disable_progress_bar()
+    # Compute the same tokens with both.
     tokens = subject.batch.tokens[:, :TOKENS].to(subject.device) % config.vocab_size
     ours = allocated(config, torch.float32, subject.device)
     load_weights(Path(folder), ours)
@@ -71,6 +79,7 @@ def logits(subject: Subject) -> Findings:
     )
     want = theirs(tokens, use_cache=False).logits
     bound = bound_of_model(torch.float32, config.num_layers)
+    # The worst token, for the report.
     wrong = (got - want).abs().amax((0, 2))
     where = f"token {int(wrong.argmax())} of {T}"
     yield Finding(
@@ -92,6 +101,7 @@ def _reason_against(folder: Path, size: int, device: torch.device) -> str:
 
     if (kind := config.get("model_type")) not in CONFIG_MAPPING:
         return f"transformers has no model_type {kind!r}"
+    # Two models must fit: ours and theirs.
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free
     if size > room * ROOM:

@@ -1,4 +1,6 @@
-"""The whole model: the run's split against one process, documents packed and alone, a step repeated."""
+"""The whole model: the run's split against one process, documents packed and alone, a step
+repeated.
+"""
 
 from __future__ import annotations
 
@@ -33,21 +35,23 @@ from titan_linear.step.update import gradient_sums, sum_gradients
 
 @dataclass
 class Step:
-    """The results of a step: loss, gradients, and what passes between layers."""
+    """The results of a step: loss, gradients, and the tensors that pass between layers."""
 
     loss: Tensor
     gradients: Tensors
-    passed: list[Tensor]  # as `Trace.passed` returns it
+    # As `Trace.passed` returns it.
+    passed: list[Tensor]
 
 
 class Trace:
-    """Keeps what enters each layer and the head, and the gradients of that, inside `with`."""
+    """Keeps the inputs of each layer and of the head, and their gradients, inside `with`."""
 
     def __init__(self, model: Decoder):
         n = model.config.num_layers
-        # in the order of computation
+        # Modules in the order of computation.
         self.modules = [*model.layers[:n], model.head, *model.layers[n:]]
-        self.between: list[list[Tensor]] = [[] for _ in self.modules]  # by module and micro-step
+        # Inputs, and their gradients, by module and micro-step.
+        self.between: list[list[Tensor]] = [[] for _ in self.modules]
         self.backward: list[list[Tensor]] = [[] for _ in self.modules]
 
     def __enter__(self) -> Trace:
@@ -62,7 +66,8 @@ class Trace:
 
     def _keep(self, i: int):
         def keep(_: object, arguments: tuple[Tensor, ...]) -> None:
-            if not torch.is_grad_enabled():  # the base computes, without its adapters
+            # Without gradients, the frozen base computes alone, without its adapters.
+            if not torch.is_grad_enabled():
                 return
             x = arguments[0]
             self.between[i].append(x.detach().double())
@@ -72,17 +77,24 @@ class Trace:
         return keep
 
     def passed(self) -> list[Tensor]:
-        """[1, tokens of all micro-steps, dim] float64: what enters each module, and its gradients, in the order in
-        which they are computed."""
+        """Return each module's input, and its gradients, in the order in which they are
+        computed.
+
+        They are [1, tokens of all micro-steps, dim] float64.
+        """
         return [torch.cat(steps, 1) for steps in (*self.between, *reversed(self.backward)) if steps]
 
 
 def in_one_process(subject: Subject, whole: Decoder) -> Step:
-    """A step of the model alone, on all streams at once: documents given by boundaries, labels counted here."""
+    """Run a step of the model alone, on all streams at once.
+
+    Documents are given by boundaries, and labels are counted here.
+    """
     batch = subject.batch
     bounds = batch.cu_seqlens
     weight = batch.weight or 1.0
     device = subject.device
+    # The plan of documents, and the batch as one rank would have it.
     plan = plan_of(
         subject,
         bounds,
@@ -98,6 +110,7 @@ def in_one_process(subject: Subject, whole: Decoder) -> Step:
         batch.num_documents,
         plan=plan,
     )
+    # Forward and backward; the loss is per unit of weight.
     whole.use(subject.config.model.impl, device, subject.dtype).zero_grad(set_to_none=True)
     micro = with_reference(whole, micro, ComputeCopies(whole, subject.dtype))
     of = partial(build_loss(subject.config), batch=micro)
@@ -109,6 +122,7 @@ def in_one_process(subject: Subject, whole: Decoder) -> Step:
         balance = weight / batch.tokens.numel()
         loss = whole(micro.tokens, plan, loss=of, balance_weight=balance).flatten()[0] / weight
         loss.backward()
+    # Gradients move to the result, so that the model can be used again.
     gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     whole.zero_grad(set_to_none=True)
     return Step(loss.detach().double(), gradients, trace.passed())
@@ -119,13 +133,18 @@ class Split:
     """The results of a step on the run's ranks."""
 
     loss: Tensor
-    # (rank, whole gradients), for each set of ranks that holds them
+    # Pairs of rank and whole gradients, for each set of ranks that holds them.
     copies: list[tuple[int, Tensors]]
-    passed: list[Tensor]  # what passes between layers, for all tokens
+    # Tensors that pass between layers, for all tokens.
+    passed: list[Tensor]
 
 
 def on_all_ranks(subject: Subject, whole: Decoder) -> Split:
-    """A step as the trainer takes it, on every rank. Raises `RankFailed`."""
+    """Take a step as the trainer does, on every rank.
+
+    Raises:
+        RankFailed: a rank raised an error.
+    """
 
     def on_rank(dims: LocalDims) -> tuple[Tensor, LocalDims, Decoder, Trace]:
         model = model_of(subject, whole, dims)
@@ -135,6 +154,7 @@ def on_all_ranks(subject: Subject, whole: Decoder) -> Split:
         sum_gradients(gradient_sums(model, dims))
         return losses.view(len(losses), -1)[:, 0].sum(), dims, model, trace
 
+    # Join the results of the ranks.
     ranks = on_ranks(subject.degrees, on_rank)
     passed = _together(subject, [(dims, trace) for _, dims, _, trace in ranks])
     copies = whole_gradients([(dims, model) for _, dims, model, _ in ranks])
@@ -142,7 +162,7 @@ def on_all_ranks(subject: Subject, whole: Decoder) -> Split:
 
 
 def _together(subject: Subject, traces: list[tuple[LocalDims, Trace]]) -> list[Tensor]:
-    """Join what the ranks traced of their own tokens into tensors of all tokens."""
+    """Join the ranks' traces, each of its own tokens, into tensors of all tokens."""
     ranks = [trace.passed() for _, trace in traces]
     wholes = [x.new_empty(1, subject.batch.tokens.shape[1], x.shape[2]) for x in ranks[0]]
     for (dims, _), passed in zip(traces, ranks, strict=True):
@@ -153,10 +173,12 @@ def _together(subject: Subject, traces: list[tuple[LocalDims, Trace]]) -> list[T
 
 
 def traced_tokens(subject: Subject, dims: LocalDims | ParallelDims) -> Tensor:
-    """[T_local] int64: indices in the batch of a rank's tokens between layers, one micro-step's stream after the
-    other."""
+    """Return the indices in the batch of a rank's tokens between layers, [T_local] int64.
+
+    They are one micro-step's stream after the other.
+    """
     cp_rank, tp_rank = dims.cp_group.rank(), dims.tp_group.rank()
-    # one per micro-step
+    # The rank's streams, one per micro-step.
     streams = range(dims.dp_rank, STREAMS * subject.degrees.dp, subject.degrees.dp)
     return torch.cat(
         [tokens_in(subject, [i], cp_rank).chunk(subject.degrees.tp)[tp_rank] for i in streams]
@@ -164,13 +186,18 @@ def traced_tokens(subject: Subject, dims: LocalDims | ParallelDims) -> Tensor:
 
 
 def split(subject: Subject) -> Findings:
-    """The run's split gives the loss and every gradient of one process, in float64 and in the run's dtype."""
+    """Check that the run's split gives the loss and every gradient of one process.
+
+    It is compared in float64 and in the run's dtype.
+    """
+    # In float64 both must be equal, but for the order of sums.
     double = subject.in_float64
     whole = subject.whole(torch.float64)
     want = in_one_process(double, whole)
     yield from _compared(double, on_all_ranks(double, whole), want, None)
     if subject.dtype == torch.float64:
         return
+    # In the run's dtype, first measure how far one process is off.
     whole = subject.whole(DTYPES[subject.config.training.dtype])
     one = in_one_process(subject, whole)
     errors = {name: off(g, want.gradients[name]) for name, g in one.gradients.items()}
@@ -185,7 +212,10 @@ def split(subject: Subject) -> Findings:
 
 
 def _compared(subject: Subject, got: Split, want: Step, one: Step | None) -> Findings:
-    """Compare with float64. In the run's dtype, which rounds, a split may be off twice as far as one process."""
+    """Compare with float64.
+
+    In the run's dtype, which rounds, a split may be off twice as far as one process.
+    """
     dtype = subject.dtype
     wrong = first_wrong(subject, got.passed, stations(subject, want, dtype, one))
     errors = {
@@ -208,11 +238,15 @@ def of_step(
     dtype: torch.dtype,
     one: Step | None,
 ) -> Findings:
-    """How far the loss and the gradients of a split step are off. errors: of gradients, by name and rank."""
+    """Yield how far the loss and the gradients of a split step are off.
+
+    errors: of gradients, by name and rank.
+    """
     what = f"{split} against one process"
     where = wrong.where if wrong else ""
     bound = _bound(dtype, one and one.loss, want.loss)
     yield Finding(check, f"loss, {what}", off(loss, want.loss), bound, where)
+    # Each gradient has its own bound; report the one that is worst relative to it.
     of_name = {
         name: _bound(dtype, one and one.gradients[name], x) for name, x in want.gradients.items()
     }
@@ -225,23 +259,30 @@ def of_step(
 
 
 def _bound(dtype: torch.dtype, one: Tensor | None, exact: Tensor) -> float:
-    """For a result of a split step, which one process computes in this dtype as `one` (None: it is float64)."""
+    """Return the bound for a result of a split step.
+
+    One process computes the result in this dtype as `one` (None: the dtype is float64).
+    """
     return DELTA if one is None else 2 * off(one, exact) + 8 * UNIT[dtype]
 
 
 class Station(NamedTuple):
     """One tensor that passes between layers, in a step of one process."""
 
-    name: str  # of what produced it: "layer 1 (gdn), forward"
-    exact: Tensor  # [1, T, dim]
-    bound: float  # for a split
+    # Name of the module that produced it, for example "layer 1 (gdn), forward".
+    name: str
+    # [1, T, dim].
+    exact: Tensor
+    # Bound for a split.
+    bound: float
     backward: bool
 
 
 def stations(subject: Subject, want: Step, dtype: torch.dtype, one: Step | None) -> list[Station]:
-    """All stations of a step, in the order in which it computes them."""
+    """Return all stations of a step, in the order in which it computes them."""
     layers = [subject.layer(i) for i in range(len(subject.model.layers))]
     n = subject.model.num_layers
+    # Layers of the trunk, then the layers that predict further tokens.
     trunk, more = layers[:n], layers[n:]
     entered = [
         "the embeddings of later tokens" if layer.joins else name
@@ -251,7 +292,7 @@ def stations(subject: Subject, want: Step, dtype: torch.dtype, one: Step | None)
     names += [
         f"{name}, backward" for name in (*reversed(more), "the head or the loss", *reversed(trunk))
     ]
-    # what a frozen embedding gives has no gradient, which would be the last
+    # The output of a frozen embedding has no gradient, which would be the last station.
     names = names[: len(want.passed)]
     of_one = one.passed if one else [None] * len(names)
     bounds = [_bound(dtype, x, y) for x, y in zip(of_one, want.passed, strict=True)]
@@ -266,7 +307,10 @@ class Wrong(NamedTuple):
 
 
 def first_wrong(subject: Subject, got: Iterable[Tensor], stations: list[Station]) -> Wrong | None:
-    """Where a split first differs from one process: the layer, and the rank and document where this begins."""
+    """Return where a split first differs from one process.
+
+    It is the layer, and the rank and document where the difference begins.
+    """
     for i, (x, at) in enumerate(zip(got, stations, strict=True)):
         error = off(x, at.exact)
         if not error <= at.bound:
@@ -284,9 +328,10 @@ def _place(subject: Subject, x: Tensor, y: Tensor, backward: bool) -> str:
 
 
 def documents(subject: Subject) -> Findings:
-    """For each document, what passes between layers is the same packed and alone."""
+    """Check that each document gives the same between layers, packed and alone."""
     whole = subject.whole(torch.float64).use("torch", subject.device, torch.float64)
     packed = _forward(subject, whole, subject.batch.tokens, subject.batch.cu_seqlens)
+    # Compare the shortest and the longest documents.
     bounds = subject.batch.cu_seqlens.tolist()
     order = sorted(pairwise(bounds), key=lambda d: d[1] - d[0])
     figure, where = 0.0, ""
@@ -315,7 +360,7 @@ def _forward(subject: Subject, whole: Decoder, tokens: Tensor, bounds: Tensor) -
 
 
 def repeated(subject: Subject) -> Findings:
-    """A step that is taken twice gives the same bits."""
+    """Check that a step taken twice gives the same bits."""
     whole = subject.whole(DTYPES[subject.config.training.dtype])
     with repeatable(may_differ(subject, range(len(subject.model.layers)))):
         first, again = (on_all_ranks(subject, whole) for _ in range(2))

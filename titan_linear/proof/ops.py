@@ -1,4 +1,6 @@
-"""Ops and mixers of the run's model: split among ranks, against float64, documents alone, repeated."""
+"""Ops and mixers of the run's model: split among ranks, against float64, documents alone,
+repeated.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,22 @@ from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
 from titan_linear.proof.ranks import on_ranks, sharding_of
 from titan_linear.proof.subject import STREAMS, Subject
 
-ORACLE_TOKENS = 192  # for oracles, which run token by token
-ALONE = 6  # number of documents that are computed alone
-SMALL = 1e-3  # share of the batch's norm that a document (of one token, say) counts for at least
+# Number of tokens for oracles, which run token by token.
+ORACLE_TOKENS = 192
+# Number of documents that are computed alone.
+ALONE = 6
+# The least share of the batch's norm that errors of a document are relative to. A document
+# may be as short as one token.
+SMALL = 1e-3
 
 
-# --- The cases of a model --------------------------------------------------------------------------------------------
+# --- The cases of a model -----------------------------------------------------------------
 
 OF_MIXER = {"": 12.0}
 
 
 def cases(subject: Subject) -> Iterator[Case]:
-    """For each kind of mixer its ops, then the mixer itself."""
+    """Yield, for each kind of mixer, its ops, then the mixer itself."""
     whole = subject.whole(torch.float64)
     T = STREAMS * subject.config.training.seq_len
     for kind in subject.model.mixers:
@@ -56,8 +62,10 @@ def cases(subject: Subject) -> Iterator[Case]:
 def _mixer(kind: MixerOptions, draw: Draws, dim: int, mixer: nn.Module) -> Case:
     def run(x: Tensors, plan: BatchPlan, impl: str) -> Tensor:
         x = dict(x)
-        copied = copy.deepcopy(mixer)  # per call: ranks run it in turns
+        # Copy the module for each call, because ranks run it in turns.
+        copied = copy.deepcopy(mixer)
         arguments = [x.pop(name) for name in tokens]
+        # Replace the copy's parameters by the case's, which need gradients.
         for name, p in x.items():
             owner, _, leaf = name.rpartition(".")
             module = copied.get_submodule(owner)
@@ -79,18 +87,20 @@ def _mixer(kind: MixerOptions, draw: Draws, dim: int, mixer: nn.Module) -> Case:
     return Case(f"mixer {kind.name}", tokens, dy, run, None, OF_MIXER, **more)
 
 
-# --- A case on one rank or many --------------------------------------------------------------------------------------
+# --- A case on one rank or many -----------------------------------------------------------
 
 
 class Results(NamedTuple):
-    """The results of a case: its output and gradients by token; the gradients of its parameters."""
+    """The results of a case: its output and gradients by token; the gradients of its
+    parameters.
+    """
 
     tokens: Tensors
     parameters: Tensors
 
 
 def rounded(case: Case, dtype: torch.dtype) -> Case:
-    """The case with its values rounded to `dtype`, but stored in float64."""
+    """Return the case with its values rounded to `dtype`, but stored in float64."""
     if dtype != torch.float64:
         case = replace(case, parameters=case.parameters | case.usual)
     tokens, parameters = (
@@ -112,6 +122,7 @@ def computed(
     mine: Tensor | slice = slice(None),
 ) -> Results:
     """Compute the case in `dtype`, on the tokens `mine`."""
+    # Inputs are leaves, so that their gradients can be compared.
     tokens = {n: x[:, mine].to(dtype, copy=True).requires_grad_() for n, x in case.tokens.items()}
     parameters = {
         n: x.to(_dtype_of(case, n, dtype), copy=True).requires_grad_()
@@ -129,12 +140,19 @@ def computed(
 
 
 def on_one(subject: Subject, case: Case, dtype: torch.dtype, impl: str = "torch") -> Results:
-    """Compute the case on one rank, without the run's plan: documents are given by their boundaries."""
+    """Compute the case on one rank, without the run's plan.
+
+    Documents are given by their boundaries.
+    """
     return computed(case, dtype, plan_of(subject, _bounds(subject)), impl)
 
 
 def split_among_ranks(subject: Subject, case: Case, dtype: torch.dtype, impl: str) -> Results:
-    """Compute the case on the ranks that share a stream, and join their results. Raises `RankFailed`."""
+    """Compute the case on the ranks that share a stream, and join their results.
+
+    Raises:
+        RankFailed: a rank raised an error.
+    """
     degrees = Degrees(cp=subject.degrees.cp)
 
     def on_rank(dims: LocalDims) -> Results:
@@ -145,6 +163,7 @@ def split_among_ranks(subject: Subject, case: Case, dtype: torch.dtype, impl: st
         )
 
     ranks = on_ranks(degrees, on_rank)
+    # Put each rank's tokens at their places, and sum the gradients of parameters.
     whole = {
         name: x.new_empty(1, case.dy.shape[1], *x.shape[2:]) for name, x in ranks[0].tokens.items()
     }
@@ -157,7 +176,9 @@ def split_among_ranks(subject: Subject, case: Case, dtype: torch.dtype, impl: st
 
 
 def _bounds(subject: Subject) -> Tensor:
-    """[N+1] int32, on the CPU: boundaries of the first data-parallel rank's streams."""
+    """Return the boundaries of the first data-parallel rank's streams, [N+1] int32, on the
+    CPU.
+    """
     bounds = subject.batch.cu_seqlens
     return bounds[bounds <= STREAMS * subject.config.training.seq_len]
 
@@ -165,24 +186,25 @@ def _bounds(subject: Subject) -> Tensor:
 def plan_of(
     subject: Subject, bounds: Tensor, num_streams: int = 1, later: Later | None = None
 ) -> BatchPlan:
-    """The plan of documents with these boundaries, by hand."""
+    """Return the plan of documents with these boundaries, computed by hand."""
     positions = torch.cat([torch.arange(n) for n in bounds.diff().tolist()]).to(subject.device)
     return BatchPlan(
         positions, cu_seqlens=bounds.to(subject.device), num_streams=num_streams, later=later
     )
 
 
-# --- What is compared ------------------------------------------------------------------------------------------------
+# --- What is compared ---------------------------------------------------------------------
 
 
 def _compared(
     subject: Subject, case: Case, got: Results, want: Results, dtype: torch.dtype
 ) -> tuple[float, float, str]:
-    """The worst error, its bound, and where it is."""
+    """Return the worst error, its bound, and its place."""
     both = (got.tokens | got.parameters), (want.tokens | want.parameters)
     errors = {name: off(x, both[1][name]) for name, x in both[0].items()}
     bounds = {name: _bound(case, name, dtype) for name in errors}
-    # If results are out of bounds, name the first that says where: results by token, the output before gradients.
+    # If results are out of bounds, name the first that has a place: results by token, the
+    # output before gradients.
     name = next(
         (name for name in got.tokens if not errors[name] <= bounds[name]), worst(errors, bounds)
     )
@@ -202,11 +224,15 @@ def _bound(case: Case, name: str, dtype: torch.dtype) -> float:
 def _where(
     subject: Subject, case: Case, name: str, got: Tensor, want: Tensor, of_tokens: bool
 ) -> str:
-    """In words: the result, its worst head, and the rank and document where the error begins."""
+    """Describe in words the result, its worst head, and where the error begins.
+
+    The place is a rank and a document.
+    """
     wrong = (got.double() - want.double()).abs().nan_to_num(torch.inf, torch.inf)
     said = [name]
     if not of_tokens:
-        if case.by_head:  # [HV] or [HV·K]
+        # Gradients of parameters are [HV] or [HV·K].
+        if case.by_head:
             said.append(f"head {int(wrong.view(case.dy.shape[2], -1).amax(1).argmax())}")
         return ", ".join(said)
     if case.by_head:
@@ -217,7 +243,10 @@ def _where(
 
 
 def begins(wrong: Tensor, backward: bool) -> int:
-    """The first token, or in backward the last, whose error is a hundredth of the worst or more. wrong: [T] errors."""
+    """Return the first token, or in backward the last, with a large error.
+
+    An error is large if it is a hundredth of the worst or more. wrong: [T] errors.
+    """
     about = (wrong >= wrong.max() / 100).nonzero().flatten()
     return int(about[-1 if backward else 0])
 
@@ -228,7 +257,10 @@ def _place(subject: Subject, token: int) -> str:
 
 
 def split(subject: Subject, case: Case) -> Findings:
-    """The case split among ranks equals float64 on one rank; in the run's dtype, within what rounding costs."""
+    """Check that the case split among ranks equals float64 on one rank.
+
+    In the run's dtype, it must be equal within the cost of rounding.
+    """
     what = f"{case}, cp {subject.degrees.cp}"
     for dtype in dict.fromkeys((torch.float64, subject.dtype)):
         rounded_case = rounded(case, dtype)
@@ -239,12 +271,16 @@ def split(subject: Subject, case: Case) -> Findings:
 
 
 def implementations(subject: Subject, case: Case) -> Findings:
-    """On these document lengths the run's implementation equals float64, and float64 equals the definition."""
+    """Check the run's implementation against float64, and float64 against the definition.
+
+    The document lengths are the run's.
+    """
     dtype = subject.dtype
     rounded_case = rounded(case, dtype)
     got = on_one(subject, rounded_case, dtype, subject.config.model.impl)
     compared = _compared(subject, case, got, on_one(subject, rounded_case, torch.float64), dtype)
     yield Finding(f"implementation, {short(dtype)}", f"{case}, against float64", *compared)
+    # The definition runs token by token, so it gets few tokens.
     if case.oracle is not None:
         few, bounds = _few(subject, case)
         got = computed(few, torch.float64, plan_of(subject, bounds))
@@ -255,7 +291,10 @@ def implementations(subject: Subject, case: Case) -> Findings:
 
 
 def _few(subject: Subject, case: Case) -> tuple[Case, Tensor]:
-    """The last tokens of the batch, and the boundaries of their documents, of which the first is cut off."""
+    """Return the case on the last tokens of the batch, and their documents' boundaries.
+
+    The first of these documents is cut off.
+    """
     bounds = _bounds(subject)
     first = max(int(bounds[-1]) - ORACLE_TOKENS, 0)
     cut = first + (int(bounds[-1]) - first) // 3
@@ -266,12 +305,16 @@ def _few(subject: Subject, case: Case) -> tuple[Case, Tensor]:
 
 
 def documents(subject: Subject, case: Case) -> Findings:
-    """A document gives the same packed and alone, and changing another document changes nothing of it."""
+    """Check that a document gives the same packed and alone.
+
+    Changing another document must not change anything of it.
+    """
     bounds = _bounds(subject)
     lengths = bounds.diff()
     order = lengths.argsort(descending=True).tolist()
     packed = on_one(subject, case, torch.float64)
     worst_of = (0.0, "")
+    # Compare the longest and the shortest documents, packed and alone.
     for n in [*order[: ALONE // 2], *order[::-1][: ALONE // 2]]:
         document = slice(int(bounds[n]), int(bounds[n + 1]))
         for name, x in alone(subject, case, document, int(lengths[n])).items():
@@ -282,6 +325,7 @@ def documents(subject: Subject, case: Case) -> Findings:
     yield Finding(
         "documents", f"{case}, packed and alone, float64", worst_of[0], case.bound, worst_of[1]
     )
+    # Change documents one by one; all others must keep their bits.
     what = f"{case}, cp {subject.degrees.cp}: what changing one document changes of others, {short(subject.dtype)}"
     most, where = 0.0, ""
     with repeatable():
@@ -295,20 +339,21 @@ def documents(subject: Subject, case: Case) -> Findings:
                         f"{name}, {_place(subject, token)}, by {subject.document(int(bounds[n]))}"
                     )
     yield Finding("documents", what, most, 0.0, where)
-    if may_differ(subject, case.layers):  # by kernels of its own, whose sums are in any order
+    # The run's own kernels may sum in any order, so they get a bound instead.
+    if may_differ(subject, case.layers):
         _, before, after = next(_changed(subject, case, [order[0]]))
         compared = _compared(subject, case, after, before, subject.dtype)
         yield Finding("documents", f"{what}, by the kernels of the run", *compared)
 
 
 def alone(subject: Subject, case: Case, rows: slice | np.ndarray, length: int) -> Tensors:
-    """What the tokens of a document give alone, in float64."""
+    """Return the results of a document's tokens alone, in float64."""
     plan = plan_of(subject, torch.tensor([0, length], dtype=torch.int32))
     return computed(case, torch.float64, plan, mine=rows).tokens
 
 
 def after_change(subject: Subject, case: Case, rows: slice) -> Tensors:
-    """What all tokens give on the run's ranks after some are changed."""
+    """Return the results of all tokens on the run's ranks after some tokens are changed."""
     other = {name: x.clone() for name, x in (case.tokens | {"dy": case.dy}).items()}
     for x in other.values():
         x[:, rows] = 1.5 * x[:, rows].flip(-1) + 0.25
@@ -319,7 +364,11 @@ def after_change(subject: Subject, case: Case, rows: slice) -> Tensors:
 def _changed(
     subject: Subject, case: Case, documents: list[int]
 ) -> Iterator[tuple[int, Results, Results]]:
-    """For each of these documents: it, what all tokens give, and what those of others give after it is changed."""
+    """Yield each of these documents, with the results before and after it is changed.
+
+    In the results after the change, the document's own are the ones before it: only other
+    documents' results differ.
+    """
     bounds = _bounds(subject)
     before = split_among_ranks(subject, case, subject.dtype, subject.config.model.impl)
     for n in dict.fromkeys(documents):
@@ -331,7 +380,7 @@ def _changed(
 
 
 def repeated(subject: Subject, case: Case) -> Findings:
-    """The case gives the same bits when it runs again; results that do not are named."""
+    """Check that the case gives the same bits when it runs again; name results that do not."""
     dtype, impl = subject.dtype, subject.config.model.impl
     with repeatable(may_differ(subject, case.layers)):
         first, again = (split_among_ranks(subject, case, dtype, impl) for _ in range(2))
@@ -343,7 +392,7 @@ def repeated(subject: Subject, case: Case) -> Findings:
 
 @contextmanager
 def repeatable(on: bool = True) -> Iterator[None]:
-    """Inside, use deterministic algorithms where they exist: what is computed twice has the same bits."""
+    """Use deterministic algorithms where they exist: repeated results have the same bits."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn" if on else before)
     try:
@@ -353,7 +402,10 @@ def repeatable(on: bool = True) -> Iterator[None]:
 
 
 def may_differ(subject: Subject, layers: Iterable[int]) -> bool:
-    """Whether some results of these layers may have other bits each time, unless algorithms are deterministic: those of
-    softmax attention on GPUs, whose fastest kernels add in any order."""
+    """Whether some results of these layers may have other bits each time.
+
+    Results of softmax attention on GPUs may, unless algorithms are deterministic: its
+    fastest kernels add in any order.
+    """
     softmax = not all(mixer.linear for i in layers for mixer in subject.model.layers[i].mixers)
     return softmax and subject.device.type != "cpu"

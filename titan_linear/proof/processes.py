@@ -1,4 +1,7 @@
-"""The run's own processes, under torchrun: FSDP2, the mesh and the collectives of the devices against one process."""
+"""The run's own processes, under torchrun, against one process.
+
+They prove FSDP2, the mesh and the collectives of the devices.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +40,15 @@ from titan_linear.storage.tensors import named_parameters
 
 
 def split(subject: Subject) -> Findings:
-    """A step of all processes gives the loss and gradients of one process, in float64 and in the run's dtype. Every
-    rank calls this, and gets the same findings."""
+    """Check that a step of all processes gives the loss and gradients of one process.
+
+    It is compared in float64 and in the run's dtype. Every rank calls this, and gets the
+    same findings.
+    """
     dims = build_dims(subject.config, subject.device)
     subject = replace(subject, degrees=Degrees(dims.dp, dims.cp, dims.tp, dims.ep))
+    # The exact step, then each dtype; below float64 one process tells how far rounding
+    # goes.
     exact = in_one_process(subject.in_float64, subject.whole(torch.float64))
     for this in (subject.in_float64, subject):
         one = None
@@ -55,8 +63,12 @@ def split(subject: Subject) -> Findings:
 def _of_processes(
     subject: Subject, dims: ParallelDims, want: Step, one: Step | None
 ) -> tuple[Tensor, dict[tuple[str, int], float], Wrong | None]:
-    """The loss of all ranks; for each parameter and rank, how far the rank's part of its gradient is off; and where the
-    step first differs from one process."""
+    """Return the loss of all ranks, the errors of gradients, and the first wrong place.
+
+    An error is how far a rank's part of a parameter's gradient is off, by name and rank.
+    The place is where the step first differs from one process.
+    """
+    # Take a step as the trainer does.
     host = host_group()
     passes = passes_of_process(subject, dims, STREAMS)
     model = passes.model
@@ -65,6 +77,7 @@ def _of_processes(
     loss = losses.sum()
     sum_gradients(gradient_sums(model, dims))
     dist.all_reduce(loss)
+    # Collect the errors, and the first wrong place, of all ranks.
     ranks = of_all_ranks(_errors(model, want.gradients), host)
     errors = {
         (name, rank): of_rank[name] for name in want.gradients for rank, of_rank in enumerate(ranks)
@@ -77,7 +90,7 @@ def _of_processes(
 def _first_wrong(
     subject: Subject, dims: ParallelDims, trace: Trace, stations: list[Station]
 ) -> Wrong | None:
-    """`first_wrong` for this rank's tokens."""
+    """Return `first_wrong` for this rank's tokens."""
     mine = traced_tokens(subject, dims).to(subject.device)
     wholes = (
         at.exact.index_copy(1, mine, x) for at, x in zip(stations, trace.passed(), strict=True)
@@ -86,7 +99,7 @@ def _first_wrong(
 
 
 def passes_of_process(subject: Subject, dims: ParallelDims, micro_steps: int) -> Passes:
-    """Those of the subject's model, with its weights, on its streams."""
+    """Return the passes of the subject's model, with its weights, on its streams."""
     model = build_model(subject.config, subject.model, dims, subject.device)
     _fill(model, subject.weights)
     return passes_of(subject, model, dims, host_group(), micro_steps)
@@ -101,7 +114,9 @@ def _fill(model: Decoder, weights: Tensors) -> None:
 
 
 def _errors(model: Decoder, want: Tensors) -> dict[str, float]:
-    """For each gradient, how far this rank's part of it is off, relative to the whole gradient."""
+    """Return how far this rank's part of each gradient is off, relative to the whole
+    gradient.
+    """
     names = {id(p): name for name, p in model.named_parameters()}
     errors = {}
     grads = {names[id(p)]: p.grad for p in model.parameters() if p.grad is not None}
@@ -115,6 +130,6 @@ def _errors(model: Decoder, want: Tensors) -> dict[str, float]:
 
 
 def _part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """This rank's part of a tensor, and where in the whole it lies."""
+    """Return this rank's part of a tensor, and its place in the whole tensor."""
     local, offsets = owned(tensor)
     return local, tuple(slice(a, a + n) for a, n in zip(offsets, local.shape, strict=True))

@@ -1,4 +1,6 @@
-"""The run's ranks in one process: their groups, their models, and a step as the trainer takes it."""
+"""The run's ranks in one process: their groups, their models, and a step as the trainer
+takes it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ T = TypeVar("T")
 
 
 def on_ranks(degrees: Degrees, on_rank: Callable[[LocalDims], T]) -> list[T]:
-    """Call on_rank(dims) for every rank of these degrees; the results in rank order. Raises `RankFailed`."""
+    """Call on_rank(dims) for every rank of these degrees; return the results in rank order.
+
+    Raises:
+        RankFailed: a rank raised an error.
+    """
+    # Ranks by group: each row of a matrix is one group.
     grid = torch.arange(degrees.ranks).view(degrees.dp, degrees.cp, degrees.tp)
     data = grid.flatten(0, 1)  # [dp · cp, tp]
     experts = data.unflatten(0, (-1, degrees.ep))  # [., ep, tp]
@@ -38,9 +45,10 @@ def on_ranks(degrees: Degrees, on_rank: Callable[[LocalDims], T]) -> list[T]:
         "tp": grid.flatten(0, 1),
         "data": data.T,
         "ep": experts.transpose(1, 2).flatten(0, 1),
-        # ranks of a data group that have the same experts
+        # Ranks of a data group that have the same experts.
         "experts": experts.movedim(0, -1).flatten(0, 1),
     }
+    # Give each rank its groups, then let the ranks take turns.
     with ExitStack() as stack:
         dims = [LocalDims(**asdict(degrees), rank=rank, groups={}) for rank in range(degrees.ranks)]
         for name, rows in members.items():
@@ -53,7 +61,7 @@ def on_ranks(degrees: Degrees, on_rank: Callable[[LocalDims], T]) -> list[T]:
 
 
 def sharding_of(subject: Subject, dims: LocalDims, dtype: torch.dtype) -> BatchSharding:
-    """How the run cuts batches for this rank."""
+    """Return how the run cuts batches for this rank."""
     return replace(
         build_sharding(subject.config, subject.model, dims, subject.device), compute_dtype=dtype
     )
@@ -66,7 +74,7 @@ def passes_of(
     host: dist.ProcessGroup,
     micro_steps: int,
 ) -> Passes:
-    """Those of a rank's model, on its streams."""
+    """Return the passes of a rank's model, on its streams."""
     batches = iter(subject.loader(dims.dp_rank, dims.dp, 1))
     return build_passes(
         subject.config, model, dims, subject.device, batches, micro_steps=micro_steps, host=host
@@ -74,7 +82,11 @@ def passes_of(
 
 
 def model_of(subject: Subject, whole: Decoder, dims: LocalDims, compiled: bool = False) -> Decoder:
-    """A rank's model: its own parameters, which share memory with the whole ones, or are its parts of them."""
+    """Return a rank's model.
+
+    Its parameters share memory with the whole ones, or are its parts of them.
+    """
+    # Build the model without memory, then set its parameters to the whole ones.
     with torch.device("meta"):
         model = Decoder(whole.config)
     for name, p in whole.named_parameters(remove_duplicate=False):
@@ -84,9 +96,11 @@ def model_of(subject: Subject, whole: Decoder, dims: LocalDims, compiled: bool =
             leaf,
             nn.Parameter(p.detach(), requires_grad=p.requires_grad),
         )
+    # Each rank counts the loads of experts by itself.
     for local, layer in zip(model.layers, whole.layers, strict=True):
         if isinstance(local.mlp, MoE):
             local.mlp.loads = torch.zeros_like(layer.mlp.loads)
+    # Restore what the constructor ties, then split the model as in the run.
     if whole.config.tie_embeddings:
         model.head.weight = model.embedding.weight
     parallelize(model, dims, changed(subject.config, {"compile.enable": compiled}), subject.device)
@@ -95,7 +109,7 @@ def model_of(subject: Subject, whole: Decoder, dims: LocalDims, compiled: bool =
 
 
 def sum_as_fsdp(model: Decoder, dims: LocalDims) -> None:
-    """Sum the gradients that FSDP2 sums in a run; there is no FSDP2 in this process."""
+    """Sum the gradients that FSDP2 sums in a run, because it does not run in this process."""
     whole = {id(p) for p in replicated_parameters(model)}
     for name, p in model.named_parameters():
         if p.requires_grad and id(p) not in whole:
@@ -108,10 +122,14 @@ def sum_as_fsdp(model: Decoder, dims: LocalDims) -> None:
 def whole_gradients(
     parts: Sequence[tuple[LocalDims, Decoder]],
 ) -> list[tuple[int, dict[str, Tensor]]]:
-    """Join every parameter's gradient from the ranks that hold its parts: (first rank, gradients) for each set of ranks
-    that together hold all of them."""
+    """Join every parameter's gradient from the ranks that hold its parts.
+
+    The result has (first rank, gradients) for each set of ranks that together hold all of
+    them.
+    """
     sets: dict[int, list[tuple[LocalDims, Decoder]]] = {}
-    for dims, model in parts:  # a set: the ranks of one ep group, with all their tp ranks
+    # A set has the ranks of one ep group, with all their tp ranks.
+    for dims, model in parts:
         sets.setdefault(dims.rank // (dims.ep * dims.tp), []).append((dims, model))
     return [(ranks[0][0].rank, _joined(ranks)) for ranks in sets.values()]
 
@@ -122,6 +140,7 @@ def _joined(ranks: list[tuple[LocalDims, Decoder]]) -> dict[str, Tensor]:
     grads: list[dict[str, Any]] = [
         {name: p.grad for name, p in model.named_parameters()} for _, model in ranks
     ]
+    # Join tensor-parallel parts along their dim, and experts along the first.
     for name, grad in grads[0].items():
         if grad is None:
             continue

@@ -29,13 +29,15 @@ from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.step_folders import Progress
 from titan_linear.storage.tensors import named_parameters, saved_parameters
 
-BEFORE = 2  # steps before the save
-PARAMETERS = 32_000_000  # most that are saved: more would prove nothing new, and wait for a disk
+# Number of steps before the save.
+BEFORE = 2
+# The most parameters that are saved: more would prove nothing new, and wait for a disk.
+PARAMETERS = 32_000_000
 
 
 @dataclass
 class Run:
-    """What the trainer holds of a run on one rank."""
+    """The trainer's state of a run on one rank."""
 
     subject: Subject
     dims: ParallelDims
@@ -63,7 +65,10 @@ class Run:
         self.update = Update(config, self.passes, self.dims, self.optimizer)
 
     def next_step(self) -> tuple[float, tuple[int, ...]]:
-        """Take one step; return its loss and all ranks' streams. The next step is prefetched, as by the trainer."""
+        """Take one step; return its loss and all ranks' streams.
+
+        The next step is prefetched, as by the trainer.
+        """
         losses, streams = self.passes.run()
         self.step += 1
         self.loader.advance()
@@ -73,7 +78,7 @@ class Run:
         return reading.wait().loss, tuple(sorted({i for of_rank in ranks for i in of_rank}))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Copies of this rank's parts of the weights and optimizer states, by name."""
+        """Return copies of this rank's parts of the weights and optimizer states, by name."""
         weights = named_parameters(self.model)
         copies = {f"weight {name}": local_tensor(p).detach().clone() for name, p in weights.items()}
         for name, p in self.model.named_parameters():
@@ -85,7 +90,10 @@ class Run:
 
 
 def resume(subject: Subject) -> Findings:
-    """Saved after some steps and loaded into a new model, a run has the same state and takes the same next step."""
+    """Check that a run saved after some steps and loaded into a new model is the same.
+
+    It must have the same state and take the same next step.
+    """
     one = replace(subject, config=_on_one_rank(subject.config))
     offload = one.config.training.enable_cpu_offload
     yield from _resumed(
@@ -94,7 +102,10 @@ def resume(subject: Subject) -> Findings:
 
 
 def of_processes(subject: Subject) -> Findings:
-    """The same for the run's own processes and split, under torchrun. Every rank calls this, for the same findings."""
+    """Check the same for the run's own processes and split, under torchrun.
+
+    Every rank calls this, for the same findings.
+    """
     dims = build_dims(subject.config, subject.device)
     yield from _resumed(
         f"resume, {dims.description}",
@@ -113,6 +124,7 @@ def _resumed(check: str, subject: Subject, dims: ParallelDims, host: dist.Proces
                 f"{check}: processes of several machines have no folder in common to save in"
             )
             return
+        # Take some steps, save, and take one more.
         run = _new(subject, dims, host)
         run.begin()
         for _ in range(BEFORE):
@@ -125,6 +137,7 @@ def _resumed(check: str, subject: Subject, dims: ParallelDims, host: dist.Proces
         checkpointer.wait()
         loss, streams = run.next_step()
 
+        # Load the save into a model whose parameters are all zero.
         other = _new(subject, dims, host)
         with torch.no_grad():
             for p in saved_parameters(other.model).values():
@@ -132,6 +145,7 @@ def _resumed(check: str, subject: Subject, dims: ParallelDims, host: dist.Proces
         progress = checkpointer.load(run.step - 1, other.model, other.optimizer, other.loader)
         yield _compared(check, "what is loaded", saved, other)
         yield Finding(check, "the step it resumes from", abs(progress.step - BEFORE), 0)
+        # Take the same step again: streams, loss and state must be equal.
         other.step = progress.step
         next_stream = other.loader.next_stream
         other.begin()
@@ -149,7 +163,7 @@ def _resumed(check: str, subject: Subject, dims: ParallelDims, host: dist.Proces
 
 @contextmanager
 def _shared_folder(host: dist.ProcessGroup) -> Iterator[Path | None]:
-    """A temporary folder for all ranks; None: not all of them see it."""
+    """Yield a temporary folder for all ranks; None: not all of them see it."""
     first = dist.get_rank(host) == 0
     with (
         tempfile.TemporaryDirectory(prefix="titan_linear-doctor-")
@@ -162,7 +176,7 @@ def _shared_folder(host: dist.ProcessGroup) -> Iterator[Path | None]:
 
 
 def _compared(check: str, what: str, want: dict[str, Tensor], run: Run) -> Finding:
-    """Compare what all ranks have in `run` with what they had."""
+    """Compare the tensors of all ranks in `run` with the earlier ones."""
     got = run.tensors()
     differing = [
         n
@@ -186,7 +200,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _new(subject: Subject, dims: ParallelDims, host: dist.ProcessGroup) -> Run:
-    """With initial weights."""
+    """Return a run with initial weights."""
     model = build_model(subject.config, subject.model, dims, subject.device)
     initialise(model, subject.config.debug.seed, named_parameters(model))
     return Run(subject, dims, host, model, build_optimizer(model, subject.config.optimizer))
@@ -199,7 +213,7 @@ def _on_one_rank(config: Config) -> Config:
 
 
 def _taken(config: Config, dp: int) -> Config:
-    """The config uncompiled, with a global batch for `dp` data-parallel ranks."""
+    """Return the config uncompiled, with a global batch for `dp` data-parallel ranks."""
     batch = {
         "training.global_batch_size": STREAMS * dp,
         "training.local_batch_size": 1,

@@ -1,4 +1,7 @@
-"""What is examined: the run's model cut to one period of its layers, a few of its streams, its degrees."""
+"""The subject of proofs: the run's model, some of its streams, its degrees.
+
+The model is cut to one period of its layers.
+"""
 
 from __future__ import annotations
 
@@ -37,35 +40,42 @@ from titan_linear.run.build import (
 from titan_linear.run.data import build_streams, check_size, open_corpora, tokens_of
 from titan_linear.run.preflight import check_float8, check_float8_device, check_splits
 
-LENGTH = {"cpu": 256, "cuda": 2048}  # tokens of a stream, at least
-CPU_PARAMETERS = 4_000_000  # with this many, a few float64 passes take two cores seconds
-# per data-parallel rank; every second one of all is cut into more documents than the corpus has
+# Least number of tokens of a stream.
+LENGTH = {"cpu": 256, "cuda": 2048}
+# With this many parameters, a few float64 passes take seconds on two cores.
+CPU_PARAMETERS = 4_000_000
+# Streams per data-parallel rank. Of all streams, every second one is cut into more
+# documents than the corpus has.
 STREAMS = 2
-MOST_RANKS = 64  # in one process
-ROOM = 0.6  # share of the free memory that proofs may use
+# The most ranks in one process.
+MOST_RANKS = 64
+# Share of the free memory that proofs may use.
+ROOM = 0.6
 
 
 @dataclass(frozen=True)
 class Subject:
-    config: Config  # the run's, with shorter streams
-    run: Config  # the run's
+    # The run's configuration, with shorter streams, and the run's own.
+    config: Config
+    run: Config
     model: ModelConfig
     degrees: Degrees
     tokenizer: Tokenizer
     streams: Streams
     device: torch.device
-    said: tuple[str, ...]  # how it differs from the run
-    # batches are of prefix trees, if streams are; else their nodes are documents
+    # Lines that describe how the subject differs from the run.
+    said: tuple[str, ...]
+    # Batches are of prefix trees, if streams are. Otherwise their nodes are documents.
     on_trees: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
-        """The compute dtype of the run."""
+        """Return the compute dtype of the run."""
         return DTYPES[self.config.training.mixed_precision_param]
 
     @property
     def in_float64(self) -> Subject:
-        """The same, computed exactly: by PyTorch's operations, uncompiled."""
+        """Return the subject computed exactly: by PyTorch's operations, uncompiled."""
         types = (
             "training.dtype",
             "training.mixed_precision_param",
@@ -76,11 +86,11 @@ class Subject:
 
     @cached_property
     def batch(self) -> Batch:
-        """All streams of a step, as one rank would take them."""
+        """Return all streams of a step, as one rank would take them."""
         return next(iter(self.loader(0, 1, STREAMS * self.degrees.dp)))
 
     def loader(self, dp_rank: int, dp: int, local: int = STREAMS) -> Iterable[Batch]:
-        """A data-parallel rank's batches of `local` streams, from the first step on."""
+        """Return a data-parallel rank's batches of `local` streams, from the first step on."""
         streams = self.streams if self.on_trees else MoreDocuments(self.streams)
         step = STREAMS * self.degrees.dp
         return StreamLoader(
@@ -89,14 +99,17 @@ class Subject:
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
-        """float32, on the CPU: as a run draws them, except that no two heads or channels are alike."""
+        """Return the weights in float32, on the CPU.
+
+        They are drawn as in a run, except that no two heads or channels are alike.
+        """
         decoder = allocated(self.model, torch.float32, torch.device("cpu"))
         initialise(decoder, self.config.debug.seed)
         vary(decoder, self.config.debug.seed)
         return {name: p.detach() for name, p in decoder.named_parameters()}
 
     def whole(self, dtype: torch.dtype) -> Decoder:
-        """The model, its parameters in `dtype`."""
+        """Return the model with its parameters in `dtype`."""
         decoder = allocated(self.model, dtype, self.device)
         with torch.no_grad():
             for name, p in decoder.named_parameters():
@@ -104,7 +117,7 @@ class Subject:
         return decoder
 
     def document(self, token: int) -> str:
-        """Say where a token of `batch` is."""
+        """Describe the place of a token of `batch`."""
         bounds = self.batch.cu_seqlens.tolist()
         seq_len = self.config.training.seq_len
         stream = token // seq_len
@@ -118,16 +131,23 @@ class Subject:
 
 @torch.no_grad()
 def vary(decoder: Decoder, seed: int) -> None:
-    """Add noise to what a run draws alike for all heads or channels: gates, norms, biases, adapters' B."""
+    """Add noise to parameters that a run draws alike for all heads or channels.
+
+    They are gates, norms, biases, and adapters' B.
+    """
     for name, p in decoder.named_parameters():
         if p.dim() == 1 or name.endswith("lora_B"):
             p += torch.randn(p.shape, generator=generator(seed, "proof", name)) / 4
 
 
 class MoreDocuments:
-    """Streams of which every second one is cut into more documents than the corpus has there: one of 5 tokens, one that
-    spans more than half of the stream, one of 1 token, one of 2, and the rest; a very short stream gets only those that
-    it has room for. Nodes of prefix trees are documents."""
+    """Streams of which every second one is cut into more documents than the corpus has
+    there.
+
+    The further documents have 5 tokens, more than half of the stream, 1 token, 2 tokens,
+    and the rest. A very short stream gets only the ones that it has room for. Nodes of
+    prefix trees are documents.
+    """
 
     def __init__(self, streams: Streams):
         self.streams = streams
@@ -135,6 +155,7 @@ class MoreDocuments:
     def __getitem__(self, i: int) -> Stream:
         s = self.streams[i]
         T = len(s.tokens)
+        # New boundaries between documents; labels do not cross them.
         more = [5, 5 * T // 8 + 1, 5 * T // 8 + 2, 5 * T // 8 + 4] if i % STREAMS else []
         edges = np.unique([*s.cu_seqlens, *(edge for edge in more if edge < T)])
         labels = s.labels.copy()
@@ -145,20 +166,23 @@ class MoreDocuments:
         return Stream(s.tokens, labels, edges.astype(np.int32), positions, columns)
 
 
-# --- From a configuration --------------------------------------------------------------------------------------------
+# --- From a configuration -----------------------------------------------------------------
 
 
 def subject_of(config: Config) -> Subject:
-    """The subject of a run's configuration, cut to what can be examined on this machine.
+    """Return the subject of a run's configuration, cut to what this machine can examine.
 
     Raises:
-        ValueError: the run could not start; a corpus of less than a step; no memory for a layer.
+        ValueError: the run could not start; a corpus of less than a step; no memory for a
+            layer.
     """
+    # Check the run as the launcher does.
     p, t = config.parallelism, config.training
     device = own_device()
     processes = _processes(config)
     check_config(config, processes)
-    if t.seq_len == 1:  # softmax attention's gradients are 0 then, and no error is a share of them
+    # With one token, softmax attention's gradients are 0, and no error is a share of them.
+    if t.seq_len == 1:
         raise ValueError("training.seq_len = 1: streams of one token prove nothing; use 2 or more")
     tokenizer = open_tokenizer(config)
     full = model_config(config, tokenizer)
@@ -166,12 +190,14 @@ def subject_of(config: Config) -> Subject:
     check_float8(full, config)
     check_float8_device(config)
     implementations(config, full, device)
+    # Cut the degrees, the layers, the widths and the streams.
     trees = any(BACK in corpus.columns for corpus in open_corpora(config, tokenizer))
     degrees = _degrees(config, processes)
     model, factor = fitting(_one_period(full), config, degrees, device)
     seq_len = t.seq_len if trees or build_loss(config).group else _length(config, device)
     dp = processes // (p.context_parallel_degree * p.tensor_parallel_degree)
     layers = full.num_layers
+    # Lines for the report, each with whether it applies.
     said = {
         f"dp {dp} → {degrees.dp}": dp != degrees.dp,
         f"ep {p.expert_parallel_degree} → {degrees.ep}": degrees.ep != p.expert_parallel_degree,
@@ -184,6 +210,7 @@ def subject_of(config: Config) -> Subject:
         "compile.enable true → false, but in the run's own type": config.compile.enable,
         "float8.enable true → false, but for its products by themselves": config.float8.enable,
     }
+    # Build the streams of the shorter configuration.
     cut = changed(
         config,
         {
@@ -200,7 +227,10 @@ def subject_of(config: Config) -> Subject:
 
 
 def _processes(config: Config) -> int:
-    """The number of processes: torchrun's, else NGPU, else the fewest that the degrees allow."""
+    """Return the number of processes.
+
+    It is torchrun's, else NGPU, else the fewest that the degrees allow.
+    """
     asked = os.environ.get("WORLD_SIZE", os.environ.get("NGPU", ""))
     if asked.isdecimal() and int(asked):
         return int(asked)
@@ -210,7 +240,9 @@ def _processes(config: Config) -> int:
 
 
 def _degrees(config: Config, processes: int) -> Degrees:
-    """The run's degrees, with at most two data-parallel ranks, since these all do the same."""
+    """Return the run's degrees, with at most two data-parallel ranks: all of them do the
+    same.
+    """
     p = config.parallelism
     cp = p.context_parallel_degree
     tp = p.tensor_parallel_degree
@@ -220,26 +252,28 @@ def _degrees(config: Config, processes: int) -> Degrees:
         and p.data_parallel_shard_degree == -1
         and not {"NGPU", "WORLD_SIZE"} & os.environ.keys()
     ):
-        dp = 2  # -1 is the rest of the GPUs, whose number is not known
+        # -1 stands for the rest of the GPUs, whose number is not known.
+        dp = 2
     dp = min(dp, 2, max(MOST_RANKS // (cp * tp), 1))
     return Degrees(dp, cp, tp, math.gcd(p.expert_parallel_degree, dp * cp))
 
 
 def _one_period(model: ModelConfig) -> ModelConfig:
-    """The first layers, until their pattern repeats."""
+    """Return the first layers, until their pattern repeats."""
     layers = replace(model, mtp_layers=0).layers
     n = next(
         n
         for n in range(1, len(layers) + 1)
         if all(layers[i] == layers[i % n] for i in range(len(layers)))
     )
-    if n == len(layers):  # no period: until every kind has occurred
+    # Without a period, take layers until every kind has occurred.
+    if n == len(layers):
         n = max(layers.index(kind) for kind in set(layers)) + 1
     cut = replace(model.first_layers(n), mtp_layers=model.mtp_layers)
     if model.adapter and not any(
         p.requires_grad for p in unallocated(cut, torch.float32).parameters()
     ):
-        # the run's are of later layers
+        # The run's adapters are all in later layers, so adapt every layer that is left.
         return replace(cut, adapter=replace(model.adapter, targets=()))
     return cut
 
@@ -247,10 +281,13 @@ def _one_period(model: ModelConfig) -> ModelConfig:
 def fitting(
     model: ModelConfig, config: Config, degrees: Degrees, device: torch.device
 ) -> tuple[ModelConfig, int]:
-    """The model, or a narrower one of which this device holds the copies that proofs need; and the divisor."""
+    """Return the model, or a narrower one that fits this device, and the divisor.
+
+    The device must hold the copies that proofs need.
+    """
     most = CPU_PARAMETERS
     if device.type == "cuda":
-        # gradients, mostly
+        # These are mostly gradients.
         most = torch.cuda.mem_get_info(device)[0] * ROOM / (24 + 8 * degrees.ranks)
     thinner, factor = narrowed(model, config, most)
     if device.type == "cuda" and (least := count_parameters(thinner)) > most:
@@ -263,7 +300,10 @@ def fitting(
 
 
 def narrowed(model: ModelConfig, config: Config, most: float) -> tuple[ModelConfig, int]:
-    """The model, narrowed until it has at most `most` parameters or a dim of at most 128; and the divisor."""
+    """Return the model, narrowed until it is small enough, and the divisor.
+
+    It has then at most `most` parameters, or a dim of at most 128.
+    """
     for factor in (1, 2, 4, 8, 16, 32):
         thinner = _thinner(model, factor, config)
         if count_parameters(thinner) <= most or thinner.dim <= 128:
@@ -305,10 +345,14 @@ def _fewer_experts(moe: MoEConfig, factor: int, tp: int, ep: int) -> MoEConfig:
 
 
 def _fewer_heads(mixer: Any, factor: int, config: Config) -> MixerOptions:
-    """Keep a fraction of all heads, at least four, if ranks can still split them; heads stay as wide."""
+    """Keep a fraction of all heads, at least four, if ranks can still split them.
+
+    Heads stay as wide.
+    """
     p = config.parallelism
     names = ("heads", "v_heads", "kv_heads", "groups")
     kinds = {name: count for name in names if (count := getattr(mixer, name, 1)) > 1}
+    # Try the largest divisor first.
     while factor > 1:
         fewer = replace(mixer, **{name: count // factor for name, count in kinds.items()})
         whole = all(count % factor == 0 for count in kinds.values()) and fewer.heads >= 4
@@ -322,7 +366,10 @@ def _fewer_heads(mixer: Any, factor: int, config: Config) -> MixerOptions:
 
 
 def _length(config: Config, device: torch.device) -> int:
-    """Tokens per stream: enough for every fragment to have more than a chunk, and no more than the run's."""
+    """Return the tokens per stream.
+
+    Every fragment gets more than a chunk, but the stream is not longer than the run's.
+    """
     p, t = config.parallelism, config.training
     blocks = p.context_parallel_degree * (2 if p.context_parallel_layout == "zigzag" else 1)
     unit = math.lcm(blocks, p.context_parallel_degree * p.tensor_parallel_degree)

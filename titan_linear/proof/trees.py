@@ -1,4 +1,6 @@
-"""Prefix trees: leaves give what their documents give alone, and know nothing of each other."""
+"""Prefix trees: leaves give the results of their documents alone, and do not affect each
+other.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,11 @@ from titan_linear.proof.subject import Subject
 
 
 def trees(subject: Subject, case: Case) -> Findings:
-    """Of the shortest leaf, the longest and one between: the shares of their documents in outputs and gradients. What
-    they change of others are neither outputs but their own, nor gradients but those of their path."""
+    """Check the shortest leaf, the longest, and one between.
+
+    Their documents' shares in outputs and gradients must be the same as alone. Changing a
+    leaf must change only its own outputs, and only gradients on its path.
+    """
     subject = replace(subject, on_trees=True)
     nodes = next(iter(subject.loader(0, subject.degrees.dp))).nodes
     leaves = sorted(
@@ -25,15 +30,18 @@ def trees(subject: Subject, case: Case) -> Findings:
     error, alone_at, change, changed_at = 0.0, "", 0.0, ""
     with repeatable():
         before = split_among_ranks(subject, case, subject.dtype, subject.config.model.impl)
+        # Each leaf's path has the tokens of all nodes from the root to it.
         for leaf in dict.fromkeys([*leaves[:1], *leaves[len(leaves) // 2 :][:1], *leaves[-1:]]):
             own = slice(*nodes.edges[leaf : leaf + 2])
             path = np.concatenate(
                 [np.arange(*nodes.edges[n : n + 2]) for n in nodes.on_paths(leaf[None])[1]]
             )
+            # Gradients of outputs off the path are zero, as for the document alone.
             dy = torch.zeros_like(case.dy)
             dy[:, path] = case.dy[:, path]
             shares = split_among_ranks(subject, replace(case, dy=dy), torch.float64, "torch").tokens
             of_path = alone(subject, case, path, len(path))
+            # Change the leaf, and look for changes elsewhere.
             for name, x in after_change(subject, case, own).items():
                 difference = (x.double() - before.tokens[name].double()).abs()
                 difference[:, own if name == "y" else path] = 0
@@ -42,6 +50,7 @@ def trees(subject: Subject, case: Case) -> Findings:
                         difference.max().item(),
                         f"{name}, by {subject.document(own.start)}",
                     )
+                # Compare the document's share with the document alone.
                 apart = off(
                     shares[name][:, path], of_path[name], SMALL * shares[name].norm().item()
                 )

@@ -1,5 +1,7 @@
-"""What a configuration names to be trained: tokenizer, model, mesh, passes. Trainer, preflight and
-tools share this."""
+"""Objects that a configuration asks to train: tokenizer, model, mesh and passes.
+
+The trainer, preflight and tools share these functions.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,10 @@ from titan_linear.storage.hf_io import CONFIG, download, read_model
 from titan_linear.storage.hf_writing import Files, find_family
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-# rounds up a vocabulary that follows the tokenizer: whole tiles of a product, and even shards
+# A vocabulary that follows the tokenizer is rounded up to whole tiles of a product and even
+# shards.
 VOCAB_MULTIPLE = 64
-# by model.name, if several architectures can hold the model
+# Family by model.name, for models that several architectures can hold.
 FAMILY_OF = {"qwen3-next": "Qwen3NextForCausalLM"}
 T = TypeVar("T")
 
@@ -57,7 +60,10 @@ def under_key(key: str, check: Callable[..., T], *arguments: object) -> T:
 
 
 def tokenizer_path(config: Config) -> str | None:
-    """Return model.tokenizer_path, else the tokenizer.json of the Hugging Face folder, else None: bytes."""
+    """Return model.tokenizer_path, else the Hugging Face folder's tokenizer.json.
+
+    None stands for bytes.
+    """
     if config.model.tokenizer_path == BYTES:
         return None
     own = str(Path(hf_assets(config)) / "tokenizer.json") if hf_assets(config) else None
@@ -65,28 +71,35 @@ def tokenizer_path(config: Config) -> str | None:
 
 
 def open_tokenizer(config: Config) -> Tokenizer:
-    """The run's tokenizer. ValueError: it, or the Hugging Face folder that brings it, is missing or cannot be used."""
+    """Open the run's tokenizer.
+
+    Raises:
+        ValueError: it, or the Hugging Face folder that brings it, is missing or cannot be
+            used.
+    """
     folder, m = hf_assets(config), config.model
     if folder and not m.tokenizer_path and not Path(folder).is_dir():
         key = "model.hf_assets_path" if m.hf_assets_path else "checkpoint.initial_load_path"
         raise ValueError(
             f"{key} = {folder!r} is no folder; give one with a Hugging Face model: {download(Path(folder))}"
         )
-    # a model that we do not have is said before its tokenizer is missed
+    # An unknown model is reported before its missing tokenizer.
     model_without_tokenizer(config)
     return build_tokenizer(tokenizer_path(config))
 
 
 def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
-    """The preset, or the model of a Hugging Face folder, checked against the tokenizer.
+    """Return the model of the preset or Hugging Face folder, checked against the tokenizer.
 
-    A preset that is trained from weights of our own gets a larger vocabulary where the tokenizer needs one.
+    A preset that does not begin from a Hugging Face folder gets a larger vocabulary where
+    the tokenizer needs one.
     """
     model = model_without_tokenizer(config)
     if model.vocab_size < tokenizer.vocab_size and follows_tokenizer(config):
         model = replace(
             model, vocab_size=-(-tokenizer.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         )
+    # Otherwise the size is fixed: refuse a tokenizer that needs more.
     if model.vocab_size < tokenizer.vocab_size:
         what = f"model.vocab_size = {model.vocab_size}"
         remedy = f"model.vocab_size to at least {tokenizer.vocab_size}"
@@ -101,7 +114,11 @@ def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
 
 
 def model_without_tokenizer(config: Config) -> ModelConfig:
-    """`model_config` before the tokenizer is known: a preset with its own vocabulary."""
+    """Return `model_config` before the tokenizer is known.
+
+    A preset has its own vocabulary.
+    """
+    # The sizes of a folder or a preset, with the keys that change them.
     if config.model.flavor == "hf":
         _, model = under_key(
             "model.flavor = 'hf'", read_model, Path(hf_assets(config)), config.model.mtp_layers
@@ -113,13 +130,18 @@ def model_without_tokenizer(config: Config) -> ModelConfig:
         raise ValueError(
             f"loss.mtp_weight = {config.loss.mtp_weight}, but model.mtp_layers = 0, the number of tokens it is for"
         )
+    # Settings of training that the model holds.
     model = balance_experts(replace(model, mtp_weight=config.loss.mtp_weight), config)
     return with_adapter(model, config)
 
 
 def with_adapter(model: ModelConfig, config: Config) -> ModelConfig:
-    """Add the adapters that the configuration asks for. ValueError: there can be none such, or it trains what they
-    leave frozen."""
+    """Add the adapters that the configuration asks for.
+
+    Raises:
+        ValueError: the model cannot have such adapters, or the configuration trains weights
+            that adapters leave frozen.
+    """
     a = config.adapter
     if not a.enable:
         return model
@@ -135,7 +157,8 @@ def with_adapter(model: ModelConfig, config: Config) -> ModelConfig:
         )
     try:
         family = family_of(model, config)
-    except ValueError:  # no architecture holds the model
+    # No architecture holds the model.
+    except ValueError:
         shared = ()
     else:
         shared = joined(model, family)
@@ -155,8 +178,14 @@ def with_adapter(model: ModelConfig, config: Config) -> ModelConfig:
 def family_of(
     model: ModelConfig, config: Config, like: str = "", tokenizer: Files | None = None
 ) -> str:
-    """The architecture under which the model is saved: that of the folder `like`, or of its own, if that is there, or
-    the first that holds it and the tokenizer. ValueError: none does."""
+    """Return the architecture under which the model is saved.
+
+    It is the architecture of the folder `like`, or of the model's own Hugging Face folder,
+    if that exists. Otherwise it is the first that holds the model and the tokenizer.
+
+    Raises:
+        ValueError: none does.
+    """
     folder = Path(like or hf_assets(config) or "/")
     if (folder / CONFIG).is_file():
         family, _ = read_model(folder)
@@ -165,12 +194,15 @@ def family_of(
 
 
 def follows_tokenizer(config: Config) -> bool:
-    """Whether nothing fixes the size of the vocabulary: neither a key, nor a Hugging Face folder."""
+    """Whether nothing fixes the vocabulary's size: neither a key nor a Hugging Face folder."""
     return not (config.model.vocab_size or config.model.flavor == "hf" or hf_weights(config))
 
 
 def balance_experts(model: ModelConfig, config: Config) -> ModelConfig:
-    """Return the model with the experts' loads balanced as the configuration says; unset keys leave it as it is."""
+    """Return the model with its experts' loads balanced as configured.
+
+    Unset keys change nothing.
+    """
     t = config.training
     asked = {
         "balance_coefficient": t.expert_balance_coefficient,
@@ -195,8 +227,12 @@ def balance_experts(model: ModelConfig, config: Config) -> ModelConfig:
 def unallocated(
     model: ModelConfig, dtype: torch.dtype, frozen: torch.dtype | None = None
 ) -> Decoder:
-    """The decoder on the meta device, its parameters in `dtype` (gate parameters in float32 or wider). frozen: the
-    dtype of those that adapters leave so; by default the same."""
+    """Build the decoder on the meta device.
+
+    Args:
+        dtype: the dtype of parameters. Gate parameters are in float32 or wider.
+        frozen: the dtype of the parameters that adapters leave frozen; by default the same.
+    """
     with torch.device("meta"):
         decoder = Decoder(model)
     set_dtype(decoder, dtype, frozen)
@@ -204,14 +240,14 @@ def unallocated(
 
 
 def allocated(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The same on one device; its weights are still to be set."""
+    """Build the decoder on one device. Its weights are not set yet."""
     decoder = unallocated(model, dtype)
     materialise(decoder, device)
     return decoder
 
 
 def build_dims(config: Config, device: torch.device) -> ParallelDims:
-    """The mesh over all ranks."""
+    """Build the mesh over all ranks."""
     replicate, shard = data_parallel_degrees(config, dist.get_world_size())
     p = config.parallelism
     return build_mesh(
@@ -229,7 +265,7 @@ def build_dims(config: Config, device: torch.device) -> ParallelDims:
 def build_sharding(
     config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device
 ) -> BatchSharding:
-    """How batches are cut for this rank, and planned for this model."""
+    """Build the object that cuts batches for this rank and plans them for this model."""
     p = config.parallelism
     return BatchSharding.of(
         model,
@@ -244,7 +280,11 @@ def build_sharding(
 
 
 def implementations(config: Config, model: ModelConfig, device: torch.device) -> dict[str, Choice]:
-    """op -> the implementation that this run uses. ValueError: that of model.impl cannot run the model here."""
+    """Map each op to the implementation that this run uses.
+
+    Raises:
+        ValueError: the implementation that model.impl names cannot run the model here.
+    """
     ops = model.ops(config.parallelism.tensor_parallel_degree)
     dtype = DTYPES[config.training.mixed_precision_param]
     return choose_implementations(ops, config.model.impl, device, dtype)
@@ -253,7 +293,10 @@ def implementations(config: Config, model: ModelConfig, device: torch.device) ->
 def build_model(
     config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device
 ) -> Decoder:
-    """The decoder as the ranks train it: unallocated → parallelize → allocate. Its weights are still to be set."""
+    """Build the decoder as ranks train it: unallocated → parallelize → allocate.
+
+    Its weights are not set yet.
+    """
     t = config.training
     decoder = unallocated(model, DTYPES[t.dtype], DTYPES[t.mixed_precision_param])
     decoder.head.chunk = t.loss_chunk_size
@@ -273,12 +316,13 @@ def build_passes(
     host: dist.ProcessGroup | None = None,
     watching: Callable[[LocalBatch], AbstractContextManager[object]] = lambda batch: nullcontext(),
 ) -> Passes:
-    """Forward and backward of the steps whose batches these are.
+    """Build the forward and backward passes of the steps that take these batches.
 
     Args:
-        batches: those of this data-parallel rank, without end.
+        batches: the batches of this data-parallel rank, without end.
         micro_steps: number of batches per step.
-        host: a gloo group of all ranks, in which hosts count the step's tokens; by default the default group.
+        host: a gloo group of all ranks, in which hosts count the step's tokens; by default
+            the default group.
         watching: a context around both passes of a micro-batch.
     """
     feed = Feed(
@@ -297,8 +341,10 @@ def build_passes(
 def mixed_precision(
     config: Config, model: Decoder, dims: ParallelDims
 ) -> AbstractContextManager[object]:
-    """A reusable context in which `model` computes in training.mixed_precision_param; an empty one with FSDP2, which
-    sees to it."""
+    """Return a reusable context that computes in training.mixed_precision_param.
+
+    It is empty with FSDP2, which casts by itself.
+    """
     return (
         nullcontext()
         if dims.sharded

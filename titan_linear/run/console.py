@@ -1,4 +1,4 @@
-"""Lines for people: what a run is made of, which is also written into its folder, and what it leaves."""
+"""Console lines: what a run consists of (also written into its folder), and what it leaves."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ from titan_linear.storage.rundir import (
 )
 from titan_linear.storage.tensors import named_parameters
 
-ROOT = Path(__file__).parents[2]  # where the package lies
+# The folder that contains the package.
+ROOT = Path(__file__).parents[2]
 
 
 def write_down(
@@ -54,9 +55,10 @@ def write_down(
     device: torch.device,
     step: int,
 ) -> None:
-    """Write and print what the run is made of. On rank 0.
+    """Write and print what the run consists of, on rank 0.
 
-    step: steps of the run before this start.
+    Args:
+        step: number of the run's steps before this start.
     """
     if starts_anew(config):
         set_run_aside(config)
@@ -67,6 +69,7 @@ def write_down(
         degrees=dims.degrees,
         implementations={op: choice.implementation for op, choice in model.implementations.items()},
     )
+    # Lines that do not apply are empty.
     parameters = sum(p.numel() for p in named_parameters(model).values())
     lines = [
         f"model {model_name(config)}: {parameters:,} parameters, {model.config.composition}",
@@ -85,8 +88,11 @@ def write_down(
 
 
 def model_name(config: Config) -> str:
-    """The model's name and flavor, or architecture and folder, and the keys that change its sizes, for people to
-    read."""
+    """Return a readable name of the model.
+
+    It is the name and flavor, or architecture and folder, with the keys that change the
+    model's sizes.
+    """
     m, default = config.model, Model()
     name = f"{m.name}/{m.flavor}"
     if m.flavor == "hf":
@@ -101,7 +107,7 @@ def model_name(config: Config) -> str:
 
 
 def first_weights(config: Config) -> str:
-    """A console line: where the weights of a new run are from."""
+    """Return a console line that names the source of a new run's weights."""
     path = hf_weights(config) or (config.checkpoint.enable and config.checkpoint.initial_load_path)
     return (
         f"weights of '{path}'" if path else f"weights drawn from debug.seed = {config.debug.seed}"
@@ -109,7 +115,10 @@ def first_weights(config: Config) -> str:
 
 
 def vocabulary(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> str:
-    """A console line if the vocabulary is not the preset's, or far larger than the tokenizer's; else ""."""
+    """Return a console line about an unusual vocabulary, else "".
+
+    The size differs from the preset's, or is far larger than the tokenizer's.
+    """
     rows, used = model.vocab_size, tokenizer.vocab_size
     if not follows_tokenizer(config):
         return ""
@@ -121,7 +130,10 @@ def vocabulary(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> str:
 
 
 def exchanged_of_trees(config: Config, model: ModelConfig, streams: Streams) -> str:
-    """A console line: what linear layers exchange of the first stream's prefix trees, if ranks share it; else ""."""
+    """Return a console line about exchanged states of prefix trees, else "".
+
+    It counts what linear layers exchange for the first stream, if ranks share the stream.
+    """
     p = config.parallelism
     trees = any(isinstance(source, TreeStreams) for source in streams.sources.values())
     recurrent = [mixer for mixer in model.mixers if isinstance(mixer, RecurrentOptions)]
@@ -138,14 +150,14 @@ def exchanged_of_trees(config: Config, model: ModelConfig, streams: Streams) -> 
     parents = torch.from_numpy(nodes.parents)
     cut = cut_streams(nodes.edges, 1, p.context_parallel_degree, p.context_parallel_layout, parents)
     points, folds = exchanged(tree_of(nodes, cut.owners, cut.fragments[0].end, 0))
-    # of a state and an M
+    # The number of entries of a state and an M.
     entries = max(m.heads * m.ops[m.op]["K"] * sum(m.ops[m.op].values()) for m in recurrent)
     size = points * entries * 4 / p.tensor_parallel_degree / 2**20
     return f"prefix trees of stream 0: in a linear layer a rank sends {points} states ({size:.2g} MiB), folds: {folds}"
 
 
 def unbalanced(model: ModelConfig) -> str:
-    """A console line if nothing balances the loads of the model's experts; else ""."""
+    """Return a console line if nothing balances the loads of the model's experts, else ""."""
     moe = model.moe
     if moe is None or moe.balance_coefficient or moe.bias_update_rate:
         return ""
@@ -155,7 +167,7 @@ def unbalanced(model: ModelConfig) -> str:
 
 
 def uncompiled(config: Config, device: torch.device) -> str:
-    """A console line if layers run on a GPU without being compiled; else ""."""
+    """Return a console line if layers run on a GPU without being compiled, else ""."""
     if config.compile.enable or device.type != "cuda":
         return ""
     return (
@@ -165,7 +177,7 @@ def uncompiled(config: Config, device: torch.device) -> str:
 
 
 def unwarmed(config: Config) -> str:
-    """A console line if the run ends before its learning rate has risen; else ""."""
+    """Return a console line if the run ends before its learning rate has risen, else ""."""
     steps, warmup = config.training.steps, config.lr_scheduler.warmup_steps
     if steps >= warmup:
         return ""
@@ -176,20 +188,21 @@ def unwarmed(config: Config) -> str:
 
 
 def program(name: str, module: str) -> str:
-    """How a shell in this folder starts a program of this environment, which need not be active."""
+    """Return the shell command for a program of this environment, which need not be active."""
     script = Path(sys.executable).with_name(name)
     if shutil.which(name) == str(script):
         return name
     if script.exists():
         return shlex.quote(os.path.relpath(script))
-    # it is not installed
+    # The package is not installed.
     return f"PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)} -m {module}"
 
 
 def finished(config: Config, step: int) -> str:
-    """Lines that tell the user where a finished run lies, and what to do with it."""
+    """Return lines that tell where a finished run lies and what to do with it."""
     folder = shlex.quote(config.job.dump_folder)
     ours = program("titan-linear", "titan_linear")
+    # The default prompt is code, so it fits only a run on code.
     of_code = config.training.dataset == "stdlib" and not config.training.mixture
     prompt = (
         shlex.quote(config.sample.prompt) if of_code or config.sample != Config().sample else "TEXT"
@@ -209,7 +222,7 @@ def finished(config: Config, step: int) -> str:
 
 
 def ended(config: Config, step: int, stopped: bool) -> str:
-    """Lines that tell the user what a run leaves, `stopped` by a signal or not, and what to do with it."""
+    """Return lines about what a run leaves, whether or not a signal stopped it."""
     if not stopped:
         return finished(config, step)
     if not (config.checkpoint.enable and step):

@@ -1,4 +1,4 @@
-"""What a configuration names to train on: corpora, streams; and what identifies them in a checkpoint."""
+"""Data for training as configured: corpora, streams, and their identity in a checkpoint."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ from titan_linear.storage.tensors import holds_adapters
 
 
 def open_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus]:
-    """Open the training corpus, or each of the mixture's sources, and validation's own corpus if it has one."""
+    """Open the corpora of training, and validation's own corpus if it has one.
+
+    Training has one corpus, or one for each source of the mixture.
+    """
     v = config.validation
     groups = bool(config.metrics.loss_by_source)
     wanted = [(texts_of(source, config, tokenizer), groups) for source in sources(config)]
@@ -87,7 +90,7 @@ def texts_of(source: Training | Source, config: Config, tokenizer: Tokenizer) ->
 
 
 def cached_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus | None]:
-    """The corpora to train on; None in place of one that is not here or has not been tokenised yet."""
+    """Return the corpora to train on; None for one that is missing or not tokenised yet."""
     return [cached_corpus(texts_of(source, config, tokenizer)) for source in sources(config)]
 
 
@@ -104,16 +107,18 @@ def check_size(tokens: int, config: Config) -> None:
 
 
 def tokens_of(streams: Streams) -> int:
-    """Number of tokens in an epoch of all sources."""
+    """Return the number of tokens in an epoch of all sources."""
     return sum(source.num_tokens for source in streams.sources.values())
 
 
 def build_streams(
     config: Config, tokenizer: Tokenizer, progress: Progress | None
 ) -> tuple[Streams, Streams | None]:
-    """Endless streams to train on, and one pass over those to validate on.
+    """Build endless streams to train on, and one pass over the streams to validate on.
 
-    progress: what is saved in the checkpoint that the run resumes from; None: a new run.
+    Args:
+        progress: the progress saved in the checkpoint that the run resumes from; None for a
+            new run.
     """
     t = config.training
     v = config.validation
@@ -122,6 +127,7 @@ def build_streams(
     corpora = open_corpora(config, tokenizer)
     trained = corpora[: len(given)]
     own = corpora[len(given) :]
+    # The loss decides which columns it reads and which documents belong together.
     loss = build_loss(config)
     normalise = config.loss.normalise
     auto = "document" if loss.group else "token"
@@ -146,12 +152,14 @@ def build_streams(
     def make(side: Side, **options: Any) -> PackedStreams:
         return streams_of(side, seq_len=t.seq_len, seed=seed, targets=targets, **options)
 
+    # Streams to train on: the mixture's, or a single source's.
     packed = [make(side) for side in sides("train")]
     streams = (
         _mixed(config, packed, progress) if t.mixture else packed[0].of_lengths(lengths(config))
     )
     if not v.enable:
         return streams, None
+    # Streams to validate on: validation's own corpus, or what is held out of each source.
     held_out = [split_corpus(corpus, 0.0, "train") for corpus in own] or sides("validation")
     passes = [make(side, repeat=False) for side in held_out]
     if not t.mixture:
@@ -162,7 +170,7 @@ def build_streams(
 
 
 def check_columns(config: Config, loss: Loss, targets: Targets, corpus: Corpus) -> None:
-    """Raise ValueError if a corpus has not what the loss reads."""
+    """Raise ValueError if a corpus lacks what the loss reads."""
     name = f"loss.name = {config.loss.name!r}"
     if config.training.seq_len_schedule and loss.group:
         raise ValueError(
@@ -180,6 +188,7 @@ def check_columns(config: Config, loss: Loss, targets: Targets, corpus: Corpus) 
             f"{name} reads the column {missing[0]!r}, and {corpus.name} has none; name the records' field in "
             "training.dataset_columns, or have titan-linear score write it"
         )
+    # All columns of a loss have the same width, which the loss limits.
     most, widths = (
         loss.most_numbers,
         {name: sum(corpus.columns[name].shape[1:]) for name in targets.columns},
@@ -193,7 +202,10 @@ def check_columns(config: Config, loss: Loss, targets: Targets, corpus: Corpus) 
 
 
 def _check_trees(config: Config, targets: Targets, corpus: Corpus) -> None:
-    """Raise ValueError for keys with which prefix trees are not trained on as their documents packed apart."""
+    """Raise ValueError for keys that do not support prefix trees.
+
+    With these keys, trees would train unlike their documents packed separately.
+    """
     p, keys = config.parallelism, flat_keys(config)
     for key, fits in (
         ("loss.normalise", targets.normalise != "stream"),
@@ -218,7 +230,7 @@ def _side(source: Training | Source, corpus: Corpus, holdout: float, split: str)
 
 
 def _mixed(config: Config, packed: list[PackedStreams], progress: Progress | None) -> MixedStreams:
-    """The mixture of these sources, in the order of training.mixture."""
+    """Return the mixture of these sources, in the order of training.mixture."""
     if len({isinstance(streams, TreeStreams) for streams in packed}) > 1:
         raise ValueError(
             "training.mixture has prefix trees beside other documents; give these as trees of one node"
@@ -233,23 +245,34 @@ def _mixed(config: Config, packed: list[PackedStreams], progress: Progress | Non
 
 
 def file_groups(config: Config, streams: Streams) -> FileGroups | None:
-    """The groups of metrics.loss_by_source, if any; streams: those to train on. ValueError: a group fits no file."""
+    """Return the groups of metrics.loss_by_source, or None.
+
+    Args:
+        streams: the streams to train on.
+
+    Raises:
+        ValueError: a group matches no file.
+    """
     patterns = {group.name: group.files for group in config.metrics.loss_by_source}
     return FileGroups(streams, patterns, OTHER) if patterns else None
 
 
 def lengths(config: Config) -> list[Length]:
-    """The streams' lengths by training.seq_len_schedule; they change where a step begins."""
+    """Return the streams' lengths by training.seq_len_schedule.
+
+    They change where a step begins.
+    """
     t = config.training
     starts = [0, *(part.until_step * t.global_batch_size for part in t.seq_len_schedule)]
     return list(map(Length, starts, [*(part.seq_len for part in t.seq_len_schedule), t.seq_len]))
 
 
 def mixture_phases(config: Config, progress: Progress | None) -> list[Phase]:
-    """The phases of the run's mixture so far, and the one from this step on.
+    """Return the phases of the run's mixture so far, and the phase from this step on.
 
-    ValueError: training.mixture differs from the run's, and training.mixture_from_step does not say that it changes
-    here.
+    Raises:
+        ValueError: training.mixture differs from the run's, and training.mixture_from_step
+            does not announce a change at this step.
     """
     t = config.training
     weights = {source.name: source.weight for source in t.mixture}
@@ -267,6 +290,7 @@ def mixture_phases(config: Config, progress: Progress | None) -> list[Phase]:
             f"({difference(of_run, given)}); restore it, or say that it changes here: "
             f"training.mixture_from_step = {progress.step}"
         )
+    # The new mixture replaces a phase that would begin at this step.
     start = progress.step * t.global_batch_size
     return [*(phase for phase in phases if phase.start < start), Phase(start, weights)]
 
@@ -282,7 +306,11 @@ def content_of(
     held_out: Streams | None,
     base: str,
 ) -> Content:
-    """What a checkpoint records to identify data and model by their content. base: as `base_of`."""
+    """Return what a checkpoint records to identify data and model by their content.
+
+    Args:
+        base: a fingerprint, as `base_of` returns it.
+    """
     own = config.validation.enable and config.validation.dataset_path
     return Content(
         tokenizer=tokenizer.fingerprint,
@@ -296,13 +324,18 @@ def content_of(
 
 
 def base_of(config: Config) -> str:
-    """A fingerprint of the weights that adapters leave frozen; "" if there are none, or they are drawn."""
+    """Return a fingerprint of the weights that adapters leave frozen.
+
+    It is "" without adapters, or if these weights are drawn.
+    """
     return first_weights_of(config) if config.adapter.enable else ""
 
 
 def first_weights_of(config: Config) -> str:
-    """A fingerprint of the weights that the run begins from: of a folder, all of which is read, or of a checkpoint; ""
-    if they are drawn."""
+    """Return a fingerprint of the weights that the run begins from; "" if they are drawn.
+
+    A Hugging Face folder is read as a whole; a checkpoint has its checksum.
+    """
     c = config.checkpoint
     if hf_weights(config):
         return open_folder(Path(hf_weights(config))).fingerprint
@@ -316,6 +349,7 @@ def first_weights_of(config: Config) -> str:
 def check_content(config: Config, known: Content, given: Content) -> None:
     """Raise ValueError if the run so far has had another model or other data."""
     run = config.job.dump_folder
+    # A mixture may gain sources, but none of its names may stand for another corpus.
     for name, corpus in known.corpora.items():
         other = given.corpora.get(name, corpus)
         if name and other != corpus:
@@ -323,6 +357,7 @@ def check_content(config: Config, known: Content, given: Content) -> None:
                 f"training.mixture, source {name!r} is another corpus than the run in {run!r} has (fingerprints "
                 f"{other} and {corpus}); restore it, or give a new source a name of its own"
             )
+    # Everything else must be the same wherever both sides know it.
     for key, what, before, now in (
         ("training.dataset_path", "corpus", known.corpora.get(""), given.corpora.get("")),
         ("validation.dataset_path", "validation corpus", known.validation, given.validation),
@@ -344,8 +379,10 @@ def check_content(config: Config, known: Content, given: Content) -> None:
 
 
 def check_alike(config: Config, content: Content, host: dist.ProcessGroup) -> None:
-    """Raise ValueError on every rank if one, on another node say, has other data or keys than rank 0. Paths may
-    differ."""
+    """Raise ValueError on every rank if data or keys of any rank differ from rank 0's.
+
+    That rank is on another node, for example. Paths may differ.
+    """
     own = keys_with(Rule.OF_A_NODE)
     keys = {key: value for key, value in flat_keys(config).items() if key not in own}
     ranks = of_all_ranks(
@@ -364,9 +401,12 @@ def check_alike(config: Config, content: Content, host: dist.ProcessGroup) -> No
 def other_tokenizer(
     known: str | None, tokenizer: Tokenizer, weights: str, key: str = "model.tokenizer_path"
 ) -> str:
-    """A warning if the weights were trained with another tokenizer than that of `key`, which may be meant; else "".
+    """Return a warning if weights were trained with another tokenizer than `key`'s, or "".
 
-    known: the fingerprint of the weights' tokenizer; None: they do not know it.
+    This may be intended.
+
+    Args:
+        known: the fingerprint of the weights' tokenizer, or None if it is unknown.
     """
     if known in (None, tokenizer.fingerprint):
         return ""

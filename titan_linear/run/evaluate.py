@@ -1,11 +1,15 @@
-"""What a model remembers: prompts are packed as documents, and their answers scored in one forward under any split.
+"""Recall over long contexts, evaluated without decoding.
+
+Prompts are packed as documents, and their answers are scored in one forward pass, under any
+split.
 
     exact    1 if greedy decoding would write the answer: each of its tokens is the likeliest after those before it
-    score    1 if the answer is likelier than others in its place, at the token where they part; chance: 1 / candidates
+    score    1 if the answer is likelier than other candidates, at the token where they differ; chance: 1 / candidates
     loss     −log p of the answer, nats per token
 
-A prompt's numbers are means over its answers, and those of the answers before stand in the prompt. So no state is kept,
-and nothing is decoded: a model that writes the answer is one that finds each of its tokens likeliest.
+A prompt's numbers are means over its answers. Earlier answers stand in the prompt, so no
+state is kept and nothing is decoded: greedy decoding writes an answer exactly if each of
+its tokens is likeliest.
 """
 
 from __future__ import annotations
@@ -30,13 +34,14 @@ from titan_linear.storage.files import open_own
 from titan_linear.storage.rundir import EVALUATION, json_line
 
 Record = dict[str, Any]
-# Stands for a question in a template: no template has it, and one that alters texts alters it.
+# Stands for a question in a chat template. No template contains it, and a template that
+# alters texts alters it.
 MARK = "\ufdd0" + "Is \"a\" < 'B' & 1?\n\n" * 999 + "\ufdd1"
 NUMBERS = ("score", "chance", "exact", "loss")
 
 
 def samples_of(e: Evaluation) -> list[Sample]:
-    """Of each task and length as many as evaluation.samples, at even depths."""
+    """Return `evaluation.samples` samples of each task and length, at evenly spaced depths."""
     depths = np.linspace(0, 1, e.samples).tolist() if e.samples > 1 else [0.5]
     return [
         Sample(task, length, depth, number)
@@ -47,9 +52,10 @@ def samples_of(e: Evaluation) -> list[Sample]:
 
 
 def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
-    """Of the configuration."""
+    """Open the prompts that the configuration asks for."""
     e, side = config.evaluation, text_of(config, tokenizer)
     around = ("", "")
+    # Split the template at the mark for a question.
     if e.chat:
         chat = Conversations(tokenizer, "evaluation.chat = true")
         around = tuple(chat.text([{"role": "user", "content": MARK}]).split(MARK))
@@ -63,7 +69,7 @@ def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
 
 
 def stream_length(config: Config, longest: int) -> int:
-    """One that the ranks can cut, at least that of training."""
+    """Return a stream length that ranks can cut, at least the length used in training."""
     even = (
         2 * config.parallelism.context_parallel_degree * config.parallelism.tensor_parallel_degree
     )
@@ -71,7 +77,10 @@ def stream_length(config: Config, longest: int) -> int:
 
 
 def text_of(config: Config, tokenizer: Tokenizer) -> Side:
-    """The documents to validate on, else those to train on; of a mixture, its first source's."""
+    """Return the documents to validate on, else to train on.
+
+    Of a mixture, they are the first source's.
+    """
     v = config.validation
     corpora = open_corpora(config, tokenizer)
     if v.enable and not v.dataset_path:
@@ -80,7 +89,7 @@ def text_of(config: Config, tokenizer: Tokenizer) -> Side:
 
 
 def records_of(sample: Sample, rows: np.ndarray) -> list[Record]:
-    """What a prompt has shown. rows: those of `_answered`."""
+    """Return the records of one prompt. rows: of `_answered`."""
     return by_position(sample, rows) if sample.task == LOSS else [recall(sample, rows)]
 
 
@@ -90,11 +99,17 @@ def examine(
     ask: Callable[[], None] = lambda: None,
     show: Callable[[Sample, np.ndarray], list[Any]] = records_of,
 ) -> list[Any]:
-    """On rank 0 what each prompt has shown, elsewhere nothing. ask: called after each batch; it may raise."""
+    """Score all prompts; rank 0 returns their records, other ranks an empty list.
+
+    Args:
+        ask: called after each batch; it may raise.
+        show: makes a prompt's records from its rows.
+    """
     shown: dict[int, list[Any]] = {}
     for of_all in reader.read(prompts, partial(_answered, vocab_size=reader.tokenizer.vocab_size)):
         ask()
         if of_all:
+            # Group the rows of all ranks by prompt, in the order of positions.
             rows = np.concatenate([of for (of,) in of_all])
             rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
             for of in np.split(rows, np.flatnonzero(np.diff(rows[:, 0])) + 1):
@@ -106,8 +121,12 @@ def examine(
 def _answered(
     logits: ChunkedLogits, labels: Tensor, columns: dict[str, Tensor], vocab_size: int
 ) -> tuple[Tensor]:
-    """Of each label [n, 5 + others] float64: prompt, position, which answer, whether it is the likeliest token, its
-    log p, and those of the tokens in its place (NaN: none)."""
+    """Return a row for each label, [n, 5 + others] float64.
+
+    A row holds the prompt, the position, the index of the answer, whether the label is the
+    likeliest token, its log p, and the log p of the other candidates (NaN where there is
+    none).
+    """
     answers = columns["answers"]
     ids = torch.cat([labels[:, None], answers[:, 3:]], 1)
     logprobs, likeliest, _ = logits.top(ids, 1, vocab_size)
@@ -116,6 +135,7 @@ def _answered(
 
 
 def recall(sample: Sample, rows: np.ndarray) -> Record:
+    # One part for each answer; candidates are compared at one token of each.
     answers = np.split(rows, np.flatnonzero(np.diff(rows[:, 2])) + 1)
     compared = rows[~np.isnan(rows[:, 5]), 4:]
     own, others = compared[:, :1], compared[:, 1:]
@@ -133,13 +153,13 @@ def recall(sample: Sample, rows: np.ndarray) -> Record:
 
 
 def means(records: Iterable[Record], *keys: str) -> dict[tuple[Any, ...], dict[str, float]]:
-    """Of records alike in these keys, the means of their numbers."""
+    """Return the means of records' numbers, grouped by these keys."""
     grouped: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
         grouped.setdefault(tuple(record.get(key) for key in keys), []).append(record)
     return {
         of: {
-            # a number that is not finite is text in a file
+            # In a file, a number that is not finite is text.
             name: float(np.mean([float(record[name]) for record in some]))
             for name in NUMBERS
             if name in some[0]
@@ -149,7 +169,7 @@ def means(records: Iterable[Record], *keys: str) -> dict[tuple[Any, ...], dict[s
 
 
 def tiles(records: Iterable[Record]) -> tuple[list[int], list[float], np.ndarray]:
-    """Lengths, depths, and scores by both [depths, lengths]; NaN where there is no prompt."""
+    """Return lengths, depths, and scores by both [depths, lengths]; NaN without a prompt."""
     of = means(records, "length", "depth")
     lengths, depths = (sorted({*places}) for places in zip(*of))
     return (
@@ -166,7 +186,10 @@ def write_down(records: Iterable[Record], step: int, folder: Path) -> None:
 
 
 def by_position(sample: Sample, rows: np.ndarray) -> list[Record]:
-    """Of the positions 1, 2–3, 4–7, …, keyed by the first."""
+    """Return the mean loss at positions 1, 2–3, 4–7, …
+
+    Each record has its range's first position.
+    """
     bins = np.log2(rows[:, 1]).astype(int)
     losses = {2 ** int(i): float(-rows[bins == i, 4].mean()) for i in np.unique(bins)}
     own = {"task": sample.task, "length": sample.length, "depth": None}

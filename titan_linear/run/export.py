@@ -1,6 +1,7 @@
-"""A run's weights as a Hugging Face folder.
+"""Export of a run's weights as a Hugging Face folder.
 
-python -m titan_linear.run.export CHECKPOINT FOLDER DTYPE      an export while the run goes on (hooks/exports.py)
+python -m titan_linear.run.export CHECKPOINT FOLDER DTYPE      an export during training
+(hooks/exports.py)
 """
 
 from __future__ import annotations
@@ -75,8 +76,9 @@ from titan_linear.storage.tensors import check_weights, stored_weights
 
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16, "source": None}
 
-# The program of an export's process; its arguments are the parent's process id and those of `main`. It attends to the
-# parent first, because this module takes seconds to import, in which the parent may die.
+# The program of an export's process. Its arguments are the parent's process id and the
+# arguments of `main`. It watches the parent first, because this module takes seconds to
+# import, and the parent may die meanwhile.
 START = """
 import sys
 from titan_linear.distributed.process import die_with_parent
@@ -87,35 +89,42 @@ sys.exit(main(sys.argv[2:]))
 
 
 def export_folder(config: Config, step: int = 0) -> Path:
-    """The Hugging Face folder of a step; by default that of the run's last step."""
+    """Return the Hugging Face folder of a step; by default, of the run's last step."""
     return checkpoint_folder(config) / f"step-{step or config.training.steps}-hf"
 
 
 def is_exported(config: Config, step: int = 0) -> bool:
-    """Whether that folder is there, which has its name once it is whole, and not emptied."""
+    """Whether the step's Hugging Face folder exists and has not been emptied.
+
+    The folder gets its name only when it is whole.
+    """
     return any((export_folder(config, step) / name).is_file() for name in (CONFIG, PEFT_CONFIG))
 
 
 def lacks_export(config: Config, step: int) -> bool:
-    """Whether checkpoint.export_interval asks for an export of step-N that is not there."""
+    """Whether checkpoint.export_interval asks for an export of step-N that does not exist."""
     c = config.checkpoint
-    last = c.last_save_in_hf and step == config.training.steps  # the run exports that one itself
+    # The run itself exports its last step.
+    last = c.last_save_in_hf and step == config.training.steps
     wanted = c.export_interval and step % c.export_interval == 0 and not last
     return bool(wanted) and not is_exported(config, step)
 
 
 def not_exported(steps: Sequence[int]) -> str:
-    """A line that tells the user which steps were not exported."""
+    """Return a line that tells the user which steps were not exported."""
     return f"not exported: {', '.join(f'step-{step}' for step in steps)}; titan-linear convert to-hf does it"
 
 
 class Destination(NamedTuple):
-    """What an export writes besides tensors."""
+    """Everything that an export writes besides tensors."""
 
     family: str
-    like: Path | None  # the folder whose names it keeps
-    files: Files  # of the tokenizer, and generation_config.json
-    tokens: Json  # special ones, in config.json
+    # The folder whose tensor names are kept.
+    like: Path | None
+    # Files of the tokenizer, and generation_config.json.
+    files: Files
+    # Special tokens, in config.json.
+    tokens: Json
 
 
 def destination(
@@ -125,25 +134,28 @@ def destination(
     like: str = "",
     files: Files | None = None,
 ) -> Destination:
-    """The destination of a run's export; arguments as in `export`.
+    """Return the destination of a run's export. Arguments are as in `export`.
 
     Raises:
-        ValueError: no architecture holds the model and its tokenizer; a file to copy is not a regular one.
+        ValueError: no architecture holds the model and its tokenizer, or a file to copy is
+            not a regular file.
     """
     files = tokenizer.hugging_face_files() if files is None else files
-    # Beside adapters, transformers takes any tokenizer.
+    # Next to adapters, transformers takes any tokenizer.
     checked = {} if model.adapter else files
     family = family_of(model.base, config, like or hf_weights(config), checked)
+    # The folder whose config.json and names are kept, or a config.json of our own.
     given = like or (hf_assets(config) if model.adapter else hf_weights(config))
     folder = Path(given) if given else None
     settings = read_config(folder) if folder else config_to_hf(family, model.base)
     check_tokenizer(family, settings, checked)
     eos = {"eos_token_id": tokenizer.eos_id} if tokenizer and tokenizer.eos_id is not None else {}
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | eos
-    # The folder's own tokenizer has others of them.
+    # With the folder's own tokenizer, keep its other special tokens.
     if not tokenizer or (folder and tokenizer_path(config) == str(folder / TOKENIZER)):
         tokens = eos
-    # Texts end at the end token by the settings beside the tokenizer, or else by the folder's.
+    # Texts end at the end token by the settings next to the tokenizer, or else by the
+    # folder's.
     changes = eos if GENERATION in files else tokens
     copied = beside({} if model.adapter else settings, folder) | files
     if GENERATION in copied:
@@ -164,15 +176,17 @@ def export(
     base: str = "",
     files: Files | None = None,
 ) -> None:
-    """Write the weights of a run as a Hugging Face folder, or its adapters as a PEFT folder. Every rank calls it; see
-    `write_folder`.
+    """Write a run's weights as a Hugging Face folder, or its adapters as a PEFT folder.
+
+    Every rank calls it; see `write_folder`.
 
     Args:
-        tokenizer: None leaves the special tokens of `like` as they are, and takes `files`.
-        base: the fingerprint of the adapters' base.
+        tokenizer: None keeps the special tokens of `like` unchanged, and takes `files`.
         dtype: a key of EXPORT_DTYPES.
-        like: a Hugging Face folder of the same model; by default the one that the run began from, if it did.
-        files: those of the tokenizer, by default as it writes them.
+        like: a Hugging Face folder of the same model; by default the one that the run began
+            from.
+        base: the fingerprint of the adapters' base.
+        files: the files of the tokenizer; by default as it writes them.
     """
     to = destination(config, model, tokenizer, like, files)
     kept = EXPORT_DTYPES[dtype]
@@ -188,12 +202,14 @@ def export(
             extra=to.tokens,
             longest=config.training.seq_len,
         )
+    # Adapters: record the keys that change the base's positions.
     settings = peft_config(model, to.family, config.adapter, str(to.like or ""))
     given = config.model.mixers.get("attention", {})
     positions = {key: given.get(key.removeprefix("attention.")) for key in POSITIONS}
     keys = [f"--model.{key}={toml_value(x)}" for key, x in positions.items() if x is not None]
     kept_keys = [*keys, f"--training.seq_len={config.training.seq_len}"]
     write_peft(path, settings, model, to.family, get, kept, to.files, base, kept_keys)
+    # Warn of what servers cannot do with the folder.
     architecture = read_config(to.like)["architectures"][0] if to.like else ""
     lines = [line] if (line := not_served(settings, architecture)) else []
     if keys:
@@ -206,15 +222,19 @@ def export(
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, like: str = "") -> None:
-    """Write a checkpoint as a Hugging Face folder, in one process that holds one tensor at a time.
+    """Write a checkpoint as a Hugging Face folder.
+
+    It takes one process, which holds one tensor at a time.
 
     Args:
-        checkpoint: a path that `weights_path` resolves, in its run's folder.
+        checkpoint: a path in its run's folder that `weights_path` resolves.
         dtype: a key of EXPORT_DTYPES.
-        like: a Hugging Face folder of the same model; by default the one that the run began from, if it did.
+        like: a Hugging Face folder of the same model; by default the one that the run began
+            from.
 
     Raises:
-        ValueError: there is no such checkpoint, it is damaged or of another model, or no architecture holds its model.
+        ValueError: the checkpoint does not exist, is damaged or of another model, or no
+            architecture holds its model.
         SaveFailed: the folder could not be written.
     """
     checkpoint = weights_path(checkpoint, key="CHECKPOINT")
@@ -234,17 +254,20 @@ def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, like: str = ""
 
 
 class Adapted(NamedTuple):
-    """What is merged."""
+    """A base and its adapters, to be merged."""
 
     run: Config
     model: ModelConfig
     trained: Callable[[str], Tensor]
     tokenizer: Tokenizer | None
-    files: Files | None = None  # of the tokenizer, if not as it writes them
+    # Files of the tokenizer, if not as it writes them.
+    files: Files | None = None
 
 
 def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
-    """Write the sum of a base and its adapters, rounded once, as a whole Hugging Face folder, one tensor at a time.
+    """Write the sum of a base and its adapters as a whole Hugging Face folder.
+
+    The sum is rounded once. It is computed one tensor at a time.
 
     Args:
         source: a PEFT folder, or a checkpoint of a run with adapters (`weights_path`).
@@ -261,7 +284,8 @@ def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
         dtype = "float32"
     try:
         destination(run, model.base, tokenizer, files=files)
-    except UnfitTokenizer as error:  # with which adapters could be trained
+    # Adapters can be trained with such a tokenizer.
+    except UnfitTokenizer as error:
         print(f"warning: {error}; the folder gets no tokenizer")
         tokenizer, files = None, {}
     with ExitStack() as opened:
@@ -270,22 +294,26 @@ def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
 
 
 def _of_peft(source: Path, base: str) -> Adapted:
-    """The adapters of a PEFT folder. Its tokenizer, if it has one, goes before its base's."""
+    """Return the adapters of a PEFT folder. Its tokenizer takes precedence over the base's."""
     named = Path(base or settings_of(source)["base_model_name_or_path"] or "")
     if not (named / CONFIG).is_file():
         raise ValueError(
             f"'{named}', the base of '{source}', is no Hugging Face folder; give it by --base"
         )
+    # Adapters may reach into the layers that predict further tokens.
     depth = mtp_depth(read_config(named))
     family, theirs = read_model(named, depth)
     options = options_of(source, theirs, family)
     layers = re.findall(r"layers\.(\d+)", " ".join(options["targets"] + options["train_extra"]))
     further = max(map(int, layers), default=0) >= theirs.num_layers
+    # The configuration of the base, with the keys and options that the folder records.
     keys = keys_of(source)
     run = config_for(named, ["--model.mtp_layers", str(depth * further), *keys])
     run = run.model_copy(update={"adapter": Adapter(**options)})
-    if not keys:  # nothing is known of the texts' length
+    # Nothing is known of the texts' length.
+    if not keys:
         run = changed(run, {"training.seq_len": 0})
+    # A tokenizer next to the adapters replaces the base's.
     files, theirs = read_inside(source, *FILES), read_inside(named, *FILES)
     tokenizer = None
     if TOKENIZER in files:
@@ -298,10 +326,11 @@ def _of_peft(source: Path, base: str) -> Adapted:
 
 
 def _of_run(source: Path, base: str) -> Adapted:
-    """The adapters of a run's checkpoint."""
+    """Return the adapters of a run's checkpoint."""
     checkpoint = weights_path(source, key="SOURCE")
     verify(checkpoint)
     run = config_of(checkpoint)
+    # Another folder may stand in for the base; its fingerprint is compared below.
     if base:
         given = run.checkpoint.initial_load_path
         key = "checkpoint.initial_load_path" if given else "model.hf_assets_path"
@@ -313,7 +342,7 @@ def _of_run(source: Path, base: str) -> Adapted:
 
 
 def base_weights(run: Config, model: ModelConfig, files: ExitStack) -> Callable[[str], Tensor]:
-    """name -> a whole tensor of the weights that a run begins from."""
+    """Return a function from a name to the whole tensor that a run begins from."""
     if hf_weights(run):
         folder, found = check_folder(Path(hf_weights(run)), model.base, POSITIONS)
         placements = {placement.name: placement for placement in found}
@@ -329,7 +358,10 @@ def base_weights(run: Config, model: ModelConfig, files: ExitStack) -> Callable[
 def merged(
     model: ModelConfig, base: Callable[[str], Tensor], trained: Callable[[str], Tensor]
 ) -> Callable[[str], Tensor]:
-    """name -> W + s B A in float64, or what was trained as a whole, or the base's."""
+    """Return a function from a name to the merged tensor.
+
+    The tensor is W + s B A in float64, or a parameter trained as a whole, or the base's.
+    """
     with torch.device("meta"):
         own = dict(Decoder(model).named_parameters())
     adapted = {name for name in own if lora_name(name, "B") in own}
@@ -350,7 +382,10 @@ def merged(
 
 
 def export_last(config: Config, model: Decoder, tokenizer: Tokenizer, base: str) -> None:
-    """Write the run's last weights as a Hugging Face folder, step-N-hf. Every rank calls it."""
+    """Write the run's last weights as a Hugging Face folder, step-N-hf.
+
+    Every rank calls it.
+    """
     path = export_folder(config)
     dtype = config.checkpoint.export_dtype
     export(path, config, model.config, tokenizer, gather(model), dtype=dtype, base=base)

@@ -1,11 +1,13 @@
-"""Text from a model: prompts are prefilled in chunks, then all rows go on token by token.
+"""Text generation: prompts are prefilled in chunks, then all rows advance token by token.
 
-A row carries what its layers keep of earlier tokens (`LayerCache`): recurrent states, tails of convolutions, keys and
-values. Prompts are prefilled one by one, so memory is that of one chunk; then the rows become one batch. Keys and
-values of shorter rows get padding in front, which attention leaves out (`BatchPlan.first_key`); nothing else depends on
-a text's length.
+A row carries what its layers keep of earlier tokens (`LayerCache`): recurrent states, tails
+of convolutions, keys and values. Prompts are prefilled one by one, so memory is bounded by
+one chunk; then the rows become one batch. Keys and values of shorter rows get padding in
+front, which attention excludes (`BatchPlan.first_key`). Nothing else depends on a text's
+length.
 
-Decoding equals one forward over the whole text, and a row's text depends only on (seed, its index) and its own prompt.
+Decoding equals one forward pass over the whole text. A row's text depends only on (seed,
+its index) and its own prompt.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ from titan_linear.step.passes import with_reference
 
 @dataclass(frozen=True)
 class Sampling:
-    temperature: float = 0.0  # 0: the likeliest token
-    top_p: float = 1.0  # draw among the likeliest tokens whose probabilities reach top_p
+    # 0 takes the likeliest token.
+    temperature: float = 0.0
+    # Draw among the likeliest tokens whose probabilities reach top_p.
+    top_p: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -52,21 +56,27 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Rows:
-    """A batch of texts in progress: the caches of what was read, and the logits of the next token."""
+    """Texts in progress: caches of the tokens read, and logits of the next token."""
 
-    caches: list[LayerCache]  # one per layer
-    lengths: Tensor  # [B] int64, tokens read
+    # One cache per layer.
+    caches: list[LayerCache]
+    # [B] int64, number of tokens read.
+    lengths: Tensor
     logits: Tensor  # [B, vocab]
 
 
 def generate(
     model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], **options: Any
 ) -> list[str]:
-    """Each prompt with its continuation, up to the end of a document. If the model is sharded, every rank makes the
-    same call. options: of `continuations`.
+    """Return each prompt with its continuation, up to the end of a document.
+
+    If the model is sharded, every rank makes the same call.
+
+    Args:
+        options: of `continuations`.
 
     Raises:
-        ValueError: a prompt without tokens.
+        ValueError: a prompt has no tokens.
     """
     ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
     for prompt, row in zip(prompts, ids, strict=True):
@@ -85,8 +95,11 @@ def continuations(
     drafts: Drafts | None = None,
     **options: Any,
 ) -> list[list[int]]:
-    """What `generate_tokens` makes of each prompt in this tokenizer's tokens. With `drafts`, which are counted, the
-    model drafts; the likeliest tokens are taken."""
+    """Return the new tokens of each prompt, by `generate_tokens` with this tokenizer.
+
+    With `drafts`, the model drafts tokens, which are counted there, and the likeliest
+    tokens are taken.
+    """
     options |= {"ends": tokenizer.end_ids, "vocab_size": tokenizer.vocab_size}
     if drafts is None:
         return generate_tokens(model, prompts, sampling=sampling, **options)
@@ -106,7 +119,7 @@ def generate_tokens(
     vocab_size: int | None = None,
     prefill_chunk: int = 2048,
 ) -> list[list[int]]:
-    """The tokens that follow each prompt, all below `vocab_size`.
+    """Return the tokens that follow each prompt, all below `vocab_size`.
 
     A row ends before a token of `ends`, and where `stops` is true of its new tokens.
     """
@@ -115,10 +128,11 @@ def generate_tokens(
     done = [max_new_tokens == 0] * len(prompts)
     rows = None if all(done) else prefill(model, prompts, chunk=prefill_chunk, device=device)
     while not all(done):
-        # on the CPU draws are the same everywhere
+        # On the CPU, draws are the same everywhere.
         logits = rows.logits[:, :vocab_size].double().cpu()
         chosen = [choose(row, sampling, rng) for row, rng in zip(logits, rngs, strict=True)]
         tokens = _agreed(model, torch.tensor(chosen, device=device))
+        # Rows that are done are still decoded, but their tokens are dropped.
         for i, token in enumerate(tokens.tolist()):
             done[i] = done[i] or token in ends
             if not done[i]:
@@ -144,7 +158,7 @@ def prefill(
 
 @torch.no_grad()
 def decode(model: Decoder, rows: Rows, tokens: Tensor) -> Rows:
-    """Read one more token of each row, tokens [B]. The caches are brought up to date in place."""
+    """Read one more token of each row, tokens [B]. The caches are updated in place."""
     longest = rows.lengths.max()
     plan = BatchPlan(rows.lengths.unsqueeze(1), first_key=longest - rows.lengths)
     logits = model(tokens.unsqueeze(1), plan, caches=rows.caches, logits_to_keep=1)[:, -1]
@@ -164,7 +178,10 @@ def _prefill_one(
 
 
 def _batched(caches: list[LayerCache], growing: set[str]) -> LayerCache:
-    """Merge one layer's caches of single rows into that of a batch; what grows is padded in front to the longest."""
+    """Merge one layer's caches of single rows into the cache of a batch.
+
+    Entries that grow with the text are padded in front to the longest.
+    """
     batch = LayerCache()
     for branch, name in [(branch, name) for branch, kept in caches[0].items() for name in kept]:
         parts = [cache[branch][name] for cache in caches]
@@ -181,20 +198,22 @@ def _batched(caches: list[LayerCache], growing: set[str]) -> LayerCache:
 @dataclass
 class Drafts:
     made: int = 0
-    accepted: int = 0  # those that the model itself would have chosen
+    # Drafts that the model itself would have chosen.
+    accepted: int = 0
 
 
 class _Reader:
-    """A text: what layers keep of it, and the hidden states that the predictor has yet to read."""
+    """A text in progress: layer caches, and hidden states that the predictor has not read."""
 
     def __init__(self, model: Decoder, vocab_size: int | None, device: torch.device):
         self.model, self.vocab_size, self.device = model, vocab_size, device
         self.caches = [LayerCache() for _ in model.layers]
-        # of the last tokens
+        # Tokens read, and the hidden states of the last of them that the predictor has not
+        # read.
         self.length, self.pending = 0, model.embedding.weight.new_empty(1, 0, model.config.dim)
 
     def read(self, tokens: Sequence[int]) -> list[int]:
-        """The likeliest token after each."""
+        """Return the likeliest token after each."""
         h = self.model.head.norm(
             self._through(range(self.model.config.num_layers), self.length, tokens)
         )
@@ -203,7 +222,10 @@ class _Reader:
         return self._likeliest(h)
 
     def draft(self, tokens: Sequence[int]) -> int:
-        """The likeliest token after these, which follow those of the first pending hidden states."""
+        """Return the likeliest token after these.
+
+        They follow the tokens of the first pending hidden states.
+        """
         first = self.length - self.pending.shape[1]
         h, self.pending = self.pending.tensor_split([len(tokens)], 1)
         return self._likeliest(self._through(self.model.predictor(0), first, tokens, h)[:, -1:])[0]
@@ -239,15 +261,20 @@ def draft_tokens(
     vocab_size: int | None = None,
     prefill_chunk: int = 2048,
 ) -> list[int]:
-    """As `generate_tokens`, of the likeliest tokens. Each step reads the last token and a draft of the next one: if it
-    is what the model chooses itself, two tokens are known. Else the last token is read again, by itself."""
+    """Return the likeliest tokens, as `generate_tokens` does, with drafts.
+
+    Each step reads the last token and a draft of the next one. If the model chooses the
+    draft itself, two tokens are known. Otherwise, the last token is read again, alone.
+    """
     reader, new = _Reader(model, vocab_size, device), []
+    # Prefill, by the model and by the predictor.
     for start in range(0, len(prompt), prefill_chunk):
         part = prompt[start : start + prefill_chunk]
         new = reader.read(part)[-1:]
         if following := prompt[start + 1 : start + 1 + len(part)]:
             reader.draft(following)
     while len(new) < max_new_tokens and not set(ends).intersection(new[-2:]):
+        # Try the draft on a copy of the caches.
         draft = reader.draft(new[-reader.pending.shape[1] :])
         ahead = reader.copy()
         chosen = ahead.read([new[-1], draft])
@@ -262,7 +289,11 @@ def draft_tokens(
 
 
 def choose(logits: Tensor, sampling: Sampling, rng: torch.Generator | None) -> int:
-    """Choose a token from logits [vocab]. ValueError: they are not finite."""
+    """Choose a token from logits [vocab].
+
+    Raises:
+        ValueError: the logits are not finite.
+    """
     scaled = logits / (sampling.temperature or 1.0)
     if not scaled.isfinite().all():
         raise ValueError(
@@ -273,12 +304,16 @@ def choose(logits: Tensor, sampling: Sampling, rng: torch.Generator | None) -> i
         return int(logits.argmax())
     probabilities, order = scaled.softmax(-1).sort(descending=True, stable=True)
     before = probabilities.cumsum(-1) - probabilities
-    kept = torch.where(before < sampling.top_p, probabilities, 0.0)  # always the likeliest one
+    # The likeliest token is always kept.
+    kept = torch.where(before < sampling.top_p, probabilities, 0.0)
     return int(order[torch.multinomial(kept, 1, generator=rng)])
 
 
 def _agreed(model: Decoder, tokens: Tensor) -> Tensor:
-    """If ranks share the model, rank 0's tokens: ranks that rounded differently would diverge and hang."""
+    """Return rank 0's tokens if ranks share the model.
+
+    Ranks that round differently would diverge and hang.
+    """
     if hasattr(model, "parts") or any(isinstance(p, DTensor) for p in model.parameters()):
         dist.broadcast(tokens, 0)
     return tokens
@@ -289,7 +324,9 @@ def _agreed(model: Decoder, tokens: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Evaluation:
-    """Every rank calls every method, however the model is split.
+    """Loss on held-out documents and sample texts, during training.
+
+    Every rank calls every method, however the model is split.
 
     Args:
         held_out: one pass over the documents to validate on.
@@ -304,8 +341,10 @@ class Evaluation:
 
     @torch.no_grad()
     def validate(self) -> list[float]:
-        """The loss, in nats per token, and its reports, over the held-out documents (or the first validation.steps
-        streams of them)."""
+        """Return the loss, in nats per token, and its reports, over the held-out documents.
+
+        With validation.steps, only the first streams count.
+        """
         reader, v = self.reader, self.reader.config.validation
         total = torch.zeros(2 + len(self.loss.reports), dtype=torch.float64, device=self.device)
         for batch in reader.batches(self.held_out, v.local_batch_size, limit=v.steps):
@@ -319,11 +358,11 @@ class Evaluation:
         return (total[1:] / total[0]).tolist()
 
     def text(self, prompt: str, tokens: int) -> str:
-        """The prompt and the model's continuation; "" if no tokens are asked for."""
+        """Return the prompt and the model's continuation; "" if no tokens are asked for."""
         if not tokens:
             return ""
         reader, s = self.reader, self.reader.config.sample
-        # Compiled graphs are for streams, not for a text that grows by a token at each call.
+        # Compiled graphs are for streams, not for a text that grows by one token per call.
         uncompiled = (
             torch.compiler.set_stance("force_eager")
             if reader.config.compile.enable

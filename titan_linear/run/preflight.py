@@ -1,4 +1,7 @@
-"""All that can be refused before a process starts: corpus, tokenizer, model, checkpoint. Keys: see config/checks.py."""
+"""Checks before any process starts: corpus, tokenizer, model and checkpoint.
+
+Checks of the keys alone are in config/checks.py.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ from titan_linear.run.export import destination, is_exported, lacks_export, not_
 from titan_linear.step.optimizer import learning_rate
 from titan_linear.storage.hf_io import CONFIG as HF_CONFIG
 from titan_linear.storage.hf_io import POSITIONS, check_folder, read_config
-from titan_linear.storage.peft import check_peft, read_peft
+from titan_linear.storage.peft import check_peft, keys_of, read_peft
 from titan_linear.storage.run_lock import claimed
 from titan_linear.storage.rundir import (
     check_folders,
@@ -76,7 +79,7 @@ from titan_linear.storage.step_folders import (
 )
 from titan_linear.storage.tensors import check_weights, holds_optimizer
 
-# Variables of the run's own processes.
+# Environment variables of the run's own processes.
 RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -84,12 +87,13 @@ RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
 def cleared(
     config: Config, argv: list[str], world_size: int, node_size: int, *, first: bool = True
 ) -> Iterator[None]:
-    """Check all that can be refused, say how the run resumes, and hold the locks of its folders inside `with`.
+    """Run all checks, report how the run resumes, and lock its folders inside `with`.
 
     Args:
         argv: the run's command line, for the doctor.
         node_size: number of processes on this node.
-        first: whether this is node 0, which holds the locks for all nodes and has the doctor prove the run.
+        first: whether this is node 0, which holds the locks for all nodes and has the
+            doctor check the run.
 
     Raises:
         ValueError, SystemExit: as `claimed`, `check_resume`, `preflight` and `prove`.
@@ -106,14 +110,18 @@ def cleared(
 
 
 def preflight(config: Config, world_size: int, node_size: int | None = None) -> None:
-    """Check all that can be refused before a process starts, and build the token cache, once, with a progress bar.
+    """Run all checks that need no process, and build the token cache once.
 
-    node_size: number of processes on this machine; None: all of them.
+    The cache has a progress bar.
+
+    Args:
+        node_size: number of processes on this machine; None for all.
 
     Raises:
-        ValueError: a corpus, tokenizer, model or checkpoint that cannot be used.
+        ValueError: a corpus, tokenizer, model or checkpoint cannot be used.
         SystemExit: the run in this folder is finished.
     """
+    # Keys, packages, and a folder whose run is finished.
     check_config(config, world_size)
     if finished_without_checkpoint(config) and not config.job.start_anew:
         print(
@@ -126,6 +134,7 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
             "metrics.enable_wandb = true needs the package wandb, which is not installed; pip install wandb, or set it "
             "to false"
         )
+    # The model and its tokenizer.
     tokenizer = open_tokenizer(config)
     print(tokenizer.summary)
     model = model_config(config, tokenizer)
@@ -134,6 +143,7 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
     check_prompts(config, tokenizer)
     if warning := check_model(model, config, world_size, node_size or world_size):
         print(warning)
+    # The checkpoint comes before the corpus, which may take hours to tokenise.
     _check_hugging_face(config, model, tokenizer)
     progress = _check_checkpoint(config, model, tokenizer) if config.checkpoint.enable else None
     check_folders(config)
@@ -146,7 +156,7 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
 def _check_data(
     config: Config, tokenizer: Tokenizer, model: ModelConfig, progress: Progress | None
 ) -> None:
-    """Check every corpus against its checksums, and that the streams are those of the run so far."""
+    """Check every corpus against its checksums, and the streams against the run so far."""
     for corpus in open_corpora(config, tokenizer):
         (verify_corpus if config.training.verify == "always" else verify_changed)(corpus)
         print(corpus.summary)
@@ -154,17 +164,20 @@ def _check_data(
     if isinstance(streams, MixedStreams):
         print(streams.summary(config.training.steps * config.training.global_batch_size))
     for source in streams.sources.values():
-        source.runs(0)  # a corpus of tokens may have what is longer than a stream
+        # A corpus of tokens may hold a document that is longer than a stream.
+        source.runs(0)
         if isinstance(source, TreeStreams) and source.summary:
             print(source.summary)
     if line := exchanged_of_trees(config, model, streams):
         print(line)
+    # A corpus smaller than a step may be intended, in a trial; one smaller than a stream is
+    # not.
     try:
         check_size(tokens_of(streams), config)
     except ValueError as error:
         if tokens_of(streams) < config.training.seq_len:
             raise
-        print(f"warning: {error}")  # it may be meant, in a trial
+        print(f"warning: {error}")
     if held_out is not None:
         check_held_out(config, held_out)
     if groups := file_groups(config, streams):
@@ -175,7 +188,7 @@ def _check_data(
 
 
 def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Check that the folder that the run begins from holds the model, and that an export can."""
+    """Check that the folder of the first weights, and an export, can hold the model."""
     c = config.checkpoint
     exports = c.last_save_in_hf or c.export_interval > 0
     if exports:
@@ -187,10 +200,13 @@ def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer
         family = under_key(f"checkpoint.{key}", destination, config, model, tokenizer).family
         if model.adapter:
             under_key(f"checkpoint.{key}", check_peft, model, family)
+    # Adapters to begin with are read now; a resumed run does not need them.
     path = config.adapter.initial_load_path
     if path and find_step(checkpoint_folder(config), c.load_step) is None:
         theirs = (Path(path), model, family_of(model, config), config.adapter, base_of(config))
         under_key("adapter.initial_load_path", read_peft, *theirs)
+        if keys := keys_of(Path(path)):
+            print(f"the adapters of '{path}' were trained with {' '.join(keys)}")
     if hf_weights(config) and (
         exports or find_step(checkpoint_folder(config), c.load_step) is None
     ):
@@ -201,19 +217,22 @@ def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer
 
 
 def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> Progress | None:
-    """Check that the checkpoint that the run begins or resumes from is whole, of this model, and has all that it needs.
+    """Check that the run's checkpoint, or its first weights, are whole and fit this model.
 
     This comes before the corpus, which may take hours to tokenise.
 
-    Returns: the progress saved in the checkpoint that the run resumes from; None for a new run.
+    Returns:
+        The progress saved in the checkpoint that the run resumes from; None for a new run.
     """
     c, folder = config.checkpoint, checkpoint_folder(config)
     step = find_step(folder, c.load_step)
+    # A new run: check the weights that it begins from.
     if step is None:
         if c.initial_load_path and not c.initial_load_in_hf:
             _check_initial(Path(c.initial_load_path), model, tokenizer)
         return None
     verify(folder / f"step-{step}")
+    # Say where a resumed run stands, and end here if it is finished.
     rewound = c.load_step not in (-1, step)
     if step > config.training.steps and c.load_step == -1:
         raise ValueError(
@@ -234,6 +253,7 @@ def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) 
         if lacking := [saved for saved in whole_steps(folder) if lacks_export(config, saved)]:
             print(not_exported(lacking))
         raise SystemExit(0)
+    # A run that continues needs the optimizer, the same model and the same schedule.
     if not holds_optimizer(folder / f"step-{step}"):
         raise ValueError(
             f"'{folder}/step-{step}' holds weights only (checkpoint.last_save_model_only): no run can resume from it; "
@@ -262,10 +282,14 @@ def _check_initial(given: Path, model: ModelConfig, tokenizer: Tokenizer) -> Non
 
 
 def check_schedule(config: Config, step: int, length: int) -> None:
-    """Check that `step`, which is done, keeps its learning rate. An explicit lr_scheduler.total_steps may change it.
+    """Check that the last finished step keeps its learning rate.
 
-    If the rate of one step agrees, so do those of the steps before: schedules can only differ in length.
-    length: of the schedule so far.
+    An explicit lr_scheduler.total_steps may change it. If the rate of one step agrees, so
+    do the rates of earlier steps, because schedules can only differ in length.
+
+    Args:
+        step: the last finished step.
+        length: the length of the schedule so far.
     """
     steps = config.training.steps
     if config.lr_scheduler.total_steps:
@@ -287,7 +311,7 @@ def check_schedule(config: Config, step: int, length: int) -> None:
 
 
 def check_prompts(config: Config, tokenizer: Tokenizer) -> None:
-    """Raise ValueError if a prompt has no tokens: some tokenizers leave out blanks, for example."""
+    """Raise ValueError if a prompt has no tokens: some tokenizers drop blanks, for example."""
     v, s = config.validation, config.sample
     for key, prompt, tokens in (
         ("validation.sample_prompt", v.sample_prompt, v.sample_tokens),
@@ -298,7 +322,7 @@ def check_prompts(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def check_held_out(config: Config, held_out: Streams) -> None:
-    """Raise ValueError if the streams to validate have no label, so that their loss would be 0 / 0."""
+    """Raise ValueError if no validation stream has a label: the loss would be 0 / 0."""
     steps, number = config.validation.steps, len(held_out)
     validated = number if steps == -1 else min(steps, number)
     if not any(held_out[i].columns["weights"].any() for i in range(validated)):
@@ -309,7 +333,7 @@ def check_held_out(config: Config, held_out: Streams) -> None:
 
 
 def check_mixture_step(config: Config, progress: Progress | None) -> None:
-    """Raise ValueError if the mixture is to change at some step, and there are no steps before it."""
+    """Raise ValueError if the mixture changes at a step that has no steps before it."""
     step = config.training.mixture_from_step
     if step > 0 and not progress:
         raise ValueError(
@@ -320,10 +344,12 @@ def check_mixture_step(config: Config, progress: Progress | None) -> None:
 
 
 def prove(argv: list[str], world_size: int) -> None:
-    """Run the doctor for a run of `world_size` processes, in a process of its own, which leaves nothing on a GPU.
+    """Run the doctor for a run of `world_size` processes.
+
+    It has its own process, which leaves nothing on a GPU.
 
     Raises:
-        SystemExit: something does not hold; the console says what.
+        SystemExit: a check fails; the console names it.
     """
     environment = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
     command = [sys.executable, "-m", "titan_linear.proof.doctor", *argv]
@@ -336,12 +362,16 @@ def prove(argv: list[str], world_size: int) -> None:
 
 
 def check_evaluation(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raise ValueError if a task is not known, or a length is not for it, for the texts or for the model."""
+    """Raise ValueError for an unknown task or an unfit length.
+
+    A length may be unfit for a task, for the texts or for the model.
+    """
     e, known = config.evaluation, (*TASKS, LOSS)
     if unknown := [task for task in e.tasks if task not in known]:
         raise ValueError(
             f"evaluation.tasks: {unknown[0]!r} is unknown; use some of {', '.join(known)}"
         )
+    # The model's positions: as extended by rope_scaling, else as trained.
     longest, folder = max(e.lengths), hf_assets(config)
     trained = read_config(Path(folder)).get("max_position_embeddings") if folder else None
     scalings = [getattr(mixer, "rope_scaling", None) for mixer in model.mixers if mixer.rotary]
@@ -351,6 +381,7 @@ def check_evaluation(config: Config, model: ModelConfig, tokenizer: Tokenizer) -
             f"evaluation.lengths: {longest} is above the {min(past):,.0f} positions of the model; give less, or extend "
             "them by rope_scaling"
         )
+    # Make the shortest and the longest prompt of each task.
     prompts = open_prompts(config, tokenizer)
     for task in e.tasks:
         for length in (min(e.lengths), longest):
@@ -361,7 +392,10 @@ def check_evaluation(config: Config, model: ModelConfig, tokenizer: Tokenizer) -
 
 
 def check_model(model: ModelConfig, config: Config, world_size: int, node_size: int) -> str:
-    """Raise ValueError if the model does not fit its configuration, or this machine; return a warning, or ""."""
+    """Raise ValueError if the model does not fit its configuration or this machine.
+
+    Returns a warning, or "".
+    """
     check_splits(model, config)
     check_checkpointing(model, config)
     chosen = implementations(
@@ -387,7 +421,7 @@ def check_splits(model: ModelConfig, config: Config) -> None:
 
 
 def check_tensor_parallel(model: ModelConfig, config: Config) -> None:
-    """Raise ValueError if the degree does not divide the heads, the hidden channels or the vocabulary."""
+    """Raise ValueError if the degree does not divide heads, hidden channels or vocabulary."""
     degree = config.parallelism.tensor_parallel_degree
     counts = model.split_counts
     if left := [f"{count} {what}" for what, count in counts if count % degree]:
@@ -416,12 +450,13 @@ def check_expert_parallel(model: ModelConfig, config: Config) -> None:
 
 
 def check_heads(model: ModelConfig, config: Config) -> None:
-    """Raise ValueError if an all-to-all over heads cannot split them."""
+    """Raise ValueError if an all-to-all over heads cannot split the heads."""
     p = config.parallelism
     for mixer in model.mixers:
         key, others = ("context_parallel_method", "'ring' or 'allgather'")
         if mixer.linear:
             key, others = ("context_parallel_linear_method", "'kcp'")
+        # Some mixers always split their heads; others only with method "ulysses".
         heads = mixer.indivisible_heads(p.context_parallel_degree * p.tensor_parallel_degree)
         if heads and (mixer.over_heads or getattr(p, key) == "ulysses"):
             what = f"{mixer.name} layers" if mixer.over_heads else f"parallelism.{key} = 'ulysses'"
@@ -439,7 +474,7 @@ def check_heads(model: ModelConfig, config: Config) -> None:
 
 
 def check_node_heads(model: ModelConfig, config: Config, world_size: int, node_size: int) -> None:
-    """Raise ValueError if a node's ranks cannot share the heads of softmax layers, where they are to do so."""
+    """Raise ValueError if the ranks of a node cannot share softmax heads, but must."""
     p = config.parallelism
     copies = p.context_parallel_degree * p.tensor_parallel_degree
     groups = [
@@ -459,7 +494,7 @@ def check_node_heads(model: ModelConfig, config: Config, world_size: int, node_s
 
 
 def check_checkpointing(model: ModelConfig, config: Config) -> None:
-    """Raise ValueError if every n-th layer is to be computed again, and there is no n-th."""
+    """Raise ValueError if every n-th layer is recomputed, but there are fewer than n."""
     ac = config.activation_checkpoint
     modes = {layer_checkpointing(ac, i) for i in range(len(model.layers))}
     if ac.mode != "none" and modes == {"none"}:
@@ -470,7 +505,7 @@ def check_checkpointing(model: ModelConfig, config: Config) -> None:
 
 
 def check_float8(model: ModelConfig, config: Config) -> None:
-    """Raise ValueError if float8 is asked for where no product takes it, or a filter is for none."""
+    """Raise ValueError if float8 applies to no product, or a filter matches none."""
     float8 = config.float8
     if not float8.enable:
         return
@@ -493,7 +528,7 @@ def check_float8(model: ModelConfig, config: Config) -> None:
 
 
 def check_float8_device(config: Config) -> None:
-    """Raise ValueError if float8 is asked for, and this machine does not compute it."""
+    """Raise ValueError if float8 is enabled, but this machine does not compute it."""
     if not config.float8.enable or config.float8.emulate:
         return
     here = capability(torch.device("cuda")) if torch.cuda.is_available() else None
@@ -509,7 +544,11 @@ def check_float8_device(config: Config) -> None:
 
 
 def spans_nodes(config: Config, node_size: int) -> str:
-    """A warning if ranks that share every layer are on several nodes (of `node_size` processes); else ""."""
+    """Return a warning if tensor-parallel ranks span several nodes, else "".
+
+    Args:
+        node_size: number of processes of a node.
+    """
     degree = config.parallelism.tensor_parallel_degree
     if node_size % degree == 0:
         return ""

@@ -1,4 +1,4 @@
-"""What weights make of streams, without gradients, under any split: for scores, evaluations and lm-eval."""
+"""Forward passes without gradients, under any split: for scores, evaluations and lm-eval."""
 
 from __future__ import annotations
 
@@ -35,13 +35,16 @@ from titan_linear.storage.hf_io import CONFIG
 from titan_linear.storage.rundir import config_of, config_path
 from titan_linear.storage.step_folders import weights_path
 
-# Of some tokens' logits, their labels [n] and columns [n, …]: numbers, [n, …] each.
+# Maps some tokens' logits, labels [n] and columns [n, …] to numbers, [n, …] each.
 Columns = Callable[[ChunkedLogits, Tensor, dict[str, Tensor]], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, eq=False)
 class Reader:
-    """Every rank calls it, however the model is split."""
+    """A model, with its tokenizer and mesh, that reads streams.
+
+    Every rank calls every method, however the model is split.
+    """
 
     config: Config
     tokenizer: Tokenizer
@@ -54,8 +57,12 @@ class Reader:
     def read(
         self, streams: Streams, columns: Columns, first: int = 0, local_batch_size: int = 1
     ) -> Iterator[list[list[np.ndarray]]]:
-        """Of each micro-batch from `first` on, and on rank 0 alone: of each rank with labels of its own, their columns.
-        The device computes the next one meanwhile."""
+        """Yield the numbers of each micro-batch from `first` on.
+
+        On rank 0, an item is a list over ranks of their columns' numbers; ranks without
+        labels are left out. Elsewhere, it is empty. Meanwhile, the device computes the next
+        micro-batch.
+        """
         queued = []
         for batch in self.batches(streams, local_batch_size, first=first):
             queued.append(self._queue(batch, columns))
@@ -65,7 +72,7 @@ class Reader:
             yield self._arrived(*last)
 
     def batches(self, streams: Streams, local_batch_size: int, **part: int) -> Iterator[Batch]:
-        """This rank's part of one pass."""
+        """Yield this rank's part of one pass."""
         dims = self.dims
         return validation_batches(
             streams,
@@ -79,8 +86,10 @@ class Reader:
     def _queue(self, batch: Batch, columns: Columns) -> tuple[Moment, list[Tensor]]:
         micro = self.sharding(batch)
         labelled = micro.labels[0] != IGNORE
-        labelled[0] = True  # no kernel runs on no rows
-        rows = labelled.nonzero()[:, 0]  # before the forward, since the host waits for the device
+        # Kernels cannot run on zero rows.
+        labelled[0] = True
+        # Before the forward pass, because the host waits for the device here.
+        rows = labelled.nonzero()[:, 0]
         labels = micro.labels[0, rows]
         own = {name: x[0, rows] for name, x in micro.columns.items()}
         with self.precision:
@@ -92,6 +101,7 @@ class Reader:
                     *columns(replace(logits, x=logits.x[rows]), labels, own),
                 ),
             )
+        # Copy to the host without waiting.
         numbers = [x.to("cpu", non_blocking=True) for x in numbers]
         return Moment(rows.device), numbers
 
@@ -105,7 +115,7 @@ class Reader:
 
 
 def open_reader(config: Config) -> Reader:
-    """Of the weights that the configuration begins with."""
+    """Open a reader with the weights that the configuration begins from."""
     tokenizer, device = open_tokenizer(config), own_device()
     dims = build_dims(config, device)
     model = build_model(config, model_config(config, tokenizer), dims, device)
@@ -118,7 +128,11 @@ def open_reader(config: Config) -> Reader:
 
 
 def config_for(path: Path, keys: list[str]) -> Config:
-    """The configuration of the run that made these weights, with these keys changed; its weights are loaded first."""
+    """Return the configuration of the run that made these weights, with these keys changed.
+
+    Its weights are the ones that are loaded first.
+    """
+    # Options for a Hugging Face folder, or for a checkpoint of a run.
     if (path / CONFIG).is_file():
         first = ["--model.flavor", "hf", "--checkpoint.initial_load_in_hf", "true"]
     else:
@@ -130,11 +144,12 @@ def config_for(path: Path, keys: list[str]) -> Config:
             "--checkpoint.initial_load_in_hf",
             "false",
         ]
-        # What the folder that the run began from has said, for it is no longer where weights are from.
+        # The run may have begun from a folder that gave its model and tokenizer. Name it
+        # here, because weights no longer come from it.
         first += ["--model.hf_assets_path", hf_assets(run)] if run.model.flavor == "hf" else []
         first += ["--model.tokenizer_path", path_of] if (path_of := tokenizer_path(run)) else []
     first += ["--checkpoint.enable", "true", "--checkpoint.initial_load_path", str(path)]
-    # No reader trains or exports.
+    # A reader neither trains nor exports.
     others = {
         "loss.scores": "",
         "adapter.initial_load_path": "",

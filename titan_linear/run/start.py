@@ -1,4 +1,4 @@
-"""How a run starts: what is trained, on what, and from which weights."""
+"""How a run starts: what it trains, on which data, and from which weights."""
 
 from __future__ import annotations
 
@@ -45,34 +45,37 @@ from titan_linear.storage.tensors import (
 
 
 class Subject(NamedTuple):
-    """What is trained, and on what."""
+    """The model that a run trains, and its data."""
 
     tokenizer: Tokenizer
     streams: Streams
     held_out: Streams | None
-    groups: FileGroups | None  # of files, by which telemetry tells losses apart
+    # Groups of files, by which telemetry reports losses separately.
+    groups: FileGroups | None
     model: ModelConfig
     content: Content
 
 
 def saved_progress(config: Config, host: dist.ProcessGroup) -> Progress | None:
-    """The progress saved in the checkpoint that this run resumes from; None for a new run."""
+    """Return the progress in the checkpoint that this run resumes from, or None."""
     return on_rank_0(lambda: known_progress(config, config.checkpoint.load_step), host)
 
 
 def open_subject(config: Config, known: Progress | None, host: dist.ProcessGroup) -> Subject:
-    """What all ranks train, which is what the run has trained so far.
+    """Open the model and data that all ranks train.
 
     Raises:
-        ValueError: it is not, or ranks differ.
+        ValueError: the run has trained another model or other data so far, or ranks differ.
     """
     tokenizer = open_tokenizer(config)
     streams, held_out = build_streams(config, tokenizer, known)
-    dist.barrier(host)  # wait for nodes that first had to write their token cache
+    # Wait for nodes that first had to write their token cache.
+    dist.barrier(host)
     model = model_config(config, tokenizer)
     base = on_rank_0(lambda: base_of(config), host)
     content = content_of(config, tokenizer, model, streams, held_out, base)
-    if known:  # a restart has no preflight
+    # A restart has no preflight.
+    if known:
         check_content(config, known.content, content)
     check_alike(config, content, host)
     return Subject(tokenizer, streams, held_out, file_groups(config, streams), model, content)
@@ -112,27 +115,39 @@ def set_weights(
     checkpointer: Checkpointer | None,
     host: dist.ProcessGroup,
 ) -> None:
-    """Load the run's checkpoint of this progress, or the weights that the run begins from; with adapters both."""
+    """Load the run's checkpoint of this progress, or the weights that the run begins from.
+
+    With adapters, load both.
+    """
+    # With adapters, the checkpoint holds only the trained weights: the base is loaded
+    # first.
     if known is None or model.config.adapter:
         set_first_weights(config, model, host)
     if known is None:
         load_adapters(config, model)
     else:
         folder, step = checkpoint_folder(config), known.step
-        # A restart after the last save, which may hold weights only: what is left to do needs no more.
+        # A restart after the last save, which may hold only weights: no step remains, so
+        # the optimizer is not needed.
         ended = step >= config.training.steps
         whole = not ended or on_rank_0(lambda: holds_optimizer(folder / f"step-{step}"), host)
         checkpointer.load(step, model, optimizer if whole else None, loader)
         on_rank_0(lambda: rewind(folder, step, config.checkpoint.load_step), host)
-    dist.barrier(host)  # some disks are slower
+    # Some disks are slower.
+    dist.barrier(host)
 
 
 def set_first_weights(
     config: Config, model: Decoder, host: dist.ProcessGroup | None = None
 ) -> None:
-    """Load or draw the weights that the run begins from; if those are adapters, after their own run's. Without a group:
-    in one process."""
+    """Load or draw the weights that the run begins from.
+
+    If they are adapters of another run, that run's first weights are set before. Without a
+    group, the call runs in one process.
+    """
     c, drawn = config.checkpoint, named_parameters(model)
+    # Whatever the folder or checkpoint does not hold is drawn: adapters, or the whole
+    # model.
     if path := hf_weights(config) or (c.enable and c.initial_load_path):
         if hf_weights(config):
             load_hf_weights(Path(path), model)
@@ -146,10 +161,11 @@ def set_first_weights(
 
 
 def load_adapters(config: Config, model: Decoder) -> None:
-    """Load those of adapter.initial_load_path, if it is set."""
+    """Load the adapters of adapter.initial_load_path, if it is set."""
     if path := config.adapter.initial_load_path:
         family, parameters = family_of(model.config, config), named_parameters(model)
         for name, tensor in read_peft(Path(path), model.config, family, config.adapter, "").items():
+            # A rank copies the part of the tensor that it owns.
             local, offsets = owned(parameters[name])
             local.copy_(
                 tensor[tuple(slice(at, at + n) for at, n in zip(offsets, local.shape, strict=True))]

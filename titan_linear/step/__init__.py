@@ -1,9 +1,12 @@
-"""Everything between two weights. To be read in this order:
+"""Everything that happens between two versions of the weights.
 
-feed.py       which tokens of a batch this rank computes, and what is planned for its mixers; the micro-batches of each
-              step, read ahead, with the step's counts of tokens
-passes.py     forward and backward, by micro-batch
+Read the files in this order:
+
+cut.py        the tokens of a batch that this rank computes, and the plan for its mixers
+branches.py   the same for prefix trees
+feed.py       the micro-batches of each step, read ahead, with the step's token counts
+passes.py     forward and backward, one micro-batch at a time
 update.py     gradients summed over ranks, the update, the experts' biases
-optimizer.py  AdamW or Muon, copies of the weights for mixed precision, the learning rate, clipping
-flops.py      what a step computes, and the peak of GPUs
+optimizer.py  AdamW or Muon, weight copies for mixed precision, learning rate, clipping
+flops.py      floating-point operations of a step, and the peak rate of GPUs
 """

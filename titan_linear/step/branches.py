@@ -1,8 +1,9 @@
-"""Prefix trees in a rank's part of a batch: branches, further tokens, and documents as paths.
+"""Prefix trees in a rank's part of a batch: branches, later tokens, and documents as paths.
 
-A token that several tokens continue has several labels. The first of these stands at the token's own
-row; every other target is a *branch*, whose row of logits the loss reads once more, behind the rows
-of all tokens. Labels and columns therefore have `T_local + branches` entries.
+A token that several tokens continue has several labels. The first label stands in the
+token's own row. Every other target is a *branch*: the loss reads the parent token's row of
+logits once more for it. Branches stand behind the rows of all tokens, so labels and columns
+have `T_local + branches` entries.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def has_trees(batch: Batch) -> bool:
 
 
 def with_branches(local: LocalBatch, batch: Batch) -> LocalBatch:
-    """Append labels and columns of branches to those of this rank's tokens."""
+    """Append the labels and columns of branches to this rank's labels and columns."""
     rows, targets = branches_of(batch, local.context)
     labels = torch.cat([local.labels, batch.tokens[:, targets]], 1)
     columns = {}
@@ -38,15 +39,18 @@ def with_branches(local: LocalBatch, batch: Batch) -> LocalBatch:
 
 
 def branches_of(batch: Batch, context: CPContext) -> tuple[Tensor, Tensor]:
-    """Find the branches whose parent tokens this rank has.
+    """Find the branches whose parent tokens lie on this rank.
 
-    Returns: local rows of the parent tokens [branches], and positions in the batch of the targets
-        [branches], both int64.
+    Returns:
+        Two int64 tensors of shape [branches]: the local rows of the parent tokens, and the
+        positions of the targets in the batch.
     """
+    # Branch targets: tokens with a label weight that do not directly follow their parent.
     back = batch.columns[BACK][0]
     is_target = batch.columns["weights"][0].roll(1) > 0
     targets = ((back > 1) & is_target).nonzero().flatten()
     parents = (targets - back[targets]).numpy()
+    # Keep the branches whose parent lies in a fragment that this rank owns.
     fragment_length = context.cut.fragments[0].end
     mine = context.cut.owners[parents // fragment_length] == context.ranks.rank
     return torch.from_numpy(context.cut.rows(parents)[mine]), targets[mine]
@@ -59,8 +63,12 @@ def zero_without_label(column: Tensor, labels: Tensor) -> Tensor:
 
 
 def later_in_trees(local: LocalBatch, depth: int) -> Later:
-    """Tokens, labels and weights as `Later` has them in trees, where a token's own entries count
-    once its position is k or more: its hidden states are then those of the token k before."""
+    """Build the tokens, labels and weights of `Later` for prefix trees, for k = 1 … depth.
+
+    In trees the hidden states are shifted instead of the tokens: entry t is combined with
+    the hidden state of the token k before it. The entry therefore counts once its position
+    in the document is k or more.
+    """
     positions = local.context.position_ids
     positions = torch.cat([positions, positions[local.branches]])  # [T_local + branches]
     inside = positions >= torch.arange(1, depth + 1).unsqueeze(1)  # [depth, T_local + branches]
@@ -72,13 +80,16 @@ def later_in_trees(local: LocalBatch, depth: int) -> Later:
 
 
 def paths_of(batch: Batch) -> Paths:
-    """Which nodes each document, a path from a root to a leaf, holds."""
+    """List the tree nodes that each document (a path from a root to a leaf) contains."""
     nodes = batch.nodes
     seq_len = batch.tokens.numel() // batch.num_streams
     leaves, begins = nodes.leaves, nodes.edges[:-1]
+    # Number the nodes and the leaves' documents as the columns of the batch do.
     node_names, _ = _numbered(begins // seq_len)
     documents, count = _numbered(begins[leaves] // seq_len)
     number, node = nodes.on_paths(leaves)
+    # SHARE sums over all documents that contain a token, which at a leaf is one document.
+    # The quotient is therefore this document's part of the node's weights.
     share = batch.columns[SHARE][0].numpy()[begins]
     return Paths(
         nodes=torch.from_numpy(node_names[node]),
@@ -89,8 +100,14 @@ def paths_of(batch: Batch) -> Paths:
 
 
 def _numbered(streams: np.ndarray) -> tuple[np.ndarray, int]:
-    """Number documents, given each one's stream, so that every stream begins at an even number, as
-    `Batch` numbers them. Returns the numbers, and one more than the highest rounded up to even."""
+    """Number documents by stream, as `Batch` does: every stream begins at an even number.
+
+    Args:
+        streams: the stream of each document.
+
+    Returns:
+        The numbers, and an even count that is greater than every number.
+    """
     odd = np.bincount(streams) % 2
     added_before = np.cumsum(odd) - odd
     return np.arange(len(streams)) + added_before[streams], len(streams) + int(odd.sum())

@@ -1,12 +1,14 @@
-"""From a data-parallel rank's micro-batch on the host to the part of it that this rank computes.
+"""Conversion of a micro-batch on the host into this rank's part on its device.
 
-    cut         the rank's fragments of tokens, labels and columns       (context parallelism)
-    branches    further targets of tokens in prefix trees                 (step/branches.py)
-    later       tokens k = 1, 2, … further on, for layers that predict them
-    plan        all of it moved to the device at once, and what mixers read of it
+It runs in four stages:
 
-The first three are functions from a `LocalBatch` or a batch to a `LocalBatch` on the host. Labels and
-columns were shifted before the cut.
+    cut         the rank's fragments of tokens, labels and columns (context parallelism)
+    branches    further targets of tokens in prefix trees (step/branches.py)
+    later       tokens k = 1, 2, … positions later, for layers that predict them
+    plan        everything moved to the device at once, and the plan that mixers read
+
+The first three are functions from a batch or a `LocalBatch` to a `LocalBatch` on the host.
+Labels and columns were shifted before the cut.
 """
 
 from __future__ import annotations
@@ -34,21 +36,26 @@ from titan_linear.step.branches import has_trees, later_in_trees, with_branches
 
 @dataclass(frozen=True)
 class BatchSharding:
-    """How batches are cut, and what is planned for the mixers that read them."""
+    """Cuts batches over the ranks and plans what the model's mixers read of them."""
 
     dims: ParallelDims
     device: torch.device
     layout: str
     softmax_method: str
-    conv1d_kernel_size: int | None  # of the model's convolutions, if all have the same
-    rotaries: tuple[Rotary, ...]  # of the model's mixers
+    # Kernel size of all of the model's convolutions, or None if they differ.
+    conv1d_kernel_size: int | None
+    # Distinct rotary embeddings of the model's mixers.
+    rotaries: tuple[Rotary, ...]
     compute_dtype: torch.dtype
-    compiled: bool  # layers, which read the plan, are compiled
-    programs: tuple[int, ...]  # of each kind of scan over a rank's tokens, where scans are kernels
-    # likewise over the whole stream, where ranks share heads; None: no scan
+    # Whether the layers, which read the plan, are compiled.
+    compiled: bool
+    # Programs of each kind of scan over a rank's tokens, if scans are kernels.
+    programs: tuple[int, ...]
+    # Programs of each kind of scan over the whole stream, if ranks share heads; None
+    # without such scans.
     stream_programs: tuple[int, ...] | None
     mtp_layers: int
-    # Hq, Hkv and D + Dv on a rank of tp, for each kind of softmax layer
+    # Hq, Hkv and D + Dv on one tp rank, for each kind of softmax layer.
     softmax: tuple[tuple[int, int, int], ...]
 
     @classmethod
@@ -64,11 +71,12 @@ class BatchSharding:
         linear_method: str,
         compiled: bool = False,
     ) -> BatchSharding:
-        """The sharding that plans for what this model's mixers need of a batch."""
+        """Build the sharding that plans all that this model's mixers need of a batch."""
         needs = [
             *(mixer.ops for mixer in model.mixers),
             *(mlp.ops(model.dim, dims.tp) for mlp in model.mlps),
         ]
+        # With "ulysses", each cp rank scans the whole stream for its part of the heads.
         over_heads = dims.cp > 1 and linear_method == "ulysses"
         programs = _programs(model, dims.tp * dims.cp if over_heads else dims.tp, device)
         sizes = {ops["causal_conv1d"]["W"] for ops in needs if "causal_conv1d" in ops}
@@ -90,6 +98,7 @@ class BatchSharding:
 
     def __call__(self, batch: Batch) -> LocalBatch:
         """Return this rank's part of a batch, on its device."""
+        # Stages on the host.
         trees = has_trees(batch)
         methods = self.methods(batch.tokens.shape[1], batch.nodes.joined)
         local = cut(batch, self._context(batch, batch.nodes, methods))
@@ -104,11 +113,12 @@ class BatchSharding:
         elif self.mtp_layers:
             local = replace(local, later=cut_later(later_of(batch, self.mtp_layers), local.context))
 
+        # Move everything to the device at once, then plan there.
         local, later_contexts = to_device([local, later_contexts], self.device)
         return replace(local, plan=self._plan(local, later_contexts, batch.num_streams, methods))
 
     def _context(self, batch: Batch, nodes: Nodes, methods: Sequence[str]) -> CPContext:
-        """The layout of these documents or nodes over ranks, on the host."""
+        """Lay out these documents or tree nodes over the ranks, on the host."""
         return build_cp_context(
             torch.from_numpy(nodes.edges),
             self.dims.cp_group,
@@ -149,8 +159,15 @@ class BatchSharding:
         return plan
 
     def methods(self, tokens: int, branches: bool = False) -> tuple[str, ...]:
-        """How softmax layers communicate in batches of this many tokens over all ranks: one method, or several if
-        layers are of several kinds; none without such layers, or if cp is 1. branches: of prefix trees."""
+        """Return the methods by which softmax layers communicate over cp ranks.
+
+        There is one method, or several if the model has several kinds of softmax layers.
+        The result is empty without softmax layers or if cp is 1.
+
+        Args:
+            tokens: number of tokens of a batch over all ranks.
+            branches: whether the batch consists of prefix trees.
+        """
         if self.dims.cp == 1:
             return ()
         if self.softmax_method != "auto":
@@ -164,17 +181,18 @@ class BatchSharding:
 
     @property
     def node_size(self) -> int:
-        """Ranks of cp per node."""
+        """Number of cp ranks per node."""
         return ranks_per_node(self.dims.cp_group, self.dims.cp)
 
     def uneven(self, tokens: int) -> str | None:
-        """The message at a run's start if some ranks will wait for others; else None."""
-        rings = {"ring": self.dims.cp, "ulysses+ring": self.dims.cp // self.node_size}
-        W = max((rings[method] for method in self.methods(tokens) if method in rings), default=1)
+        """Return the startup message if some ranks will wait for others, else None."""
+        cp = self.dims.cp
+        parts = {"allgather": cp, "ring": cp, "ulysses+ring": cp // self.node_size, "ulysses": 1}
+        W = max((parts[method] for method in self.methods(tokens)), default=1)
         if self.layout != "contiguous" or W == 1:
             return None
         return (
-            f"attention by ring over contiguous fragments: of one document a rank computes {(2 * W - 1) / W:.2f} times "
+            f"attention over contiguous fragments: of one document a rank computes {(2 * W - 1) / W:.2f} times "
             'the mean, and the others wait; parallelism.context_parallel_layout = "zigzag" shares it equally'
         )
 
@@ -197,17 +215,24 @@ def cut(batch: Batch, context: CPContext) -> LocalBatch:
 
 
 def of_fragments(x: Tensor, context: CPContext) -> Tensor:
-    """[1, T, ...] → [1, T_local, ...], or [depth, T] → [depth, T_local]."""
+    """Select this rank's fragments.
+
+    Shapes are [1, T, ...] → [1, T_local, ...], or [depth, T] → [depth, T_local].
+    """
     if context.ranks.world_size == 1:
         return x
     return torch.cat([x[:, start:end] for start, end in context.fragments], 1)
 
 
 def later_of(batch: Batch, depth: int) -> Later:
-    """Tokens, labels and weights k = 1 … depth further on in each token's document, over the whole
-    stream: [depth, T]. A token's later ones may lie on any rank, so this comes before the cut."""
+    """Return the tokens, labels and weights k = 1 … depth positions later, [depth, T].
+
+    The result covers the whole stream: later tokens may lie on any rank, so this runs
+    before the cut.
+    """
     bounds = batch.cu_seqlens.long()
     document_ends = bounds[1:].repeat_interleave(bounds.diff())  # [T]
+    # Positions past the document's end read index 0 and are masked below.
     at = torch.arange(len(document_ends)) + torch.arange(1, depth + 1).unsqueeze(1)
     inside = at < document_ends
     at = at.where(inside, 0)
@@ -219,7 +244,7 @@ def later_of(batch: Batch, depth: int) -> Later:
 
 
 def cut_later(later: Later, context: CPContext) -> Later:
-    """Take this rank's fragments of `later_of`."""
+    """Take this rank's fragments of the result of `later_of`."""
     return Later(
         of_fragments(later.tokens, context),
         of_fragments(later.labels, context),
@@ -228,8 +253,13 @@ def cut_later(later: Later, context: CPContext) -> Later:
 
 
 def _programs(model: ModelConfig, ranks: int, device: torch.device) -> tuple[int, ...]:
-    """Programs of one entry's scan, for each kind of mixer; none without a GPU. ranks: those that share the value
-    heads."""
+    """Return the number of programs that scan one entry, for each kind of mixer.
+
+    The result is empty without a GPU.
+
+    Args:
+        ranks: number of ranks that share the value heads.
+    """
     if device.type != "cuda":
         return ()
     of = (mixer.scan_programs(ranks) for mixer in model.mixers)
@@ -240,7 +270,7 @@ def _softmax(model: ModelConfig, tp: int) -> tuple[tuple[int, int, int], ...]:
     sizes = []
     for mixer in model.mixers:
         if "attention" in mixer.ops:
-            # of queries, then of keys if these are fewer
+            # Head counts of the queries, then of the keys if there are fewer.
             heads = [count // tp for count in mixer.head_counts.values()]
             sizes.append((heads[0], heads[-1], sum(mixer.ops["attention"].values())))
     return tuple(dict.fromkeys(sizes))

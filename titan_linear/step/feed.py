@@ -1,5 +1,4 @@
-"""From a data-parallel rank's batches to the micro-batches of each step, read, cut and on the rank's
-device before they are wanted."""
+"""Micro-batches of each step, read, cut and moved to the device before they are needed."""
 
 from __future__ import annotations
 
@@ -21,10 +20,11 @@ from titan_linear.models.config import Documents
 
 
 class StepTokens(NamedTuple):
-    """Of a step, over all ranks."""
+    """Tokens of one step over all ranks."""
 
     total: int  # number of tokens
-    weight: float  # of those with a label
+    # Sum of the label weights.
+    weight: float
 
 
 NO_DOCUMENTS = Documents(0, 0, 0)
@@ -32,20 +32,23 @@ NO_DOCUMENTS = Documents(0, 0, 0)
 
 @dataclass(frozen=True)
 class FeedStats:
-    """What some steps had, over all ranks, and the time that it took this rank's host to feed them."""
+    """Totals of some steps over all ranks, and the time spent by this rank's host."""
 
     steps: int = 0
     valid: int = 0  # tokens with a label
-    apart: int = 0  # tokens, with the documents of prefix trees packed apart
+    # Tokens if each document of a prefix tree were packed separately.
+    apart: int = 0
     documents: Documents = NO_DOCUMENTS
-    seconds: float = 0.0  # to read and cut batches
-    # to read and cut them, or for other ranks to do so, while the device had nothing left to do
+    # Seconds spent reading and cutting batches.
+    seconds: float = 0.0
+    # Seconds in which this host, or the hosts of other ranks, read and cut batches while
+    # the device was idle.
     waited: float = 0.0
-    # of query and key in a softmax layer, on the rank that computed most in each step
+    # Pairs of query and key in one softmax layer, on the busiest rank of each step.
     most_pairs: float = 0.0
 
     def work_balance(self, ranks: int) -> float:
-        """Pairs of the rank that computed most, divided by the mean over the `ranks` that share them: 1 is even."""
+        """Return the busiest rank's pairs divided by the mean over `ranks`; 1 is even."""
         return self.most_pairs * ranks / self.documents.pairs
 
     def __add__(self, more: FeedStats) -> FeedStats:
@@ -63,30 +66,32 @@ class FeedStats:
 
 
 class _Ahead(NamedTuple):
-    """A step that was fetched ahead."""
+    """A step fetched ahead of time."""
 
     first: LocalBatch
     rest: list[Batch]
-    counts: Tensor  # `_counts` of this rank's batches; of all ranks' once `counting` is done
+    # `_counts` of this rank's batches; of all ranks' batches once `counting` has finished.
+    counts: Tensor
     counting: dist.Work
 
 
 @dataclass(eq=False)
 class Feed:
-    """Steps of micro-batches.
+    """Source of the micro-batches of each step.
 
-    `prefetch` does all that the host does for a step before its first forward: call it while the device still computes
-    the step before. Later micro-batches are cut and moved when they are asked for, which is while the device computes
-    the one before. They are copied from pinned memory, on the current CUDA stream, and the host does not wait for it.
+    `prefetch` does all host work of a step that precedes its first forward. Call it while
+    the device still computes the previous step. Later micro-batches are cut and moved when
+    they are requested, which is while the device computes the previous one. They are copied
+    from pinned memory on the current CUDA stream, and the host does not wait for the copy.
 
     Args:
-        batches: those of this data-parallel rank, without end. They may be read a step ahead of training: the trainer
-            keeps track of how far the run has come.
-        cut: a batch → this rank's part of it, on its device (`BatchSharding`).
+        batches: endless batches of this data-parallel rank. They may be read one step ahead
+            of training; the trainer keeps track of how far the run has come.
+        cut: maps a batch to this rank's part of it, on its device (`BatchSharding`).
         micro_steps: number of batches per step.
-        copies: number of ranks that get the same batches.
-        host: a gloo group of all ranks in which tokens are counted, on the hosts; no device takes part.
-        device: the one that computes the micro-batches.
+        copies: number of ranks that receive the same batches.
+        host: gloo group of all ranks that counts tokens on the hosts, without any device.
+        device: the device that computes the micro-batches.
     """
 
     batches: Iterator[Batch]
@@ -101,7 +106,7 @@ class Feed:
     _pairs: float = 0.0
 
     def prefetch(self) -> None:
-        """Fetch the next step's batches, begin to count its tokens, and move its first micro-batch."""
+        """Fetch the next step's batches, start to count its tokens, move its first batch."""
         if self._ahead is None:
             with self._timed():
                 batches = [next(self.batches) for _ in range(self.micro_steps)]
@@ -112,10 +117,11 @@ class Feed:
             self._ahead = _Ahead(self._move(batches[0]), batches[1:], counts, counting)
 
     def next_step(self) -> tuple[StepTokens, Iterator[LocalBatch]]:
-        """The numbers of tokens of the next step, and this rank's micro-batches of it."""
+        """Return the token counts of the next step, and this rank's micro-batches of it."""
         self.prefetch()
         self.settle()
         step, self._ahead = self._ahead, None
+        # `copies` ranks counted each batch.
         weight, *sums = (count / self.copies for count in step.counts.tolist())
         valid, apart, *sums = map(int, sums)  # exact below 2⁵³
         documents = Documents(*sums)
@@ -133,8 +139,11 @@ class Feed:
 
     @contextmanager
     def _timed(self, reads: bool = True) -> Iterator[None]:
-        """Count the seconds spent inside. If by their end the device has done all that was queued before them, it has
-        waited, for these seconds at most."""
+        """Count the seconds spent inside this context.
+
+        If the device has finished all earlier work by the end of the context, it was idle for
+        some of these seconds. All of them then count as waiting, which is an upper bound.
+        """
         queued = (
             torch.cuda.current_stream(self.device).record_event()
             if self.device.type == "cuda"
@@ -153,9 +162,11 @@ class Feed:
                 self._ahead.counting.wait()
 
     def take(self, prefetch: bool = False) -> FeedStats:
-        """What was in the step whose micro-batches were asked for since the last call. Every rank calls this, and may
-        `prefetch` first. They wait for each other, but no longer than they would have to for the next step's count of
-        tokens."""
+        """Return the totals of the micro-batches requested since the last call.
+
+        Every rank calls this, and may `prefetch` first. Ranks synchronize, but no longer
+        than counting the next step's tokens takes.
+        """
         if prefetch:
             self.prefetch()
         most = np.array([self._pairs])
@@ -167,8 +178,13 @@ class Feed:
 
 
 def _counts(batch: Batch) -> list[float]:
-    """The weight and the number of labels, the number of tokens with trees packed apart, and those of `Documents`."""
+    """Count what is in a batch.
+
+    The counts are: label weight, labels, tokens if trees were packed separately, and the
+    fields of `Documents`.
+    """
     labels = batch.columns["weights"] > 0
     nodes = batch.nodes
+    # Each leaf's document from the root to the leaf.
     apart = int((nodes.edges[1:] - nodes.begins)[nodes.leaves].sum())
     return [batch.weight, int(labels.sum()), apart, *Documents.of(nodes.edges, nodes.depth)]

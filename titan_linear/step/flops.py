@@ -1,11 +1,15 @@
-"""Floating-point operations of a training step, and the peak of the GPU that does them.
+"""Floating-point operations of a training step, and peak rates of GPUs.
 
-Only products count, a multiplication and its addition as two operations: projections, convolutions, attention on the
-pairs that the mask leaves, the delta rule by chunks, SwiGLU or the experts that a token is sent to, the head. Backward
-is twice forward, a product for each of the two gradients, or once where adapters leave a weight frozen (4 operations a
-parameter and token, not 6). A base that is the loss's reference has a forward of its own. Not counted: elementwise
-work, the embedding's lookup, and recomputation, by activation checkpointing or inside a kernel's backward pass.
-Products with weights follow from these; mixers state the others.
+Only products count, with a multiplication and its addition as two operations: projections,
+convolutions, attention on the pairs that the mask leaves, the delta rule by chunks, SwiGLU
+or the experts that a token is routed to, and the head. Backward is twice forward: one
+product for each of the two gradients. It is once forward where adapters leave a weight
+frozen (4 operations per parameter and token instead of 6). A base model that serves as the
+loss's reference has a forward pass of its own.
+
+Elementwise work, the embedding lookup, and recomputation (by activation checkpointing or
+inside a kernel's backward pass) do not count. Products with weights are derived from the
+modules; mixers state the others.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mlps.moe import MoE
 
-# Dense bfloat16 TFLOP/s of a GPU, from NVIDIA's data sheets, by words of its name; the first match counts.
+# Dense bfloat16 TFLOP/s from NVIDIA's data sheets. Keys are words of the GPU's name; the
+# first match counts.
 PEAK_TFLOPS = {
     "H200 NVL": 835.0,
     "H200": 989.0,
@@ -42,7 +47,7 @@ PEAK_TFLOPS = {
 
 
 def training_flops(model: ModelConfig, documents: Documents) -> int:
-    """FLOPs of forward and backward over these documents, of the whole run."""
+    """Return the FLOPs of forward and backward over these documents, of the whole run."""
     flops = 3 * forward_flops(model, documents)
     if model.adapter:
         flops -= documents.tokens * _with_weights(model, frozen=True)
@@ -58,7 +63,7 @@ def forward_flops(model: ModelConfig, documents: Documents) -> int:
 
 @cache
 def _with_weights(model: ModelConfig, frozen: bool = False) -> int:
-    """Per token, of all products with weights."""
+    """Return the FLOPs per token of all products with weights."""
     with torch.device("meta"):
         decoder = Decoder(model)
     heads = (1 + model.mtp_layers) * token_flops(decoder.head, frozen)
@@ -66,12 +71,16 @@ def _with_weights(model: ModelConfig, frozen: bool = False) -> int:
 
 
 def token_flops(module: nn.Module, frozen: bool = False) -> int:
-    """Of products with the module's matrices and convolutions, or the frozen ones, per token: twice their elements; of
-    experts, those that a token is sent to."""
+    """Return the FLOPs per token of products with the module's matrices and convolutions.
+
+    This is twice the number of their elements. With `frozen`, only frozen weights count. Of
+    experts, only the `top_k` that a token is routed to count.
+    """
 
     def counted(part: nn.Module) -> list[nn.Parameter]:
         return [p for p in part.parameters() if p.dim() > 1 and not (frozen and p.requires_grad)]
 
+    # Count all elements, then subtract the experts that a token is not routed to.
     elements = sum(p.numel() for p in counted(module))
     for moe in (m for m in module.modules() if isinstance(m, MoE)):
         experts = sum(p[0].numel() for p in counted(moe.experts))
@@ -80,7 +89,10 @@ def token_flops(module: nn.Module, frozen: bool = False) -> int:
 
 
 def peak_tflops(config: Config, device: torch.device) -> float | None:
-    """Peak TFLOP/s of one GPU: metrics.peak_tflops, or that known for its name. None: unknown, or not for bfloat16."""
+    """Return the peak TFLOP/s of one GPU: metrics.peak_tflops, or the known rate.
+
+    None: the rate is unknown, or compute is not bfloat16.
+    """
     if config.metrics.peak_tflops:
         return config.metrics.peak_tflops
     if device.type != "cuda" or config.training.mixed_precision_param != "bfloat16":
@@ -89,14 +101,17 @@ def peak_tflops(config: Config, device: torch.device) -> float | None:
 
 
 def no_peak(config: Config, device: torch.device) -> str:
-    """The console's line where `peak_tflops` is None."""
+    """Return the console's line for a `peak_tflops` of None."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     compute = config.training.mixed_precision_param
     return f"no MFU: the peak of {name} in {compute} is not known; metrics.peak_tflops gives it"
 
 
 def known_peak(name: str) -> float | None:
-    """Peak TFLOP/s of a whole GPU of this name. None: unknown, or a part of a GPU (MIG)."""
+    """Return the peak TFLOP/s of a whole GPU with this name.
+
+    None: unknown, or a part of a GPU (MIG).
+    """
     if "MIG" in name:
         return None
     return next(

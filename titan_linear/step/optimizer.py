@@ -1,20 +1,25 @@
 """The optimizer, its schedule, and clipping over sharded and replicated gradients.
 
-`AdamW` and `Muon` are plain torch optimizers. `step` receives all that it needs as arguments: the factor that clips the
-gradients, and whether the step's loss and norm are finite. Both are tensors on the device, so the host does not wait.
-`optimizer.step()` without arguments is an unclipped step; torch's distributed checkpointing calls it, with zero
-gradients and a rate of 0, to create the state that it loads into. Nothing is set on the optimizer from outside.
+`AdamW` and `Muon` are plain torch optimizers. `step` receives all that it needs as
+arguments: the factor that clips the gradients, and whether the step's loss and norm are
+finite. Both are tensors on the device, so the host does not wait. `optimizer.step()`
+without arguments is an unclipped step. Torch's distributed checkpointing calls it with zero
+gradients and a rate of 0, to create the state that it loads into. Nothing is set on the
+optimizer from outside.
 
 AdamW updates this rank's part of each parameter in one of two ways, with the same state:
 
-    small   torch's fused AdamW, many tensors per launch. Gradients are first multiplied by the factor.
-    large   (`is_large`, on a GPU) a Triton kernel, one tensor per launch. It reads the gradient once, as backward left
-            it, clips it there, and writes the parameter's copy in the compute dtype too.
+    small   torch's fused AdamW, many tensors per launch. Gradients are first multiplied by
+            the factor.
+    large   (`is_large`, on a GPU) a Triton kernel, one tensor per launch. It reads the
+            gradient once, as backward left it, clips it there, and also writes the
+            parameter's copy in the compute dtype.
 
-`ComputeCopies` are a model's copies in the compute dtype, where FSDP2 does not provide them. The optimizer holds none:
-`step` takes them, asks for those that are current, and reports which it has written. Every updated parameter then has a
-new version, and a copy made of an older version is made anew before it is used. So a copy that `step` was not given, or
-has not written, is never stale.
+`ComputeCopies` holds a model's copies in the compute dtype, if FSDP2 does not provide them.
+The optimizer stores no copies: `step` takes them as an argument, asks for the current ones,
+and reports which of them it has written. Every updated parameter then has a new version,
+and a copy of an older version is refreshed before it is used. A copy that `step` did not
+receive or did not write is therefore never stale.
 """
 
 from __future__ import annotations
@@ -36,17 +41,22 @@ from titan_linear.distributed.matrices import WholeMatrices
 from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.distributed.parts import by_kind, local_tensor, whole
 
-Group = dict[str, Any]  # of parameters, with its options
-LARGE = 1 << 20  # elements; smaller tensors share launches
-HOST_BLOCK = 1 << 16  # elements whose squares a core of the host adds up in their own dtype
+# A group of parameters with its options.
+Group = dict[str, Any]
+# In elements; smaller tensors share launches.
+LARGE = 1 << 20
+# In elements: a host core adds the squares of one block in the tensor's own dtype.
+HOST_BLOCK = 1 << 16
 
 
 class ComputeCopies:
-    """Copies of a model's parameters in the dtype of compute, except those that are kept in float32 or wider.
+    """Copies of a model's parameters in the compute dtype.
 
-    Inside `with`, the modules hold the copies, made anew of parameters that have changed since; AdamW writes those of
-    large tensors itself. When it ends, the gradients that backward left on the copies are the parameters' own; a second
-    one is added in the parameters' dtype.
+    Parameters that are kept in float32 or wider have no copies. Inside `with`, the modules
+    hold the copies. Copies of parameters that have changed are
+    refreshed on entry; AdamW writes the copies of large tensors itself. On exit, the
+    gradients that backward left on the copies move to the parameters. A second gradient is
+    added in the parameters' dtype.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
@@ -54,11 +64,13 @@ class ComputeCopies:
         self.copy_of: dict[nn.Parameter, nn.Parameter] = {}
         for p in model.parameters():
             if p not in kept and p.dtype != dtype:
-                p.grad_dtype = None  # any
+                # Accept gradients of any dtype.
+                p.grad_dtype = None
                 self.copy_of[p] = nn.Parameter(torch.empty_like(p, dtype=dtype), p.requires_grad)
-        # of parameters, when their copies were made
+        # The version of each parameter when its copy was made.
         self.versions: dict[nn.Parameter, int] = {}
-        self.slots = [  # a tied parameter has two
+        # Module slots that hold the parameters; a tied parameter has two.
+        self.slots = [
             (module._parameters, name, p)
             for module in model.modules()
             for name, p in module._parameters.items()
@@ -66,15 +78,16 @@ class ComputeCopies:
         ]
 
     def current(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Its copy, unless there is none or the parameter has changed since it was made."""
+        """Return the parameter's copy if it has one and has not changed since, else None."""
         made = self.versions.get(parameter) == parameter._version
         return self.copy_of[parameter] if made else None
 
     def written(self, parameters: list[nn.Parameter]) -> None:
-        """Note that the copies of these were made of the parameters as they are now."""
+        """Record that the copies of these parameters match their current values."""
         self.versions.update((p, p._version) for p in parameters)
 
     def __enter__(self) -> None:
+        # Refresh stale copies, then put the copies into the modules.
         stale = [p for p in self.copy_of if self.versions.get(p) != p._version]
         if stale:
             with torch.no_grad():
@@ -84,6 +97,7 @@ class ComputeCopies:
             owner[name] = self.copy_of[p]
 
     def __exit__(self, *_: object) -> None:
+        # Put the parameters back, then move the gradients to them.
         for owner, name, p in self.slots:
             owner[name] = p
         given = {p: copy.grad for p, copy in self.copy_of.items() if copy.grad is not None}
@@ -96,8 +110,12 @@ class ComputeCopies:
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW on this rank's part of each parameter, since the update is elementwise. On DTensors the dispatcher would
-    work out the sharding again in every step that changes the learning rate, which takes longer than the update."""
+    """AdamW on this rank's part of each parameter.
+
+    The update is elementwise, so the local part suffices. On DTensors the dispatcher would
+    derive the sharding again in every step that changes the learning rate, which takes
+    longer than the update.
+    """
 
     @torch.no_grad()
     def step(
@@ -111,9 +129,10 @@ class AdamW(torch.optim.Optimizer):
         """Update all parameters that have a gradient.
 
         Args:
-            clip: the factor of all gradients.
-            finite: false: neither parameters nor state change.
-            copies: those of the parameters, of which the kernel of large tensors writes the current ones.
+            clip: factor of all gradients.
+            finite: if false, neither parameters nor state change.
+            copies: copies of the parameters; the kernel for large tensors writes the
+                current ones.
         """
         clip, skipped = torch.as_tensor(clip), (~torch.as_tensor(finite)).float()
         for group in self.param_groups:
@@ -139,7 +158,8 @@ class AdamW(torch.optim.Optimizer):
             g,
             m,
             v,
-            [],  # AMSGrad's
+            # max_exp_avg_sqs, for AMSGrad only
+            [],
             steps,
             fused=True,
             found_inf=skipped,
@@ -151,7 +171,7 @@ class AdamW(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
         )
-        # the kernel does not mark them as changed
+        # The fused kernel does not mark the parameters as changed.
         torch.autograd.graph.increment_version(p)
 
     def _update_large(
@@ -162,12 +182,14 @@ class AdamW(torch.optim.Optimizer):
         skipped: Tensor,
         copies: ComputeCopies | None,
     ) -> None:
-        from titan_linear.ops.triton import adamw as kernels  # Triton is available on Linux only
+        # Triton is available on Linux only.
+        from titan_linear.ops.triton import adamw as kernels
 
         p, g, steps, m, v = self._tensors(parameters, "step", "exp_avg", "exp_avg_sq")
         clip, skipped = clip.float().to(p[0].device), skipped.to(p[0].device)
+        # A skipped step does not count.
         torch._foreach_add_(steps, [1 - skipped] * len(steps))
-        # a copy that is not current stays so, in a step that is skipped too
+        # A copy that is not current stays so, even if the step is skipped.
         current = [copies.current(x) if copies else None for x in parameters]
         for i, copy in enumerate(current):
             kernels.adamw(p[i], copy, g[i], m[i], v[i], steps[i], clip, skipped, group)
@@ -176,7 +198,10 @@ class AdamW(torch.optim.Optimizer):
             copies.written([x for x, copy in zip(parameters, current) if copy is not None])
 
     def _tensors(self, parameters: list[nn.Parameter], *names: str) -> list[list[Tensor]]:
-        """This rank's parts of parameters, gradients, and states of these names, which begin at 0."""
+        """Return this rank's parts of parameters, gradients and the named states.
+
+        States begin at 0.
+        """
         lists: list[list[Any]] = [parameters, [p.grad for p in parameters]]
         for name in names:
             for p in parameters:
@@ -190,16 +215,22 @@ class AdamW(torch.optim.Optimizer):
 
 
 def is_large(p: Tensor) -> bool:
-    """Whether AdamW has a launch for it. Such a tensor's gradient may have another dtype, and is clipped when read."""
+    """Whether AdamW launches a kernel for this tensor alone.
+
+    The gradient of a large tensor may have another dtype; it is clipped when it is read.
+    """
     return p.is_cuda and p.dtype == torch.float32 and local_tensor(p).numel() >= LARGE
 
 
 class Muon(AdamW):
-    """Muon in the groups that have a "momentum", of matrices and stacks of them; AdamW in the others.
+    """Muon for groups that have a "momentum", AdamW for the others.
 
-    Momentum is each rank's for its part of the gradient; what it gives is made orthogonal as whole matrices, by torch's
-    Muon, in bfloat16 as there. Updates are scaled to the size of AdamW's, whose rate and weight decay they share (Liu
-    et al., "Muon is scalable for LLM training", section 2.2). The host waits for the norm of the gradients.
+    Groups with a "momentum" contain matrices and stacks of matrices.
+
+    Each rank applies momentum to its part of the gradient. The result is orthogonalized as
+    whole matrices by torch's Muon, in bfloat16 as there. Updates are scaled to the size of
+    AdamW's updates, and share AdamW's rate and weight decay (Liu et al., "Muon is scalable
+    for LLM training", section 2.2). The host waits for the norm of the gradients.
     """
 
     def __init__(self, groups: list[Group], defaults: Group, matrices: WholeMatrices):
@@ -211,10 +242,12 @@ class Muon(AdamW):
     ) -> None:
         if "momentum" not in group:
             return super()._step_group(group, clip, skipped, copies)
+        # Clip. A step that is not finite changes nothing.
         scale_gradients(group["params"], clip)
         weights, grads, momenta = self._tensors(group["params"], "momentum_buffer")
         if skipped.item():
             return
+        # Update the momentum, decay the weights, then add the scaled directions.
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
         for weight, shape, direction in zip(
@@ -223,24 +256,32 @@ class Muon(AdamW):
             weight.add_(direction.to(weight.device), alpha=-group["lr"] * update_scale(shape))
 
     def directions(self, group: Group) -> list[Tensor]:
-        """This rank's parts of the orthogonal matrices, from gradients and momentum after it has been updated. All
-        ranks call it."""
+        """Return this rank's parts of the orthogonal matrices, after updating momentum.
+
+        All ranks must call this.
+        """
         _, grads, momenta = self._tensors(group["params"], "momentum_buffer")
-        # Nesterov's
+        # Nesterov momentum.
         mixed = [
             g.lerp(m, group["momentum"]).bfloat16() for g, m in zip(grads, momenta, strict=True)
         ]
         return self.matrices.apply(orthogonalised, mixed)
 
     def scaled_directions(self, group: Group) -> dict[nn.Parameter, Tensor]:
-        """The same, as long as they are added to the weights at a rate of 1, in the weights' dtype."""
+        """Return the directions as they are added to the weights at a rate of 1.
+
+        They are scaled, and in the weights' dtype.
+        """
         directions = zip(group["params"], self.matrices.shapes, self.directions(group), strict=True)
         return {p: x.to(local_tensor(p)) * update_scale(shape) for p, shape, x in directions}
 
 
 def orthogonalised(matrices: list[Tensor]) -> list[Tensor]:
-    """By Newton-Schulz iterations in bfloat16: a step of torch's Muon from zeros, of rate 1 and without momentum. It
-    scales updates of matrices with more rows than columns, so that these are transposed."""
+    """Orthogonalize matrices by Newton-Schulz iterations in bfloat16.
+
+    This is one step of torch's Muon from zeros, with a rate of 1 and without momentum.
+    Torch scales updates of matrices with more rows than columns, so these are transposed.
+    """
     weights = []
     for x in matrices:
         given = x if x.shape[0] <= x.shape[1] else x.T
@@ -252,17 +293,24 @@ def orthogonalised(matrices: list[Tensor]) -> list[Tensor]:
 
 
 def update_scale(shape: torch.Size) -> float:
-    """What makes the elements of an orthogonal [R, C] as large as AdamW's updates are, 0.2 in the mean."""
+    """Return the scale that makes an orthogonal [R, C] as large as AdamW's updates.
+
+    The root mean square of its elements is then 0.2.
+    """
     return 0.2 * math.sqrt(max(shape))
 
 
 def build_optimizer(model: nn.Module, config: Optimizer) -> AdamW:
-    """The run's optimizer, with weight decay for matrices only: not for norms, biases, A_log and dt_bias."""
+    """Build the run's optimizer.
+
+    Weight decay is for matrices only, not for norms, biases, A_log and dt_bias.
+    """
     matrices = hidden_matrices(model) if config.name == "muon" else {}
+    # Group the other parameters by weight decay and mesh.
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for name, p in model.named_parameters():
         if p.requires_grad and name not in matrices:
-            # with offload only what FSDP has is on the host
+            # With offload, only parameters that FSDP manages are on the host.
             mesh = p.device_mesh if isinstance(p, DTensor) else None
             groups.setdefault((p.dim() > 1, mesh), []).append(p)
     decays = [
@@ -273,11 +321,12 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> AdamW:
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
         "eps": config.eps,
-        # so that torch's `load_state_dict` leaves counts of steps on the device
+        # Makes torch's `load_state_dict` leave the step counts on the device.
         "fused": True,
     }
     if not matrices:
         return AdamW(decays, options)
+    # The matrices form one group of their own.
     group = {
         "params": list(matrices.values()),
         "weight_decay": config.weight_decay,
@@ -289,8 +338,11 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> AdamW:
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The matrices between embedding and head, and stacks of them, by name: weights of linear layers, and what modules
-    name in `hidden_matrices`."""
+    """Return, by name, the trainable matrices (or stacks) between embedding and head.
+
+    These are the weights of linear layers, and the parameters that modules list in
+    `hidden_matrices`.
+    """
     matrices: dict[str, nn.Parameter] = {}
     for path, module in model.named_modules():
         names = (
@@ -301,7 +353,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def exchange_device(tensor: Tensor) -> torch.device:
-    """The ranks' device, where a tensor may lie in the host's memory."""
+    """Return the ranks' compute device, even if the tensor itself lies in host memory."""
     return (
         torch.device(tensor.device_mesh.device_type)
         if isinstance(tensor, DTensor)
@@ -310,10 +362,14 @@ def exchange_device(tensor: Tensor) -> torch.device:
 
 
 def learning_rate(step: int, peak: float, config: LRScheduler, steps: int) -> float:
-    """The rate of step `step` (from 1), a function of nothing else: warmup, constant, decay."""
+    """Return the learning rate of step `step` (from 1): warmup, constant, decay.
+
+    It depends on nothing else.
+    """
     total = config.total_steps or steps
     if step <= config.warmup_steps:
         return peak * step / config.warmup_steps
+    # The decay takes up the last steps, but never overlaps the warmup.
     decay = min(round(total * config.decay_ratio), total - config.warmup_steps)
     progress = (step - (total - decay)) / decay if decay > 0 else 0.0
     if progress <= 0:
@@ -327,31 +383,36 @@ def learning_rate(step: int, peak: float, config: LRScheduler, steps: int) -> fl
 
 
 class StepNumbers(NamedTuple):
-    """Of one step, the same on every rank: float64 scalars on the device."""
+    """Results of one step, the same on every rank: float64 scalars on the device."""
 
     loss: Tensor
-    grad_norm: Tensor  # 2-norm of all gradients
+    # 2-norm of all gradients
+    grad_norm: Tensor
     signal: Tensor
-    reports: tuple[Tensor, ...] = ()  # of the loss
+    # Reports of the loss.
+    reports: tuple[Tensor, ...] = ()
 
     def finite(self) -> Tensor:
-        """Whether loss and norm are."""
+        """Whether loss and norm are finite."""
         return self.loss.isfinite() & self.grad_norm.isfinite()
 
 
 def step_numbers(loss: Tensor, parameters: Iterable[nn.Parameter], signal: int) -> StepNumbers:
-    """The step's numbers, from one collective. The host does not wait.
+    """Combine the step's numbers over all ranks in one collective. The host does not wait.
 
     Args:
-        loss: this rank's part of the sum; [1 + reports] with those of the loss's reports.
-        parameters: those whose gradients, or shards of them, this rank counts (`counted_parameters`).
-        signal: this rank's; the highest of all ranks is taken.
+        loss: this rank's part of the sum; [1 + reports] if the loss has reports.
+        parameters: parameters whose gradients, or shards of them, this rank counts
+            (`counted_parameters`).
+        signal: this rank's signal; the highest of all ranks is taken.
     """
+    # One row per rank: loss, reports, sum of squares, signal.
     grads = [p.grad for p in parameters if p.grad is not None]
     sums = loss.double().flatten()
     row = torch.stack([*sums, sum_of_squares(grads, loss.device), torch.full_like(sums[0], signal)])
     rows = row.new_empty(dist.get_world_size() * len(row))
     dist.all_gather_into_tensor(rows, row)
+    # Reduce the columns: sums, except for the signal, whose maximum counts.
     *sums, squares, signals = rows.view(-1, len(row)).unbind(1)
     loss, *reports = (x.sum() for x in sums)
     return StepNumbers(loss, squares.sum().sqrt(), signals.max(), tuple(reports))
@@ -359,7 +420,10 @@ def step_numbers(loss: Tensor, parameters: Iterable[nn.Parameter], signal: int) 
 
 @torch.no_grad()
 def sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares of this rank's parts of the tensors, a float64 scalar: for one number the width costs nothing."""
+    """Return the sum of squares of this rank's parts of the tensors, a float64 scalar.
+
+    For a single number, the wide dtype costs nothing.
+    """
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = [norms_of(list(map(local_tensor, own))).to(device) for own in by_kind(tensors)]
@@ -367,7 +431,7 @@ def sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:
-    """2-norms [.] of tensors on the same device, or of parts of them."""
+    """Return the 2-norms [.] of tensors on the same device, or of parts of them."""
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     if tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
@@ -376,8 +440,11 @@ def norms_of(tensors: list[Tensor]) -> Tensor:
 
 
 def _rows(flat: Tensor) -> list[Tensor]:
-    """[n] → matrices whose rows the host's cores share out. A core adds up squares one by one: in float32 the norm of
-    64M numbers would be off by 0.4%."""
+    """Split [n] into matrices whose rows the host's cores share.
+
+    A core adds squares one by one: in float32, the norm of 64M numbers would be off by
+    0.4%.
+    """
     whole, rows = len(flat) // HOST_BLOCK * HOST_BLOCK, []
     if whole:
         rows.append(flat[:whole].view(-1, HOST_BLOCK))
@@ -393,11 +460,14 @@ def update(
     max_norm: float,
     copies: ComputeCopies | None = None,
 ) -> None:
-    """Do one step with gradients clipped to a 2-norm of max_norm, unless loss or norm is not finite: then neither
-    weights nor moments change. The optimizer's own kernels decide that on the device; the host need not know the
-    numbers yet. With offload the host waits for them, and so for every copy of a parameter that the device has yet to
-    read; with Muon too.
+    """Do one step with gradients clipped to a 2-norm of max_norm.
+
+    If loss or norm is not finite, neither weights nor moments change. The optimizer's
+    kernels decide this on the device, so the host need not know the numbers yet. With
+    offload or Muon, the host waits for the numbers; with offload, it thereby also waits for
+    every copy of a parameter that the device has yet to read.
     """
+    # With offload, some parameters are on the host, and so must the numbers be.
     if any(
         group["params"][0].device.type != numbers.loss.device.type
         for group in optimizer.param_groups
@@ -410,14 +480,14 @@ def update(
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], coefficient: Tensor) -> None:
-    """Multiply gradients, in their parameters' dtype."""
+    """Multiply gradients by a coefficient, in their parameters' dtype."""
     for alike in by_kind(gradients(parameters)):
         grads = list(map(local_tensor, alike))
         torch._foreach_mul_(grads, coefficient.to(grads[0]))
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Those that there are, from now on in their parameters' dtype."""
+    """Return the existing gradients, converted in place to their parameters' dtype."""
     there = [p for p in parameters if p.grad is not None]
     narrow = [p for p in there if p.grad.dtype != p.dtype]
     wide = list(map(torch.empty_like, narrow))
@@ -429,17 +499,19 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 class Reading(NamedTuple):
-    """A step's numbers on the host."""
+    """The results of a step on the host."""
 
     loss: float
     grad_norm: float
     signal: float
-    reports: list[float]  # of the loss
-    seen: list[float]  # what telemetry asked for
+    # Reports of the loss.
+    reports: list[float]
+    # The numbers that telemetry requested.
+    seen: list[float]
 
 
 class Moment:
-    """When the device has done what is queued by now; on a CPU: now."""
+    """The moment at which the device finishes all work queued so far; on a CPU: now."""
 
     def __init__(self, device: torch.device):
         self.time = time.perf_counter()
@@ -452,7 +524,7 @@ class Moment:
             self.event.synchronize()
 
     def since(self, earlier: Moment) -> float:
-        """Seconds; waits for this moment."""
+        """Return the seconds since an earlier moment; waits for this moment."""
         self.wait()
         if self.event is None:
             return self.time - earlier.time
@@ -460,7 +532,10 @@ class Moment:
 
 
 class HostCopy:
-    """A step's numbers on their way from the device to the host, which may go on working until it calls `wait`."""
+    """A step's numbers in transit from the device to the host.
+
+    The host need not wait for them until it calls `wait`.
+    """
 
     def __init__(self, step: StepNumbers, *seen: Tensor):
         numbers = torch.cat([torch.stack([*step[:3], *step.reports]), *seen])

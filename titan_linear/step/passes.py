@@ -1,4 +1,4 @@
-"""Forward and backward of micro-batches: they give a step's loss, part by part, and its gradients."""
+"""Forward and backward passes of micro-batches: a step's loss, part by part, and gradients."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from titan_linear.step.feed import Feed, StepTokens
 
 
 class Forward:
-    """The forward of a micro-batch, done or queued on the device. `backward` or `drop` must end it, because the context
-    `precision` is around both passes.
+    """The forward pass of a micro-batch, done or queued on the device.
 
-    Its loss is a part of two means: that of `loss` by the step's weight, and the load-balance loss over all of the
-    step's tokens.
+    Call `backward` or `drop` to end it, because the context `precision` spans both passes.
 
-    step: of the whole step, over all ranks.
+    The loss is this micro-batch's part of two means: `loss`, divided by the step's weight,
+    and the load-balance loss, averaged over all of the step's tokens.
+
+    Args:
+        step: token counts of the whole step, over all ranks.
     """
 
     def __init__(
@@ -50,14 +52,18 @@ class Forward:
             self.inside = inside.pop_all()
 
     def backward(self) -> Tensor:
-        """Return this rank's part of the loss and of its reports; gradients accumulate, as sums over the step."""
-        # a separate thread doubles the host's time
+        """Accumulate gradients, as sums over the step.
+
+        Returns:
+            This rank's part of the loss and of its reports.
+        """
+        # A separate autograd thread would double the host's time.
         with self.inside, torch.autograd.set_multithreading_enabled(False):
             self.loss.flatten()[0].backward()
         return self.loss.detach()
 
     def drop(self) -> None:
-        """Discard the forward, without gradients."""
+        """Discard the forward pass, without computing gradients."""
         with self.inside:
             del self.loss
 
@@ -65,7 +71,7 @@ class Forward:
 def with_reference(
     model: Decoder, batch: LocalBatch, precision: AbstractContextManager[object]
 ) -> LocalBatch:
-    """The batch, with the column that the loss reads of the base: the log-probability of each label."""
+    """Add the base model's log-probability of each label as a column, if the loss reads it."""
     if not (model.config.adapter and model.config.adapter.base_is_reference):
         return batch
     of_labels = partial(logprobs, ids=batch.labels.flatten())
@@ -76,17 +82,20 @@ def with_reference(
 
 class Begun(NamedTuple):
     tokens: StepTokens
-    batches: Iterator[LocalBatch]  # all of the step's
-    first: Forward  # of the first of them
+    # All micro-batches of the step.
+    batches: Iterator[LocalBatch]
+    # Forward pass of the first micro-batch.
+    first: Forward
 
 
 @dataclass(eq=False)
 class Passes:
-    """The passes of one step after the other.
+    """The passes of one step after another.
 
     Args:
         watching: a context around both passes of a micro-batch.
-        replicas_once: FSDP2 sums gradients over HSDP's replicas only in the last micro-step, for all micro-steps.
+        replicas_once: with HSDP, sum gradients over replicas only in the last micro-step, for
+            all micro-steps.
     """
 
     model: Decoder
@@ -105,14 +114,17 @@ class Passes:
         return Forward(self.model, batch, step, self.precision, self.loss)
 
     def begin(self) -> None:
-        """Queue the next step's first forward, so that the device has work while the host waits for numbers of the step
-        before. `run` continues from there; `drop` discards it."""
+        """Queue the next step's first forward pass.
+
+        The device then has work while the host waits for the numbers of the previous step.
+        `run` continues from here; `drop` discards it.
+        """
         tokens, batches = self.next_step()
         first = next(batches)
         self.begun = Begun(tokens, chain([first], batches), self.forward(first, tokens))
 
     def drop(self) -> None:
-        """Discard the step that has begun, if any, and its batches."""
+        """Discard the step begun by `begin`, if any, and its batches."""
         if self.begun:
             self.begun.first.drop()
             self.begun = None
@@ -120,9 +132,15 @@ class Passes:
     def run(
         self, ask: Callable[[int], None] = lambda done: None
     ) -> tuple[Tensor, list[tuple[int, ...]]]:
-        """Compute the next step's gradients; return for each micro-batch this rank's part of the loss, [micro-steps]
-        float64 (with reports [micro-steps, 1 + reports]), and its streams. `ask` is called before each micro-step with
-        the number of those done, and may raise.
+        """Compute the gradients of the next step.
+
+        Args:
+            ask: called before each micro-step with the number of finished micro-steps; may
+                raise.
+
+        Returns:
+            This rank's part of the loss for each micro-batch, [micro-steps] float64 (with
+            reports [micro-steps, 1 + reports]), and the streams of each micro-batch.
         """
         tokens, batches = self.begun[:2] if self.begun else self.next_step()
         losses, streams = [], []
@@ -130,6 +148,7 @@ class Passes:
             ask(done)
             if self.replicas_once:
                 self.model.set_requires_all_reduce(done == self.feed.micro_steps - 1)
+            # The first forward may already be queued by `begin`.
             with self.watching(batch):
                 forward = self.begun.first if self.begun else self.forward(batch, tokens)
                 self.begun = None

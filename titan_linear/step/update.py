@@ -1,4 +1,4 @@
-"""The end of an optimizer step: from the gradients that each rank has to weights on which all agree."""
+"""The end of an optimizer step: from each rank's gradients to weights that all share."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from titan_linear.step.passes import Passes
 
 
 def rate_at(config: Config, step: int) -> float:
-    """The learning rate of a run's step, counted from 1."""
+    """Return the learning rate of a run's step, counted from 1."""
     return learning_rate(step, config.optimizer.lr, config.lr_scheduler, config.training.steps)
 
 
 class Watcher(Protocol):
-    """What looks into some steps between their gradients and the next step (`Telemetry`)."""
+    """An observer between the gradients of some steps and the next step (`Telemetry`)."""
 
-    on: bool  # in this step
+    # Whether it observes this step.
+    on: bool
 
     def gradients(self, parameters: list[nn.Parameter]) -> None: ...
 
@@ -44,7 +45,10 @@ class Watcher(Protocol):
 
 
 class Update:
-    """Ends every step of a model on this rank. Which parameters are counted and summed is determined once."""
+    """Ends every step of a model on this rank.
+
+    It decides once which parameters this rank counts and which gradients it sums.
+    """
 
     def __init__(
         self,
@@ -54,7 +58,12 @@ class Update:
         optimizer: AdamW,
         telemetry: Watcher | None = None,
     ):
-        """passes: those whose gradients are taken; the update writes their copies of the weights too."""
+        """Determine what this rank counts and sums.
+
+        Args:
+            passes: the passes that compute the gradients; the update also writes their
+                weight copies.
+        """
         self.config, self.model = config, passes.model
         self.optimizer, self.telemetry = optimizer, telemetry
         precision = passes.precision
@@ -63,19 +72,25 @@ class Update:
         self.counted = counted_parameters(self.model, dims)
 
     def run(self, losses: Tensor, step: int, signal: int = 0) -> HostCopy:
-        """Sum gradients, clip and update (`update`, optimizer.py), move the experts' biases, and free the gradients.
-        The host does not wait for the device, except with offload or Muon.
+        """Sum gradients, clip and update, move the experts' biases, and free the gradients.
+
+        The host does not wait for the device, except with offload or Muon (see
+        `optimizer.update`).
 
         Args:
-            losses: [micro-steps], or [micro-steps, 1 + reports], this rank's parts (`Passes.run`).
+            losses: this rank's parts, [micro-steps] or [micro-steps, 1 + reports]
+                (`Passes.run`).
             step: the step's number, from 1.
-            signal: this rank's; the highest of all ranks is taken.
+            signal: this rank's signal; the highest of all ranks is taken.
 
-        Returns: loss, 2-norm of the gradients, signal, and what telemetry saw, on their way to the host.
+        Returns:
+            Loss, 2-norm of the gradients, signal and the numbers of telemetry, in transit
+            to the host.
         """
         sum_gradients(self.sums)
         # The signal goes with the loss, so that all ranks stop at the same step.
         numbers = step_numbers(losses.sum(0), self.counted, signal)
+        # Telemetry reads the gradients before the update scales them.
         watching = self.telemetry is not None and self.telemetry.on
         if watching:
             self.telemetry.gradients(self.counted)
@@ -84,6 +99,7 @@ class Update:
         update(self.optimizer, numbers, rate_at(self.config, step), max_norm, self.copies)
         if watching:
             reading = HostCopy(numbers, self.telemetry.sums(numbers, self.optimizer))
+        # Move the experts' biases and free the gradients.
         move_selection_biases(self.model, numbers)
         self.optimizer.zero_grad(set_to_none=True)
         return reading
@@ -92,8 +108,11 @@ class Update:
 def gradient_sums(
     model: nn.Module, dims: ParallelDims
 ) -> list[tuple[list[nn.Parameter], dist.ProcessGroup]]:
-    """The parameters whose gradients FSDP does not sum, and the group that sums them: those left out of FSDP, over the
-    ranks that it would have used; then those that are whole on each rank of tp, over tp."""
+    """Return the parameters whose gradients FSDP does not sum, by the group that does.
+
+    The first list holds parameters left out of FSDP, summed over the ranks that FSDP would
+    have used. The second holds parameters that every tp rank has whole, summed over tp.
+    """
     sums = [(replicated_parameters(model), dims.data_group)]
     if dims.tp > 1:
         splits = model.parts.splits
@@ -104,14 +123,21 @@ def gradient_sums(
 
 
 def sum_gradients(sums: list[tuple[list[nn.Parameter], dist.ProcessGroup]]) -> None:
-    """Sum the gradients of `gradient_sums`: one collective for each group; with offload two over tp."""
+    """Sum the gradients listed by `gradient_sums`.
+
+    Each group takes one collective; with offload, tp takes two.
+    """
     for parameters, group in sums:
         _sum(parameters, group)
 
 
 def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of these parameters; those in the host's memory are summed on the device of their mesh."""
+    """Sum the gradients of these parameters.
+
+    Gradients in host memory are summed on the device of their mesh.
+    """
     for alike in by_kind(gradients(parameters)):
+        # Flatten the gradients of one dtype and device, sum them, and copy the sums back.
         grads = list(map(local_tensor, alike))
         flat = torch.cat([g.flatten() for g in grads]).to(exchange_device(alike[0]))
         dist.all_reduce(flat, group=group)
@@ -122,7 +148,10 @@ def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
 
 
 def counted_parameters(model: nn.Module, dims: ParallelDims) -> list[nn.Parameter]:
-    """The parameters of whose shard this rank has the first copy: all ranks together count each parameter once."""
+    """Return the parameters of whose shard this rank has the first copy.
+
+    All ranks together thus count each parameter once.
+    """
     splits = model.parts.splits if dims.tp > 1 else {}
     whole = dims.data_group.rank()
     of_tp = dims.mesh.get_local_rank("tp")
@@ -136,12 +165,15 @@ def counted_parameters(model: nn.Module, dims: ParallelDims) -> list[nn.Paramete
 
 @torch.no_grad()
 def move_selection_biases(model: nn.Module, numbers: StepNumbers) -> None:
-    """Raise the bias of experts that had less than their share of the step's tokens and lower the others' (DeepSeek-V3,
-    section 2.1.2), by `bias_update_rate`; then count anew. One collective. Like the weights (`update`), biases do not
-    change if loss or norm is not finite; the device decides that, and the host need not know.
+    """Adjust the experts' selection biases by `bias_update_rate`, then reset the counters.
 
-    Every rank counts the tokens that it computes, so that sums over all ranks are those of the whole batch, or a
-    multiple of them: ranks of tp compute the same tokens.
+    Experts that received less than their share of the step's tokens get a higher bias, the
+    others a lower one (DeepSeek-V3, section 2.1.2). This takes one collective. As with
+    weights (`update`), biases do not change if loss or norm is not finite; the device
+    decides this, and the host need not know.
+
+    Every rank counts the tokens that it computes. Sums over all ranks therefore count the
+    whole batch, or a multiple of it: tp ranks compute the same tokens.
     """
     counted = [m for m in model.modules() if isinstance(m, MoE)]
     layers = [m for m in counted if m.config.bias_update_rate]
@@ -152,7 +184,8 @@ def move_selection_biases(model: nn.Module, numbers: StepNumbers) -> None:
         for m, load in zip(
             layers, loads.split([m.config.num_experts for m in layers]), strict=True
         ):
-            missing = load.sum() - len(load) * load  # in proportion, exactly
+            # Proportional to the missing share, and exact.
+            missing = load.sum() - len(load) * load
             m.router.selection_bias.add_(missing.sign() * finite, alpha=m.config.bias_update_rate)
     for m in counted:
         m.loads.zero_()

@@ -1,22 +1,25 @@
-"""Checkpoints: model (of one with adapters, what is trained), optimizer and progress, by DCP, whole or absent.
+"""Checkpoints by DCP, whole or absent: the model, its optimizer and the run's progress.
+
+Of a model with adapters, only the trained weights are saved.
 
     checkpoint/
       step-100/            whole: it got this name when everything in it was on disk
         __R_0.distcp       what rank R wrote; any other number of ranks can read it
-        .metadata          DCP's own list of what lies where, which we never open (manifest.py)
+        .metadata          DCP's own index, which we never open (manifest.py)
         progress.json      `Progress`: the step, and what the run trains on
-        manifest.json      size and CRC-32 of every file above, which of them holds which slice of which tensor, and a
+        manifest.json      size and CRC-32 of every file above, the file of each slice of each tensor, and a
                            CRC-32 of this file itself
       step-200.tmp/        a save in progress, or what a killed save or removal left: the next save removes it
       abandoned-DATE/      checkpoints of later steps, which the run left behind by resuming from an earlier one
-      rewound.json         the checkpoint.load_step that the run has gone back to; the same command then resumes from
-                           the newest
+      rewound.json         the checkpoint.load_step to which the run has gone back; the same command then
+                           resumes from the newest
 
-A save fills step-N.tmp. Every rank computes the checksums of its own files while it writes them, syncs the files and
-reads them back from the disk to compare; rank 0 adds the manifest and renames. Only then are older checkpoints removed.
-So SIGKILL costs at most the save in progress, and what a disk alters is noticed while the state can still be written
-again. DCP notices a truncated file but not an altered one: `verify` reads everything. No code in a checkpoint runs:
-tensors are loaded as weights only, and all else is JSON.
+A save fills step-N.tmp. Every rank computes the checksums of its own files while it writes
+them, syncs the files and reads them back from the disk to compare. Rank 0 adds the manifest
+and renames the folder. Only then are older checkpoints removed. So SIGKILL costs at most
+the save in progress, and a disk's errors are noticed while the state can still be written
+again. DCP notices a truncated file but not an altered one: `verify` reads everything. No
+code in a checkpoint runs: tensors are loaded as weights only, and everything else is JSON.
 """
 
 from __future__ import annotations
@@ -70,25 +73,29 @@ from titan_linear.storage.tensors import (
     saved_parameters,
 )
 
-READ_AHEAD = 10_000_000  # bytes that a save has on their way from the device, as DCP by default
-AT_LAST = 600.0  # seconds for an async save to end, when an error ends the run
+# Bytes that a save reads ahead from the device: DCP's default.
+READ_AHEAD = 10_000_000
+# Seconds that an async save may take to end when an error ends the run.
+AT_LAST = 600.0
 
 
 class SaveFailed(RunFailed, OSError):
-    """A save failed, on every rank; earlier checkpoints remain."""
+    """A save failed, on every rank. Earlier checkpoints remain."""
 
 
 class Checkpointer:
-    """Saves and loads the checkpoints of one run. Every rank calls every method, in the same order.
+    """Saves and loads the checkpoints of one run.
+
+    Every rank calls every method, in the same order.
 
     Args:
-        folder: holds the step-N folders; on a file system that all ranks share.
-        async_mode: "disabled", or "async": `save` returns once the state is copied to host memory, which is held until
-            the save ends.
+        folder: contains the step-N folders, on a file system that all ranks share.
+        async_mode: "disabled", or "async": `save` returns once the state is copied to host
+            memory, which stays in use until the save ends.
         keep_latest_k: checkpoints older than the latest k are removed; 0 keeps all.
-        verify: read back from the disk what was written, and if it differs write it once more.
-        group: a gloo group of all ranks that nothing else uses; one is made by default. An async save communicates in
-            it while training uses the others.
+        verify: read written files back from the disk, and write once more if they differ.
+        group: a gloo group of all ranks that nothing else uses; by default a new one. An
+            async save communicates in it while training uses other groups.
     """
 
     def __init__(
@@ -105,10 +112,12 @@ class Checkpointer:
         self.verify = verify
         self.group = group or dist.new_group(backend="gloo")
         self.rank = dist.get_rank(self.group)
-        # the step last saved or loaded; with its optimizer?
+        # The step last saved or loaded, and whether with its optimizer.
         self._saved: tuple[int, bool] | None = None
-        self.in_use: set[int] = set()  # steps that an export is to read: they are not removed
-        self._longest = 0.0  # seconds of the longest save
+        # Steps that an export still has to read: they are not removed.
+        self.in_use: set[int] = set()
+        # Seconds of the longest save.
+        self._longest = 0.0
         self._pending: Future[None] | None = None
         self._thread = (
             ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -124,17 +133,20 @@ class Checkpointer:
         progress: Progress,
         dataloader: Stateful | None = None,
     ) -> None:
-        """Save as step-N; without an optimizer, the weights only. What this run already has at this step stays.
+        """Save as step-N; without an optimizer, only the weights.
 
-        If the async save before this one failed, this one is not async, so that no second save is missed unnoticed.
+        A checkpoint that this run already has at this step stays. If the previous async
+        save failed, this one is not async, so that no second failure goes unnoticed.
 
         Raises:
             SaveFailed: this save failed on any rank.
         """
+        # Wait for the previous save. Nothing is left to do if this step was saved before.
         at_once = not self.is_saved() or self._thread is None
         if self._saved in ((step, True), (step, optimizer is not None)):
             return
         begun = time.monotonic()
+        # Collect the state.
         state = {"model": saved_parameters(model)}
         if optimizer is not None:
             state["optimizer"] = of_whole(optimizer_state(model, optimizer)[0], model)
@@ -143,13 +155,17 @@ class Checkpointer:
         if at_once:
             self._timed(begun, step, state, progress)
         else:
-            # A plain copy to host memory. A stager of torch 2.11 is good for one save: its second fails.
+            # A plain copy to host memory. A stager of torch 2.11 works for one save: its
+            # second fails.
             staged = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
             self._pending = self._thread.submit(self._timed, begun, step, staged, progress)
 
     @property
     def seconds(self) -> float:
-        """What another save would take: as long as the longest so far, twice that if one is under way; 0: unknown."""
+        """Return how long another save would take; 0 if unknown.
+
+        This is the longest duration so far, twice that while a save is under way.
+        """
         under_way = self._pending is not None and not self._pending.done()
         return self._longest * (2 if under_way else 1)
 
@@ -164,7 +180,10 @@ class Checkpointer:
             pending.result()
 
     def look(self) -> None:
-        """Raise at once what ended an async save on this rank alone; what ended it on all is told by the next save."""
+        """Raise at once an error that ended an async save on this rank alone.
+
+        The next save reports an error that ended it on all ranks.
+        """
         if (
             self._pending
             and self._pending.done()
@@ -173,7 +192,7 @@ class Checkpointer:
             self.wait()
 
     def finish(self) -> None:
-        """Before this process ends for another error: wait for the async save under way."""
+        """Wait for the async save under way, before another error ends this process."""
         if self._pending is None or self._pending.done():
             return
         print(
@@ -183,7 +202,10 @@ class Checkpointer:
         futures.wait([self._pending], AT_LAST)
 
     def is_saved(self) -> bool:
-        """Wait for the async save under way, if any; return whether it succeeded: the same on all ranks."""
+        """Wait for the async save under way, if any, and return whether it succeeded.
+
+        The result is the same on all ranks.
+        """
         try:
             self.wait()
         except SaveFailed as failed:
@@ -199,13 +221,14 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer | None,
         dataloader: Stateful | None = None,
     ) -> Progress:
-        """Load step-N in place, saved under any degrees of parallelism; returns the progress saved with it.
+        """Load step-N in place and return the progress saved with it.
 
-        The optimizer's moments are loaded; its hyperparameters stay as this run has set them. Without an optimizer,
+        It may have been saved under any degrees of parallelism. The optimizer's moments are
+        loaded; its hyperparameters stay as this run has set them. Without an optimizer,
         only the weights are loaded.
 
         Raises:
-            ValueError: it is not there, holds weights only, or is of another model.
+            ValueError: it does not exist, holds only weights, or is of another model.
         """
         self.wait()
         path = self.folder / f"step-{on_rank_0(lambda: whole_step(self.folder, step), self.group)}"
@@ -213,7 +236,7 @@ class Checkpointer:
         if optimizer is None:
             read_state(path, state, self.group)
         else:
-            # if there are gradients, DCP cannot make the state that it loads into
+            # With gradients present, DCP cannot make the state to load into.
             optimizer.zero_grad()
             moments, rest = optimizer_state(model, optimizer)
             state["optimizer"] = of_whole(moments, model)
@@ -233,7 +256,12 @@ class Checkpointer:
         shapes: Mapping[str, Tensor],
         progress: Progress,
     ) -> None:
-        """Save weights that are read one by one; by name, how to read each, and each on the meta device."""
+        """Save weights that are read one by one.
+
+        Args:
+            read: a function for each name that reads the weight.
+            shapes: the weights by name, on the meta device.
+        """
         self.wait()
         self._write(step, {"model": dict(shapes)}, progress, _LazyPlanner(read))
 
@@ -244,9 +272,10 @@ class Checkpointer:
         progress: Progress,
         planner: dcp.SavePlanner | None = None,
     ) -> None:
-        """Do everything that touches the disk; in async mode on a thread of its own."""
+        """Do everything that touches the disk; in async mode, on a separate thread."""
         tmp = self.folder / f"step-{step}.tmp"
         try:
+            # Write once more if the disk has altered a file.
             manifest, altered = self._fill(tmp, state, progress, planner)
             if altered:
                 if self.rank == 0:
@@ -254,15 +283,17 @@ class Checkpointer:
                 manifest, altered = self._fill(tmp, state, progress, planner)
             if altered:
                 raise OSError(altered)
+            # Only a committed checkpoint lets older ones be removed.
             self._first(lambda: self._commit(step, tmp, manifest))
             self._saved = (step, "optimizer" in state)
             self._first(lambda: self.prune(step))
         except (OSError, RuntimeError, dcp.CheckpointException) as failure:
-            # the same on every rank
+            # The same failure on every rank.
             if peer_is_lost(failure):
                 raise
             if self.rank == 0:
-                shutil.rmtree(tmp, ignore_errors=True)  # the disk may be full
+                # The disk may be full.
+                shutil.rmtree(tmp, ignore_errors=True)
             raise SaveFailed(
                 f"saving step-{step} in '{self.folder}' failed: {reasons(failure)}"
             ) from failure
@@ -274,17 +305,22 @@ class Checkpointer:
     def _fill(
         self, tmp: Path, state: dict[str, Any], progress: Progress, planner: dcp.SavePlanner | None
     ) -> tuple[Manifest, str]:
-        """Write everything but the manifest; return that, on rank 0 with the tensors, and which files the disk
-        altered."""
+        """Write everything but the manifest.
+
+        Returns the manifest (on rank 0 with the tensors), and which files the disk altered.
+        """
         content = (progress.model_dump_json(indent=2) + "\n").encode()
         self._first(lambda: self._prepare(tmp, content))
-        # It would sync before its last block is written. What is in host memory already is not read ahead: that waits
-        # for what the device does meanwhile, which waits for the other ranks, and one of them may be waiting for us.
+        # DCP would sync before its last block is written, so files are synced below.
+        # Nothing is read ahead of a state that is already in host memory: reading ahead
+        # waits for the device's queue, which waits for other ranks, and one of them may be
+        # waiting for us.
         ahead = 0 if self._thread else READ_AHEAD
         files = _Summed()
         writer = _Writer(tmp, sync_files=False, per_thread_copy_ahead=ahead)
         writer.fs = files
         dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
+        # Collect the checksums of all ranks.
         sums = files.written | ({PROGRESS: checksum(content)} if self.rank == 0 else {})
         parts = self._together(lambda: (sums, self._sync(tmp, sums)))
         files = {name: entry for part, _ in parts for name, entry in part.items()}
@@ -298,12 +334,16 @@ class Checkpointer:
         self._together(work if self.rank == 0 else lambda: None)
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
-        """Run `work` on every rank; return their results in rank order. An error of any rank is raised on all."""
+        """Run `work` on every rank; return their results in rank order.
+
+        An error of any rank is raised on all.
+        """
         result, error = None, None
         try:
             result = work()
         except Exception as failure:
-            if not isinstance(failure, (OSError, RuntimeError)):  # a fault of this program
+            # Any other exception is a fault of this program.
+            if not isinstance(failure, (OSError, RuntimeError)):
                 traceback.print_exc()
             error = f"rank {self.rank}: {describe(failure)}"
         outcomes = of_all_ranks((result, error), self.group)
@@ -320,17 +360,22 @@ class Checkpointer:
         (tmp / PROGRESS).write_bytes(progress)
 
     def _sync(self, tmp: Path, sums: dict[str, list[int]]) -> str:
-        """Sync files to the disk; a message that names those that read back differently, else ""."""
+        """Sync files to the disk.
+
+        Returns a message that names the files that read back differently, else "".
+        """
         files = [sync(tmp / name, forget=self.verify) for name in sums]
         altered = [file.name for file in files if self.verify and inspect(file) != sums[file.name]]
         return f"{', '.join(altered)} on the disk is not what was written" if altered else ""
 
     def _commit(self, step: int, tmp: Path, manifest: Manifest) -> None:
+        # Every rank's files must be visible here.
         for name, (size, _) in manifest.files.items():
             if not (tmp / name).exists() or (tmp / name).stat().st_size != size:
                 raise OSError(
                     f"{name} of another node is not there: checkpoints need a file system that nodes share"
                 )
+        # The manifest comes last, and the name after it.
         content = manifest.signed().model_dump_json().encode()
         (tmp / STEP_MANIFEST).write_bytes(content)
         if altered := self._sync(tmp, {STEP_MANIFEST: checksum(content)}):
@@ -341,10 +386,10 @@ class Checkpointer:
         sync(self.folder)
 
     def prune(self, step: int) -> None:
-        """Remove the oldest checkpoints beyond keep_latest_k, counting that of `step`, which is whole; those in use
-        stay.
+        """Remove the oldest checkpoints beyond keep_latest_k.
 
-        A removal that fails is only a warning: all else is done.
+        The whole checkpoint of `step` counts; checkpoints in use stay. A failed removal is
+        only a warning, because everything else is done.
         """
         older = [old for old in whole_steps(self.folder) if old < step]
         too_many = (
@@ -355,8 +400,9 @@ class Checkpointer:
 
 
 def _discard(path: Path) -> None:
-    """Remove what is no longer needed, or warn that it stays."""
-    doomed = path.with_suffix(".tmp")  # a removal that is cut short leaves no broken step-N
+    """Remove an obsolete path, or warn that it stays."""
+    # A removal that is cut short leaves no broken step-N.
+    doomed = path.with_suffix(".tmp")
     try:
         remove(path.rename(doomed))
     except OSError as error:
@@ -386,7 +432,7 @@ class _Summed(FileSystem):
 
 
 class _Stream:
-    """A file that is written from its beginning to its end; `entry` becomes its [size, CRC-32]."""
+    """A file that is written from beginning to end; `entry` becomes its [size, CRC-32]."""
 
     def __init__(self, stream: Any, entry: list[int]):
         self.stream, self.entry = stream, entry
@@ -403,7 +449,8 @@ class _Writer(dcp.FileSystemWriter):
     def __init__(self, path: Path, **options: Any):
         super().__init__(path, **options)
         self.fs = _Summed()
-        self.tensors: dict[str, Stored] = {}  # on rank 0, once all is written
+        # On rank 0, once everything is written.
+        self.tensors: dict[str, Stored] = {}
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
@@ -412,7 +459,10 @@ class _Writer(dcp.FileSystemWriter):
     def write_data(
         self, plan: dcp.SavePlan, planner: dcp.SavePlanner
     ) -> torch.futures.Future[list[WriteResult]]:
-        """Raise the disk's own error where PyTorch, in handling it, raises another about its unfinished archive."""
+        """Raise the disk's own error.
+
+        PyTorch, when handling it, raises another error about its unfinished archive.
+        """
         try:
             return super().write_data(plan, planner)
         except RuntimeError as failure:

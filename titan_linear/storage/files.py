@@ -1,4 +1,7 @@
-"""Files and folders that are whole or absent, even after a kill or a power cut; locks; the folder of caches."""
+"""Files and folders that are whole or absent, even after a kill or a power cut.
+
+Also locks, and the folder of caches.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from pydantic import TypeAdapter, ValidationError
 from tqdm import tqdm
 
 T = TypeVar("T")
-Json = dict[str, Any]  # an object of JSON
+# A JSON object.
+Json = dict[str, Any]
 
 
 class Unreadable(ValueError):
@@ -25,13 +29,16 @@ class Unreadable(ValueError):
 
 
 def read_json(file: Path, kind: type[T], remedy: str) -> T:
-    """What a JSON file holds, which may begin with a byte order mark, as `parse_json` has it.
+    """Return the content of a JSON file as `parse_json` does.
+
+    The file may begin with a byte order mark.
 
     Raises:
         Unreadable: with the remedy.
     """
     try:
-        if file.exists() and not file.is_file():  # reading a pipe would wait for a writer
+        # Reading a pipe would wait for a writer.
+        if file.exists() and not file.is_file():
             raise ValueError("it is not a regular file")
         return parse_json(file.read_bytes().removeprefix(BOM), kind)
     except OSError as error:
@@ -44,10 +51,10 @@ def read_json(file: Path, kind: type[T], remedy: str) -> T:
 
 
 def parse_json(data: str | bytes, kind: type[T]) -> T:
-    """What JSON says, as a pydantic model or any other type that pydantic knows.
+    """Parse JSON as a pydantic model, or any other type that pydantic knows.
 
     Raises:
-        ValueError: it is no JSON of this type, or nested more than 200 deep.
+        ValueError: it is not JSON of this type, or is nested more than 200 deep.
     """
     try:
         return _adapter(kind).validate_json(data)
@@ -62,12 +69,13 @@ _adapter = cache(TypeAdapter)
 
 
 def read_inside(folder: Path, *patterns: str) -> dict[str, bytes]:
-    """The content of a folder's files, by their names in it, for a copy that may be published.
+    """Return the content of a folder's files by relative name, for a copy to be published.
 
-    A link may lead to a file in the same folder or, in a cache of the Hugging Face hub, to its blobs.
+    A link may lead to a file in the same folder or, in a cache of the Hugging Face hub, to
+    its blobs.
 
     Raises:
-        ValueError: one is not a regular file, or a link to one elsewhere.
+        ValueError: a file is not regular, or is a link to one elsewhere.
     """
     within = folder.resolve()
     if within.parent.name == "snapshots" and within.parents[1].name.startswith("models--"):
@@ -85,11 +93,11 @@ def read_inside(folder: Path, *patterns: str) -> dict[str, bytes]:
 
 
 def json_bytes(content: Json) -> bytes:
-    """The content of a JSON file."""
+    """Return the content of a JSON file."""
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-# What folders are that hold these files, and what they are for; the first one tells.
+# Kinds of folders by a file that they hold, with their use. The first match decides.
 KINDS = {
     "adapter_config.json": "a PEFT folder: titan-linear convert merge adds its adapters to their base, and "
     "adapter.initial_load_path begins a run with them",
@@ -103,27 +111,28 @@ KINDS = {
 
 
 def kind_of(path: Path, otherwise: str) -> str:
-    """A remedy that names the folder's kind, if it is one of KINDS."""
+    """Return a remedy that names the folder's kind, if it is one of KINDS."""
     kinds = (kind for name, kind in KINDS.items() if (path / name).is_file())
     return next((f"it is {kind}" for kind in kinds), otherwise)
 
 
 def shown(path: Path) -> str:
-    """A path as text: bytes of a name that is not UTF-8 are escaped, since neither JSON nor a terminal takes them."""
+    """Return a path as text. Bytes that are not UTF-8 are escaped for JSON and terminals."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def progress(
     items: Iterable[T] | None, doing: str, total: int | None = None, **options: Any
 ) -> tqdm[T]:
-    """The items, with a bar on rank 0 if they take more than two seconds."""
+    """Return the items with a progress bar on rank 0, shown after two seconds."""
     return tqdm(items, doing, total, delay=2, disable=os.environ.get("RANK", "0") != "0", **options)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file atomically: a reader sees the old one or the new one, which by then is on the disk."""
+    """Write a file atomically: readers see the old or the new one, which then is on disk."""
     new = path.with_name(f"{path.name}.new")
-    new.unlink(missing_ok=True)  # of a write that was killed, or a link that somebody has put there
+    # Left by a killed write, or a link that somebody has put there.
+    new.unlink(missing_ok=True)
     with new.open("xb") as file:
         file.write(content if isinstance(content, bytes) else content.encode())
     sync(new)
@@ -133,7 +142,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def open_own(path: Path, mode: str) -> IO[Any]:
     """Open a file to which this program appends, or which it locks.
 
-    Its name is known, and in a folder from elsewhere it may be a link to any file of the user's: that is an OSError.
+    Its name is predictable, so in a folder from elsewhere it may be a link to any of the
+    user's files: this raises OSError.
     """
     assert mode[0] == "a", mode
     encoding = None if "b" in mode else "utf-8"
@@ -148,7 +158,9 @@ def open_own(path: Path, mode: str) -> IO[Any]:
 def sync(path: Path, *, forget: bool = False) -> Path:
     """Sync a written file, or the names in a folder, to the disk.
 
-    forget: have the system drop the file from its cache, where it can, so that later reads come from the disk.
+    Args:
+        forget: have the system drop the file from its cache, where it can, so that later
+            reads come from the disk.
     """
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -161,7 +173,10 @@ def sync(path: Path, *, forget: bool = False) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all that is in it, a file, or a link, whose target stays; it may be gone already."""
+    """Remove a folder with its content, a file, or a link, whose target stays.
+
+    The path may be gone already.
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -169,28 +184,29 @@ def remove(path: Path) -> None:
 
 
 def lock(file: IO[str], *, wait: bool = False) -> bool:
-    """Lock an open file until it is closed or this process ends, however it ends. False: another process holds it, or
-    did and has removed it.
+    """Lock an open file until it is closed or this process ends in any way.
 
-    The lock is POSIX's: it belongs to the process, not to its children, and works on shared file systems.
+    Returns False if another process holds the lock, or has held it and removed the file.
+    The lock is a POSIX lock: it belongs to the process, not to its children, and works on
+    shared file systems.
 
     Raises:
-        OSError: the file system has no such locks, or none without a lock service.
+        OSError: the file system has no such locks, or needs a lock service that is missing.
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
     except (BlockingIOError, PermissionError, FileNotFoundError):
-        # POSIX allows either of the first two
+        # POSIX allows either of the first two.
         return False
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A new folder, which takes the place of `path` when `with` ends, synced. Meanwhile no other process writes it.
+    """Yield a new folder that takes the place of `path`, synced, when `with` ends.
 
-    Killed at any moment, this leaves the old folder or the new one, whole; a failure leaves the old one and nothing
-    else.
+    No other process writes it meanwhile. A kill at any moment leaves the old folder or the
+    new one, whole. A failure leaves the old one and nothing else.
 
     Raises:
         OSError: another process writes it.
@@ -202,10 +218,12 @@ def replacing(path: Path) -> Iterator[Path]:
         if not _locks(file):
             raise OSError("another process is writing it")
         try:
+            # Clean up after a killed writer, then let the caller fill a new folder.
             finish_replacing(path)
             remove(temporary)
             temporary.mkdir()
             yield temporary
+            # Everything is on disk before the folder gets its name.
             for written in [*temporary.rglob("*"), temporary]:
                 sync(written)
             _replace(temporary, path)
@@ -216,7 +234,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _locks(file: IO[str]) -> bool:
-    """`lock`; True where the file system has no locks."""
+    """Lock a file; True where the file system has no locks."""
     try:
         return lock(file)
     except OSError:
@@ -226,7 +244,8 @@ def _locks(file: IO[str]) -> bool:
 def _replace(temporary: Path, path: Path) -> None:
     """Put the new folder in the place of an old one.
 
-    Between the two renames the old one has another name; the next writer of `path` restores it.
+    Between the two renames, the old folder has another name. The next writer of `path`
+    restores it.
     """
     aside = beside(path, "replaced")
     if os.path.lexists(path):
@@ -242,7 +261,7 @@ def _replace(temporary: Path, path: Path) -> None:
 
 
 def finish_replacing(path: Path) -> None:
-    """Do what a writer that was killed in `_replace` left undone."""
+    """Finish the work of a writer that was killed in `_replace`."""
     aside = beside(path, "replaced")
     if os.path.lexists(aside):
         if os.path.lexists(path):
@@ -252,12 +271,21 @@ def finish_replacing(path: Path) -> None:
 
 
 def beside(path: Path, what: str) -> Path:
-    """Where a folder is written ("tmp"), its lock file ("lock"), and where the one that it replaces is ("replaced")."""
+    """Return a sibling path of a folder for a temporary use.
+
+    Args:
+        what: "tmp" while the folder is written, "lock" for its lock file, or "replaced" for
+            the folder that it replaces.
+    """
     return path.with_name(f".{path.name}.{what}")
 
 
 def default_cache_dir() -> Path:
-    """The user's cache folder. ValueError: it is not known, as in a container whose user has no home."""
+    """Return the user's cache folder.
+
+    Raises:
+        ValueError: it is unknown, as in a container whose user has no home.
+    """
     caches = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     if caches.startswith("~"):
         raise ValueError(

@@ -1,14 +1,15 @@
-"""Hugging Face folders, as they are found and read: a rank reads the rows that it owns (writing: hf_writing.py).
+"""Hugging Face folders, read and checked; a rank reads the rows that it owns.
 
     config.json                      the model (models/families/)
     model-00001-of-00003.safetensors ...
     model.safetensors.index.json     tensor -> file; a single file is model.safetensors, without an index
     tokenizer.json, ...              the tokenizer (data/corpus/tokenizer.py)
-    modeling_titan_linear.py, rope.py  the model, where transformers does not have it (models/families/remote.py)
+    modeling_titan_linear.py         the model, where transformers does not have it (models/families/remote.py)
 
-`models/adapters.py` says which rows of which tensors on disk are which rows of our parameters; this module moves the
-bytes. A folder is checked as a whole from its headers (`open_folder`, `check_folder`) before any tensor is read. Pickle
-files are never opened, because loading them can run code.
+`models/adapters.py` maps rows of tensors on disk to rows of our parameters; this module
+moves the bytes. A folder is checked as a whole from its headers (`open_folder`,
+`check_folder`) before any tensor is read. Pickle files are never opened, because loading
+them can run code. hf_writing.py writes such folders.
 """
 
 from __future__ import annotations
@@ -41,9 +42,12 @@ CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.sa
 HEAD = "lm_head.weight"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-POSITIONS = ("attention.rope_theta", "attention.rope_scaling")  # options that no tensor depends on
-LISTED = 5  # problems of a folder that a message names
-BLOCK = 64 << 20  # bytes moved at a time
+# Options that no tensor depends on.
+POSITIONS = ("attention.rope_theta", "attention.rope_scaling")
+# Number of a folder's problems that a message names.
+LISTED = 5
+# Number of bytes moved at a time.
+BLOCK = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,11 @@ class OnDisk:
 
     name: str
     file: Path
-    code: str  # its dtype: "BF16"
+    # Its dtype as the file names it: "BF16".
+    code: str
     shape: tuple[int, ...]
-    begin: int  # its bytes [begin, end) in the file
+    # Its bytes [begin, end) in the file.
+    begin: int
     end: int
 
 
@@ -74,7 +80,7 @@ class Folder:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all tensors, in whatever files they are."""
+        """Return a hash of all tensors, independent of the files that hold them."""
         with ThreadPoolExecutor() as pool:
             sums = list(
                 progress(pool.map(_checksum, self.tensors.values()), f"reading {self.path.name}")
@@ -99,10 +105,10 @@ def _checksum(tensor: OnDisk) -> int:
 
 
 def read_model(path: Path, mtp_layers: int = 0) -> tuple[str, ModelConfig]:
-    """(family, model) of a folder's config.json, as `config_from_hf` reads it.
+    """Return (family, model) of a folder's config.json, as `config_from_hf` reads it.
 
     Raises:
-        ValueError: there is none, or it describes a model that we do not have.
+        ValueError: config.json is missing, or describes an unsupported model.
     """
     config = read_config(path)
     try:
@@ -116,12 +122,12 @@ def read_config(path: Path) -> Json:
 
 
 def download(path: Path) -> str:
-    """The command that fetches a published folder of this name."""
+    """Return the command that fetches a published folder of this name."""
     return f"hf download OWNER/{shlex.quote(path.name)} --local-dir {shlex.quote(str(path))}"
 
 
 def open_folder(path: Path) -> Folder:
-    """Read a folder's tensors from the headers of its files, and check that every byte that they promise is there.
+    """Read a folder's tensors from its files' headers, and check that no byte is missing.
 
     Raises:
         ValueError: naming the file, and the tensor if one is at fault.
@@ -134,7 +140,7 @@ def open_folder(path: Path) -> Folder:
                 f"'{path / file}' lacks tensor {name!r}, which {INDEX} says it holds; fetch it again"
             )
     config = read_config(path) if (path / CONFIG).is_file() else {}
-    # indexed or not
+    # All tensors of the files, indexed or not. For duplicates, the index decides.
     tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}
     return Folder(
         path, config, tensors | {name: headers[file][name] for name, file in where.items()}
@@ -144,9 +150,13 @@ def open_folder(path: Path) -> Folder:
 def check_folder(
     path: Path, model: ModelConfig, free: Collection[str] = ()
 ) -> tuple[Folder, list[Placement]]:
-    """Open a folder and locate each parameter in it; refuse one that does not hold exactly the tensors of `model`.
+    """Open a folder and locate each parameter in it.
 
-    free: options in which the folder's model may differ, if a config.json of its family can say so.
+    A folder must hold exactly the tensors of `model`.
+
+    Args:
+        free: options in which the folder's model may differ, if a config.json of its family
+            can express it.
 
     Raises:
         ValueError: naming file and tensor, or an option.
@@ -167,11 +177,12 @@ def check_folder(
 
 
 def locate(folder: Folder, family: str, model: ModelConfig) -> list[Placement]:
-    """Where each of our parameters lies in the folder.
+    """Return where each of our parameters lies in the folder.
 
     Raises:
-        ValueError: tensors are missing, unused, or have another shape; or one has a dtype that cannot be read, or is a
-            head that differs from the embedding to which it is tied. The message names the first of them.
+        ValueError: tensors are missing, unused or of another shape, a dtype cannot be read,
+            or a head differs from the embedding to which it is tied. The message names the
+            first problems.
     """
     try:
         places = placements(model, family, folder.shapes)
@@ -193,7 +204,10 @@ def locate(folder: Folder, family: str, model: ModelConfig) -> list[Placement]:
 
 
 def _check_tied(folder: Folder, embedding: str) -> None:
-    """Refuse a head on disk that differs from the embedding to which config.json ties it: it would be lost."""
+    """Refuse a head on disk that differs from the embedding to which config.json ties it.
+
+    The head would be lost.
+    """
     head = folder.tensors[HEAD]
     other = folder.tensors[embedding]
     if head.shape == other.shape:
@@ -213,15 +227,18 @@ def _with_file(problem: str, folder: Folder) -> str:
 
 
 def read_header(file: Path) -> dict[str, OnDisk]:
-    """The tensors of a safetensors file (8 bytes of length, a JSON header, the tensors' bytes without gaps).
+    """Return the tensors of a safetensors file.
+
+    The file has 8 bytes of length, a JSON header, and the tensors' bytes without gaps.
 
     Raises:
-        ValueError: the file cannot be read, or safetensors refuses it: cut short, or its header malformed.
+        ValueError: the file cannot be read, or safetensors refuses it because it is cut
+            short or its header is malformed.
     """
     if file.exists() and not file.is_file():
         raise ValueError(f"'{file}' is not a regular file; fetch it again")
     try:
-        # safe_open checks the header, and that the file has each byte that it promises.
+        # safe_open checks the header, and that the file has all bytes that it declares.
         with open(file, "rb") as stream, safe_open(file, "np"):
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(length))
@@ -244,7 +261,8 @@ def read_header(file: Path) -> dict[str, OnDisk]:
 
 
 def _index(path: Path) -> dict[str, str]:
-    """tensor -> file name."""
+    """Return the file name of each tensor."""
+    # Several files, listed in an index.
     if (path / INDEX).is_file():
         where = read_json(path / INDEX, Index, "fetch it again").weight_map
         for name, file in where.items():
@@ -262,8 +280,10 @@ def _index(path: Path) -> dict[str, str]:
                 f"'{path}' holds {SINGLE} beside the files of {INDEX}; remove those that are not the model's"
             )
         return where
+    # A single file.
     if (path / SINGLE).is_file():
         return dict.fromkeys(read_header(path / SINGLE), SINGLE)
+    # No weights that can be read: find the best remedy.
     pickles = [file.name for pattern in PICKLES for file in sorted(path.glob(pattern))]
     remedy = "give the folder of a model with its weights"
     if shards := sorted(path.glob("*.safetensors")):
@@ -278,7 +298,9 @@ def _index(path: Path) -> dict[str, str]:
 
 @torch.no_grad()
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Fill every parameter of a `Decoder` in place, in its own dtype. A rank reads only what it owns of sharded ones.
+    """Fill every parameter of a `Decoder` in place, in its own dtype.
+
+    A rank reads only its own part of a sharded parameter.
 
     Raises:
         ValueError: the folder does not hold the model.
@@ -292,7 +314,10 @@ def load_weights(path: Path, model: nn.Module) -> None:
 
 
 class RowReader:
-    """Reads rows of a folder's tensors; a file is mapped into memory from its first use until `files` closes."""
+    """Reads rows of a folder's tensors.
+
+    A file is mapped into memory from its first use until `files` closes.
+    """
 
     def __init__(self, folder: Folder, files: ExitStack):
         self.folder, self.files = folder, files
@@ -302,10 +327,13 @@ class RowReader:
         """Fill `local`, the part of the placement's parameter that begins at `offsets`."""
         if local.numel() == 0:
             return
-        matrix = local.dim() > 1  # else a vector: its elements are rows
+        # For a vector, each element is a row.
+        matrix = local.dim() > 1
         rows = local.view(-1, local.shape[-1] if matrix else 1)
         columns = slice(offsets[-1], offsets[-1] + local.shape[-1]) if matrix else slice(None)
         leading = slice(-1) if matrix else slice(None)
+        # Read the runs of rows that the part covers, from every tensor that holds some of
+        # them.
         for first, begin, end in row_runs(
             local.shape[leading], placement.shape[leading], offsets[leading]
         ):
@@ -318,18 +346,18 @@ class RowReader:
                     row += len(values)
 
     def whole(self, placement: Placement, dtype: torch.dtype) -> Tensor:
-        """The whole of the placement's parameter."""
+        """Return the whole parameter of the placement."""
         out = torch.empty(placement.shape, dtype=dtype)
         self.fill(placement, out, (0,) * out.dim())
         return out
 
     def rows(self, tensor: OnDisk, start: int, stop: int, width: int) -> Iterator[Tensor]:
-        """Rows [start, stop) of a tensor viewed as [-1, width], a block at a time."""
+        """Yield rows [start, stop) of a tensor viewed as [-1, width], a block at a time."""
         if tensor.file not in self.open:
             self.open[tensor.file] = self.files.enter_context(safe_open(tensor.file, "pt"))
         on_disk = self.open[tensor.file].get_slice(tensor.name)
         rows = math.prod(tensor.shape) // width
-        # rows per index of the first dimension, along which slices are read
+        # Rows per index of the first dimension, along which slices are read.
         per_index = rows // tensor.shape[0]
         block = max(1, BLOCK // (per_index * width * 4)) * per_index
         for a in range(start, stop, block):
@@ -343,7 +371,10 @@ class RowReader:
 def row_runs(
     sizes: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...]
 ) -> Iterator[tuple[int, int, int]]:
-    """Where a box lies in an array [shape] of rows, both flattened: (j, a, b), box rows from j on are rows [a, b)."""
+    """Yield where a box lies in an array [shape] of rows, with both flattened.
+
+    Each (j, a, b) means that the box's rows from j on are rows [a, b) of the array.
+    """
     length, shifts = runs(tuple(sizes), tuple(shape), tuple(offsets))
     for i, shift in enumerate(shifts.astype("int64").tolist()):
         first = i * int(length)

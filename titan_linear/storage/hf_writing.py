@@ -1,5 +1,8 @@
-"""Hugging Face folders that we write, as hf_io.py reads them: ranks gather one parameter at a time, rank 0 writes its
-rows in their places, and the folder gets its name once it is on disk."""
+"""Hugging Face folders for writing, which hf_io.py reads.
+
+Ranks gather one parameter at a time, and rank 0 writes its rows in their places. The folder
+gets its name once it is on disk.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from titan_linear.models.adapters import (
 )
 from titan_linear.models.config import ModelConfig, differences
 from titan_linear.models.families import FAMILIES
-from titan_linear.models.families.remote import MODELING, ROPE
+from titan_linear.models.families.remote import MODELING
 from titan_linear.ops.runtime.support import short
 from titan_linear.storage.checkpoint import SaveFailed
 from titan_linear.storage.files import Json, json_bytes, progress, read_inside, replacing
@@ -45,30 +48,33 @@ from titan_linear.storage.step_folders import describe
 from titan_linear.storage.tensors import named_parameters
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-Files = Mapping[str, bytes]  # by name
-SHARD = 5 * 10**9  # bytes per file
+# The content of files by name.
+Files = Mapping[str, bytes]
+# Bytes per file.
+SHARD = 5 * 10**9
 TOKENIZER = "tokenizer.json"
-# names of the longest text in a config.json
+# Keys of config.json for the length of the longest text.
 LENGTHS = ("max_position_embeddings", "model_max_length")
 
 
 class UnfitTokenizer(ValueError):
-    """`transformers` would read another tokenizer from a folder than it has."""
+    """`transformers` would read another tokenizer from a folder than the folder has."""
 
 
 class Planned(NamedTuple):
-    """A tensor that is to be written."""
+    """A tensor to be written."""
 
     code: str
     shape: tuple[int, ...]
-    size: int  # bytes
+    # Its size in bytes.
+    size: int
 
 
 def find_family(model: ModelConfig, tokenizer: Files | None = None) -> str:
-    """The first Hugging Face architecture that holds this model and whose folders can have this tokenizer.
+    """Return the first Hugging Face architecture for this model and tokenizer.
 
     Raises:
-        ValueError: none does.
+        ValueError: none can hold both.
     """
     reasons = []
     kinds = {layer.kinds for layer in model.layers}
@@ -90,7 +96,7 @@ def find_family(model: ModelConfig, tokenizer: Files | None = None) -> str:
 
 
 def check_tokenizer(family: str, config: Mapping[str, Any], tokenizer: Files) -> None:
-    """Refuse a tokenizer that `transformers` would not read as it is from a folder with this config.json."""
+    """Refuse a tokenizer that `transformers` would alter, given this config.json."""
     theirs = FAMILIES[family].own_tokenizer
     kind = config.get("model_type")
     if (
@@ -107,15 +113,20 @@ def check_tokenizer(family: str, config: Mapping[str, Any], tokenizer: Files) ->
 
 @torch.no_grad()
 def gather(model: nn.Module) -> Callable[[str], Tensor]:
-    """A function name -> the whole parameter, on every rank; ranks must ask for the same names in the same order."""
-    # Not the model's own parameters, which after a forward may be whole and in the dtype of compute.
+    """Return a function from a name to the whole parameter, on every rank.
+
+    Ranks must ask for the same names in the same order.
+    """
+    # Take these instead of the model's own parameters, which after a forward pass may be
+    # whole and in the dtype of compute.
     parameters = named_parameters(model)
 
     def get(name: str) -> Tensor:
         p = parameters[name]
         if not isinstance(p, DTensor):
             return p
-        for dim in reversed(range(p.device_mesh.ndim)):  # undo the cuts, from the last to the first
+        # Undo the cuts, from the last to the first.
+        for dim in reversed(range(p.device_mesh.ndim)):
             p = p.redistribute(
                 placements=[*p.placements[:dim], Replicate(), *p.placements[dim + 1 :]]
             )
@@ -137,25 +148,33 @@ def write_folder(
     longest: int = 0,
     shard_bytes: int = SHARD,
 ) -> None:
-    """Write a folder that `transformers` opens. Every rank calls this and holds one parameter at a time; rank 0 writes.
+    """Write a folder that `transformers` opens.
+
+    Every rank calls this and holds one parameter at a time; rank 0 writes.
 
     Args:
-        family: the architecture (models/families/); with `like`, that of `like`.
-        get: name -> the whole parameter; see `gather`.
-        dtype: of every tensor, at least float32 for `Family.float32`; None: each has the dtype of the tensor of its
-            name in `like`.
-        like: a folder of the same model, but for positions, from which to take the names, config.json, and what we do
-            not know (vision, multi-token prediction, processors); by default they are those of `transformers`.
-        extra: further keys of config.json, which replace those of `like`; tokens only where `like` lists no such one.
-        longest: tokens of the texts trained on; `like` may know longer ones.
+        family: the architecture (models/families/); with `like`, the architecture of
+            `like`.
+        get: returns the whole parameter of a name; see `gather`.
+        dtype: the dtype of every tensor, at least float32 for `Family.float32`. With None,
+            each tensor keeps the dtype that it has in `like`.
+        like: a folder of the same model, up to positions, that gives the names,
+            config.json, and parts that we do not have (vision, multi-token prediction,
+            processors). By default, they are as in `transformers`.
+        extra: further keys of config.json, which replace the keys of `like`. Tokens replace
+            a list of `like` only if it does not contain them.
+        longest: number of tokens of the longest training text; `like` may allow longer
+            ones.
 
     Raises:
-        ValueError: `like` is of another model; the architecture cannot hold the model.
-        SaveFailed: on every rank, if the folder could not be written or another process is writing it.
+        ValueError: `like` is of another model, or the architecture cannot hold the model.
+        SaveFailed: (on every rank) the folder could not be written, or another process is
+            writing it.
     """
     source, parts = (
         (None, placements(model, family)) if like is None else check_folder(like, model, POSITIONS)
     )
+    # Write a tied head where the family needs it.
     if (
         model.tie_embeddings
         and not FAMILIES[family].ties
@@ -163,7 +182,7 @@ def write_folder(
     ):
         shape = (model.vocab_size, model.dim)
         parts.append(Placement("embedding.weight", shape, (Source(HEAD, shape),), rows=None))
-    # Those that are no part of the language model, except a stale copy of the embedding.
+    # Copy tensors outside the language model, except a stale copy of the embedding.
     others = sorted(ignored(model, family, source.shapes) - {HEAD}) if source else []
     copied = [source.tensors[name] for name in others]
     config = _config_json(model, family, dtype, source, extra or {}, longest)
@@ -184,15 +203,18 @@ def write_tensors(
     header: Mapping[str, str] | None = None,
     shard_bytes: float = SHARD,
 ) -> None:
-    """Write a folder of tensors and other files, whole or not at all. Every rank calls this; see `write_folder`.
+    """Write a folder of tensors and other files, whole or not at all.
+
+    Every rank calls this; see `write_folder`.
 
     Args:
-        plan: the tensors of `parts`, and those that are `copied`.
+        plan: the tensors of `parts`, and the `copied` ones.
         single: the name of the file of tensors, if one is enough.
-        header: what else that file says.
+        header: additional entries of that file's header.
     """
     failure = None
     left = iter(progress(parts, f"writing {path.name}"))
+    # Rank 0 writes each parameter once it is gathered.
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             with replacing(path) as folder:
@@ -206,7 +228,8 @@ def write_tensors(
                     (folder / name).write_bytes(content)
         except (OSError, RuntimeError) as error:
             failure = error
-    # the other ranks', and of rank 0 after a failure: ranks wait for each other in it
+    # Other ranks take part in gathering. After a failure, so does rank 0: ranks wait for
+    # each other.
     for placement in left:
         get(placement.name)
     _raise_everywhere(path, failure)
@@ -228,7 +251,7 @@ def plan_tensors(
     source: Folder | None = None,
     copied: Sequence[OnDisk] = (),
 ) -> dict[str, Planned]:
-    """Everything to write, in order."""
+    """Return all tensors to write, in order."""
     plan = {}
     for placement in parts:
         wide = dtype and placement.name.endswith(FAMILIES[family].float32)
@@ -240,7 +263,7 @@ def plan_tensors(
 
 
 def with_tokens(table: Json, tokens: Mapping[str, object]) -> Json:
-    """A table of settings with these tokens, except where it has a list that includes one."""
+    """Return settings with these tokens, except where a list already contains the token."""
     lists = {name: known for name, known in table.items() if isinstance(known, list)}
     return table | {name: x for name, x in tokens.items() if x not in lists.get(name, ())}
 
@@ -255,7 +278,7 @@ def _config_json(
 ) -> Json:
     config: Json = dict(source.config) if source else config_to_hf(family, model)
     tables = [config]
-    # from which transformers opens the language model alone
+    # transformers opens the language model alone from this table.
     if isinstance(config.get("text_config"), dict):
         config["text_config"] = dict(config["text_config"])
         tables.append(config["text_config"])
@@ -263,10 +286,11 @@ def _config_json(
         table |= with_tokens(table, extra)
         if dtype is not None:
             table["dtype"] = short(dtype)
-            table.pop("torch_dtype", None)  # the older name
+            # The older name.
+            table.pop("torch_dtype", None)
     longest = max(longest, *(tables[-1].get(name) or 0 for name in LENGTHS))
     _lengthen(tables[-1], longest)
-    # a scale of positions may follow from the length
+    # A scale of positions may follow from the length.
     _, theirs = config_from_hf(config, model.mtp_layers)
     if differences(theirs, model):
         _change(tables[-1], config_to_hf(family, theirs), config_to_hf(family, model))
@@ -275,14 +299,14 @@ def _config_json(
 
 
 def _lengthen(config: Json, longest: int) -> None:
-    """Have a config.json allow texts of this length."""
+    """Allow texts of this length in a config.json."""
     names = [name for name in LENGTHS if name in config] or LENGTHS[:1]
     if longest:
         config |= {name: max(longest, config.get(name) or 0) for name in names}
 
 
 def _change(config: Json, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Have a config.json say `now` where it differs from `before`. What else a key's table says is kept."""
+    """Change a config.json where `now` differs from `before`. Other entries of tables stay."""
     for key, value in now.items():
         if value != before.get(key):
             old = (config.get(key) if isinstance(value, dict) else None) or {}
@@ -291,20 +315,23 @@ def _change(config: Json, before: Mapping[str, Any], now: Mapping[str, Any]) -> 
                 name: x for name, x in old.items() if name not in names and not isinstance(x, dict)
             }
             config[key] = kept | value if kept else value
-    # what rope_parameters says now
+    # rope_parameters replaces these older keys.
     for older in ("rope_scaling", "rope_theta", "partial_rotary_factor"):
         config.pop(older, None)
 
 
 def beside(config: Mapping[str, Any], like: Path | None) -> Files:
-    """The settings of generation and processors that `like` has, and the Python files that config.json's `auto_map`
-    needs: ours, or those of `like`, without looking into them."""
+    """Return settings of generation and processors from `like`, and needed Python files.
+
+    The Python files are the ones that config.json's `auto_map` needs: ours, or the files of
+    `like`, which are not inspected.
+    """
     named = {
         str(name).rpartition("--")[2].partition(".")[0] + ".py"
         for name in config.get("auto_map", {}).values()
     }
     copied = ["*processor_config.json", "chat_template.json", "generation_config.json"]
-    ours = [MODELING, ROPE] if MODELING.name in named else []
+    ours = [MODELING] if MODELING.name in named else []
     if named and not ours:
         copied.append("*.py")
     theirs = read_inside(like, *copied) if like else {}
@@ -318,8 +345,12 @@ def _create(
     single: str = SINGLE,
     header: Mapping[str, str] | None = None,
 ) -> dict[str, OnDisk]:
-    """Create the files of weights in their full size, and their index: each row is written in its place as it comes."""
-    groups: list[list[str]] = [[]]  # names of tensors, by file
+    """Create the files of weights in their full size, and their index.
+
+    Each row is then written in its place as it comes.
+    """
+    # Names of tensors, by file.
+    groups: list[list[str]] = [[]]
     filled = 0
     for name, tensor in plan.items():
         if groups[-1] and filled + tensor.size > shard_bytes:
@@ -327,11 +358,13 @@ def _create(
             filled = 0
         groups[-1].append(name)
         filled += tensor.size
+    # Create the files, and read their headers back for the tensors' places.
     files = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
     tensors: dict[str, OnDisk] = {}
     for file, names in zip(files if len(groups) > 1 else [single], groups):
         _write_header(folder / file, header, {name: plan[name] for name in names})
         tensors |= read_header(folder / file)
+    # Several files need an index.
     if len(groups) > 1:
         where = {name: tensor.file.name for name, tensor in tensors.items()}
         total = sum(tensor.size for tensor in plan.values())
@@ -357,7 +390,7 @@ def _write_rows(tensors: Mapping[str, OnDisk], placement: Placement, parameter: 
 
 
 def _write_header(file: Path, said: Mapping[str, str] | None, plan: Mapping[str, Planned]) -> None:
-    """Create a safetensors file in its full size, whose tensors are still holes."""
+    """Create a safetensors file in its full size, with holes in place of tensors."""
     header: Json = {"__metadata__": {"format": "pt", **(said or {})}}
     end = 0
     for name, tensor in plan.items():
@@ -368,7 +401,8 @@ def _write_header(file: Path, said: Mapping[str, str] | None, plan: Mapping[str,
         }
         end += tensor.size
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    # Tensors begin at a multiple of 8.
+    text += b" " * (-len(text) % 8)
     with open(file, "wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         stream.truncate(8 + len(text) + end)

@@ -1,7 +1,8 @@
-"""manifest.json of a checkpoint: its files with their checksums, and which of them holds which slice of which tensor.
+"""manifest.json of a checkpoint: checksums of its files, and places of its tensors' slices.
 
-The slices are what DCP's own .metadata says. That is a pickle, which is never opened: what its program says to do to a
-class is done to it in the whole process, even if only classes of metadata are allowed. Other programs may need it.
+The slices repeat DCP's own .metadata. That file is a pickle, which is never opened: a
+pickle can alter a class in the whole process, even if only classes of metadata are allowed.
+Other programs may need it.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtyp
 
 
 class Strict(BaseModel):
-    """Anything but what is written here is damage."""
+    """A model in which any unknown key or other type is damage."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
 class Chunk(Strict):
-    """A slice of a tensor, and which bytes of which file it is."""
+    """A slice of a tensor, and its bytes in a file."""
 
     offsets: list[int]
     sizes: list[int]
-    relative_path: str  # this and the rest by the names that DCP's reader asks for
+    # This field and the rest have the names that DCP's reader asks for.
+    relative_path: str
     offset: int
     length: int
     transform_descriptors: ClassVar[tuple[str, ...]] = ()
@@ -58,9 +60,11 @@ class Stored(Strict):
 
 
 class Manifest(Strict):
-    files: dict[str, list[int]]  # name → [size, CRC-32]
+    # name → [size, CRC-32]
+    files: dict[str, list[int]]
     tensors: dict[str, Stored]
-    checksum: int = 0  # CRC-32 of all above
+    # CRC-32 of the other fields.
+    checksum: int = 0
 
     def signed(self) -> Manifest:
         return self.model_copy(
@@ -82,7 +86,7 @@ class Manifest(Strict):
 
 
 def read_manifest(checkpoint: Path, remedy: str = REMEDY) -> Manifest:
-    """The manifest of a step-N folder.
+    """Return the manifest of a step-N folder.
 
     Raises:
         Unreadable: it is missing or damaged.
@@ -93,7 +97,8 @@ def read_manifest(checkpoint: Path, remedy: str = REMEDY) -> Manifest:
 def stored_tensors(
     metadata: Metadata, results: Iterable[Iterable[WriteResult]]
 ) -> dict[str, Stored]:
-    """What DCP has written, as `Writer.finish` gets it."""
+    """Return the tensors that DCP has written, from the arguments of `Writer.finish`."""
+    # The place of each slice, by tensor and offsets.
     where = {result.index: result.storage_data for of_rank in results for result in of_rank}
     tensors = {}
     for name, tensor in metadata.state_dict_metadata.items():
@@ -123,7 +128,11 @@ class Reader(dcp.FileSystemReader):
 
     @cached_property
     def metadata(self) -> Metadata:
-        """What is in the folder. Unreadable: its manifest is missing or damaged."""
+        """Return the folder's metadata.
+
+        Raises:
+            Unreadable: the manifest is missing or damaged.
+        """
         tensors = {}
         where: dict[MetadataIndex, Chunk] = {}
         for name, stored in read_manifest(Path(self.path)).tensors.items():

@@ -1,12 +1,13 @@
-"""PEFT folders: the adapters of a Hugging Face model, as `peft` and `transformers` open them.
+"""PEFT folders: adapters of a Hugging Face model, as `peft` and `transformers` open them.
 
     adapter_config.json            rank, alpha, what is adapted
     adapter_model.safetensors      A and B by the names of transformers' modules; other parameters that were trained
 
-An adapter there is of a matrix that may be several of our projections: A is theirs, and B's rows lie as the matrix's do
-(`models/adapters.py`). Of stacked experts, A [E, r, inputs] lies as [E · r, inputs] and B [E, outputs, r] as
-[outputs, r · E]. In the header are the base's fingerprint and the run's keys that change the base's config.json, for
-which the folder has no place.
+A matrix adapted there may be several of our projections: they share A, and B's rows lie as
+the matrix's rows do (`models/adapters.py`). For stacked experts, A [E, r, inputs] is stored
+as [E · r, inputs] and B [E, outputs, r] as [outputs, r · E]. The header holds the base's
+fingerprint and the run's keys that change the base's config.json, for which the folder has
+no other place.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ from titan_linear.storage.hf_io import HEAD, read_header
 from titan_linear.storage.hf_writing import Files, plan_tensors, write_tensors
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-BASE, KEYS = "base", "keys"  # the names of what is in the header
+# The names of the header's entries.
+BASE, KEYS = "base", "keys"
 KEPT = re.compile(r"--(model\.attention\.rope_(theta|scaling)|training\.seq_len)=")
-PREFIX = "base_model.model."  # of names
+# The prefix of names.
+PREFIX = "base_model.model."
 
 
-# What adapter_config.json calls the keys of [adapter].
+# Keys of adapter_config.json for the keys of [adapter].
 OPTIONS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora"}
 
 
@@ -59,17 +62,20 @@ class Settings(BaseModel):
 
 
 class Held(NamedTuple):
-    """A tensor of a folder, whose rows are runs of our parameters'."""
+    """A tensor of a folder, whose rows are runs of our parameters' rows."""
 
     name: str
-    module: str  # of theirs, that peft wraps or copies
-    shape: tuple[int, ...]  # B of experts [E, outputs, r]
+    # The transformers module that peft wraps or copies.
+    module: str
+    # B of experts is [E, outputs, r].
+    shape: tuple[int, ...]
     parts: tuple[Placement, ...]
-    lora: str = ""  # "A", "B"; "": a parameter that is trained as a whole
+    # "A", "B", or "" for a parameter that is trained as a whole.
+    lora: str = ""
 
     @property
     def of(self) -> str:
-        """Their parameter's name; of B, of what it adapts."""
+        """Return the name of the transformers parameter that is adapted or trained."""
         return self.parts[0].sources[0].name
 
     @property
@@ -78,25 +84,26 @@ class Held(NamedTuple):
 
     @property
     def on_disk(self) -> tuple[int, ...]:
-        """The shape in the file."""
+        """Return the shape in the file."""
         return tuple(self.laid(torch.empty(self.shape, device="meta")).shape)
 
     def laid(self, x: Tensor) -> Tensor:
-        """From `shape` to how it lies in the file."""
+        """Convert from `shape` to the layout in the file."""
         return x.permute(1, 2, 0).flatten(1) if self.stacked else x
 
     def lifted(self, x: Tensor) -> Tensor:
-        """From how it lies in the file to `shape`."""
+        """Convert from the layout in the file to `shape`."""
         return x.unflatten(1, (-1, self.shape[0])).permute(2, 0, 1) if self.stacked else x
 
 
 def contents(model: ModelConfig, family: str) -> list[Held]:
-    """What a PEFT folder of a model's adapters holds."""
+    """Return the tensors of a PEFT folder for a model's adapters."""
     with torch.device("meta"):
         adapted = Decoder(model)
     weights, _ = adaptable(adapted)
     ours = {name: tuple(p.shape) for name, p in adapted.named_parameters() if p.requires_grad}
     rank = model.adapter.rank
+    # B has the outputs of the weight that it adapts, and `rank` columns.
     shapes = shapes_of(model) | {
         name: (*adapted.get_parameter(name).shape[:-1], rank) for name in weights
     }
@@ -107,7 +114,8 @@ def contents(model: ModelConfig, family: str) -> list[Held]:
         )
         module = source.name.rpartition(".")[0]
         if of_B:
-            # A stack of experts is a parameter of a module, of which peft wraps the last one last.
+            # A stack of experts is a parameter of a module. If peft adapts several
+            # parameters of one module, it wraps the last one last.
             path = module + ".base_layer" * any(x.lora and x.module == module for x in held)
             of_A = next(name for p in placements if (name := lora_name(p.name, "A")) in ours)
             lies = (math.prod(ours[of_A][:-1]), ours[of_A][-1])
@@ -119,7 +127,8 @@ def contents(model: ModelConfig, family: str) -> list[Held]:
     if model.tie_embeddings and (
         copies := [x for x in held if x.parts[0].name == "embedding.weight"]
     ):
-        shape = copies[0].shape  # peft's copy of the one is not tied to the other
+        # peft's copy of the embedding is not tied to its copy of the head.
+        shape = copies[0].shape
         other = Placement("embedding.weight", shape, (Source(HEAD, shape),), rows=None)
         held.insert(0, Held(PREFIX + HEAD, HEAD.rpartition(".")[0], shape, (other,)))
     return held[::-1]
@@ -145,7 +154,11 @@ def check_peft(model: ModelConfig, family: str) -> None:
 
 
 def peft_config(model: ModelConfig, family: str, options: Options, base: str) -> Json:
-    """adapter_config.json. base: the folder or the name of the model that is adapted."""
+    """Return adapter_config.json.
+
+    Args:
+        base: the folder or name of the adapted model.
+    """
     check_peft(model, family)
     held = contents(model, family)
     by_weight = FAMILIES[family].peft_weights
@@ -166,15 +179,20 @@ def peft_config(model: ModelConfig, family: str, options: Options, base: str) ->
     }
 
 
-# Whose adapters SGLang applies (python/sglang/srt/lora/utils.py), by a module's or an expert parameter's last name.
+# Modules whose adapters SGLang applies (python/sglang/srt/lora/utils.py), by the last name
+# of a module or an expert parameter.
 SERVED = re.compile(
     r"(q|k|v|o|out|in|gate|up|gate_up|down|fc[12]_latent|q_[ab]|kv_b)_proj|in_proj_(qkvz?|z)|kv_a_proj_with_mqa"
 )
 
 
 def not_served(config: Mapping[str, Any], architecture: str = "") -> str:
-    """A line that says what servers leave out of a folder with this adapter_config.json, beside a base of this
-    architecture; "" if nothing."""
+    """Return a line about what servers leave out of a PEFT folder, or "".
+
+    Args:
+        config: the folder's adapter_config.json.
+        architecture: the architecture of the base.
+    """
     adapted, whole = (
         sorted(
             {
@@ -189,14 +207,14 @@ def not_served(config: Mapping[str, Any], architecture: str = "") -> str:
     said = [f"SGLang leaves out the adapters of {', '.join(others)}"] * bool(others)
     # vllm/lora/peft_helper.py
     said += [f"vLLM takes none with modules_to_save ({', '.join(whole)})"] * bool(whole)
-    # whose modules have other names (vllm issue 48019)
+    # The modules of these architectures have other names (vllm issue 48019).
     if architecture.endswith("ForConditionalGeneration"):
         said.append(f"vLLM applies none to {architecture}")
     return f"{'; '.join(said)}: serve what titan-linear convert merge writes" if said else ""
 
 
 def _short(names: list[str]) -> list[str]:
-    """From the layer's number on, as peft finds them whatever comes before."""
+    """Return names from the layer's number on, which peft finds under any prefix."""
     return [name[name.index("layers.") :] if "layers." in name else name for name in names]
 
 
@@ -211,7 +229,7 @@ def write_peft(
     base: str,
     keys: list[str],
 ) -> None:
-    """Write a folder as `write_folder` does.
+    """Write a PEFT folder as `write_folder` does.
 
     Args:
         dtype: None stands for float32.
@@ -223,6 +241,7 @@ def write_peft(
 
     def laid(name: str) -> Tensor:
         tensor = by_parameter[name]
+        # Place the rows of our parameters as the folder has them.
         parts = [(get(part.name), part) for part in tensor.parts]
         whole = parts[0][0].new_zeros(tensor.shape)
         for ours, part in parts:
@@ -247,30 +266,33 @@ def write_peft(
 
 
 def settings_of(path: Path) -> Json:
-    """A folder's adapter_config.json."""
+    """Return a folder's adapter_config.json."""
     settings = read_json(path / PEFT_CONFIG, Settings, "give a folder that peft has written")
     return settings.model_dump()
 
 
 def keys_of(path: Path) -> list[str]:
-    """The arguments that `write_peft` was given; none in a folder of another program."""
+    """Return the arguments given to `write_peft`; none in a folder of another program."""
     return [line for line in _header(path).get(KEYS, "").splitlines() if KEPT.match(line)]
 
 
 def _header(path: Path) -> dict[str, str]:
-    """What the file of a folder's tensors says besides them."""
+    """Return the header entries of a folder's file of tensors."""
     with safe_open(path / PEFT_WEIGHTS, "pt") as file:
         return file.metadata() or {}
 
 
 def spellings(path: Path, family: str) -> dict[str, str]:
-    """The names of a folder's tensors, which may be of an architecture that contains ours, by those that we write."""
+    """Map the names that we write to the names of a folder's tensors.
+
+    The folder's names may come from an architecture that contains ours.
+    """
     before = re.compile(f"{PREFIX}({'|'.join(sorted(FAMILIES[family].prefixes, reverse=True))})")
     return {before.sub(f"{PREFIX}model.", name): name for name in read_header(path / PEFT_WEIGHTS)}
 
 
 def options_of(path: Path, model: ModelConfig, family: str) -> Json:
-    """The keys of [adapter] of which a folder is what a run writes."""
+    """Return the keys of [adapter] with which a run would write this folder."""
     config = settings_of(path)
     there = spellings(path, family)
     everything = [
@@ -299,17 +321,18 @@ UNREADABLE = {
     "alpha_pattern": {},
     "fan_in_fan_out": False,
 }
-# what such a beginning of A and B takes from the weights
+# Initializations that take A and B from the base's weights, and change these.
 OF_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def read_peft(
     path: Path, model: ModelConfig, family: str, options: Options, base: str
 ) -> dict[str, Tensor]:
-    """Our parameters that a folder holds, by name.
+    """Return our parameters that a folder holds, by name.
 
     Raises:
-        ValueError: it is of other adapters than `options`, of another base, or not as `peft` writes it.
+        ValueError: its adapters do not fit `options`, it has another base, or it is not as
+            `peft` writes it.
     """
     _check_options(path, options)
     names = spellings(path, family)
@@ -320,7 +343,11 @@ def read_peft(
 
 
 def check_base(theirs: str, base: str, path: Path) -> None:
-    """Raise ValueError if the fingerprints of both are known, and differ. path: of what is of `theirs`."""
+    """Raise ValueError if both fingerprints are known and differ.
+
+    Args:
+        path: the folder or checkpoint with the adapters of `theirs`.
+    """
     if theirs and base and theirs != base:
         raise ValueError(
             f"'{path}' has the adapters of another base (fingerprint {theirs}; this one has {base}); give theirs"
@@ -359,6 +386,8 @@ def _ours(path: Path, contents: list[Held], tensors: dict[str, Tensor]) -> dict[
                 f"'{path / PEFT_WEIGHTS}': {held.name} is {there}, not {list(held.on_disk)}; correct adapter.targets "
                 "or adapter.train_extra"
             )
+        # Take the rows that our parameters need, and clear them. Any other row must be
+        # zero.
         rows = held.lifted(tensor).reshape(-1, held.parts[0].width)
         for part in held.parts:
             runs = [rows[start:stop] for _, start, stop, _ in part.pieces()]
@@ -379,7 +408,10 @@ def _ours(path: Path, contents: list[Held], tensors: dict[str, Tensor]) -> dict[
 
 
 def _check_copies(path: Path, contents: list[Held], tensors: Mapping[str, Tensor]) -> None:
-    """Refuse copies of an embedding and its tied head that differ, or one without the other: one matrix is not both."""
+    """Refuse copies of an embedding and its tied head that differ, or a single copy.
+
+    One matrix cannot be both.
+    """
     names = [x.name for x in contents if not x.lora and x.parts[0].name == "embedding.weight"]
     copies = [tensors[name] for name in names if name in tensors]
     if copies and not (len(copies) == len(names) and torch.equal(copies[0], copies[-1])):

@@ -1,4 +1,4 @@
-"""The lock of a run's folder: one run at a time writes there."""
+"""Lock of a run's folder: one run at a time writes there."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ class Unlockable(ValueError):
 
 @contextmanager
 def claimed(config: Config) -> Iterator[None]:
-    """Lock the run's folder inside `with`, and that of its checkpoints if it lies elsewhere: another run with the same
-    checkpoint.folder would mix its checkpoints with these. A disk for checkpoints alone may have no locks. A start that
-    is refused inside leaves nothing new behind.
+    """Lock the run's folder inside `with`, and its checkpoint folder if it lies elsewhere.
+
+    Another run with the same checkpoint.folder would mix its checkpoints with these. A disk
+    for checkpoints alone may have no locks. A start that is refused inside `with` leaves
+    nothing new behind.
 
     Raises:
         ValueError: another run holds a folder, or it cannot be written or locked.
@@ -44,6 +46,7 @@ def lock_folder(folder: str, key: str = "job.dump_folder") -> Iterator[None]:
     Raises:
         ValueError: another run holds the folder, or it cannot be written or locked.
     """
+    # Remember which paths are new, so that a refused start can remove them.
     path = Path(folder) / LOCK
     new = [made for made in (path, *path.parents) if not os.path.lexists(made)]
     try:
@@ -61,7 +64,8 @@ def lock_folder(folder: str, key: str = "job.dump_folder") -> Iterator[None]:
         try:
             _sign(file, folder, key)
             yield
-        except (ValueError, SystemExit):  # a start that is refused
+        # The start is refused.
+        except (ValueError, SystemExit):
             _take_back(new)
             raise
 
@@ -78,7 +82,7 @@ def _locks(file: TextIO, folder: str, key: str, new: list[Path]) -> bool:
 
 
 def _sign(file: TextIO, folder: str, key: str) -> None:
-    """Write into the lock who holds it."""
+    """Write the holder's process into the lock."""
     try:
         file.truncate(0)
         os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -87,7 +91,7 @@ def _sign(file: TextIO, folder: str, key: str) -> None:
 
 
 def _take_back(new: list[Path]) -> None:
-    """Remove the new lock, and those of its new folders that are empty, innermost first."""
+    """Remove the new lock and its new folders that are empty, innermost first."""
     for path in new:
         with suppress(OSError):
             path.rmdir() if path.is_dir() else path.unlink()

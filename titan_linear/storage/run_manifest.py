@@ -1,4 +1,4 @@
-"""manifest.json of a run: what this start of it is made with."""
+"""manifest.json of a run: software, hardware and mesh of its latest start."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ def write_manifest(
     degrees: Mapping[str, int],
     implementations: Mapping[str, str],
 ) -> None:
-    """Write manifest.json: what this start of the run is made with.
+    """Write manifest.json: software, hardware and mesh of this start of the run.
 
     Args:
         degrees: sizes of the mesh's dimensions, {"dp_replicate": 1, "dp_shard": 2, ...}.
-        implementations: the implementation chosen for each op, {"chunk_kda": "triton", ...}.
+        implementations: the implementation chosen for each op, {"chunk_kda": "triton",
+            ...}.
     """
     manifest = {
         "versions": {
@@ -70,7 +71,10 @@ def _cpu_name() -> str:
 
 
 def _git_commit() -> Any:
-    """The commit of this source tree, and whether it has changes; None for an installed package or without git."""
+    """Return the commit of this source tree, and whether it has changes.
+
+    Returns None for an installed package or without git.
+    """
     package = Path(__file__).parents[1]
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
@@ -83,6 +87,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
         )
-    except (OSError, subprocess.CalledProcessError):  # no git here, or no repository
+    # Git is missing, or this is not a repository.
+    except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()

@@ -1,16 +1,17 @@
-"""The folder of a run, `job.dump_folder`: its configuration, how a start resumes it, and its metrics.
+"""Folder of a run, `job.dump_folder`: configuration, how a start resumes it, metrics.
 
     config.toml      the resolved configuration; starts the same run again
     manifest.json    what the run was made with: versions, commit, hardware, ... (run_manifest.py)
     metrics.jsonl    a line per logged step
-    telemetry.jsonl  what telemetry saw inside every metrics.telemetry_freq-th step
-    evaluation.jsonl what evaluations showed, a line per prompt
+    telemetry.jsonl  measurements inside every metrics.telemetry_freq-th step
+    evaluation.jsonl results of evaluations, a line per prompt
     spikes.jsonl     steps whose loss was an outlier or not finite, with their streams
     tb/              metrics and telemetry for TensorBoard
     checkpoint/      step-N/
     .lock            held by the run that writes here (run_lock.py)
 
-Until everything has been checked, only the lock is written, and a start that is refused removes it. Only rank 0 writes.
+Until everything has been checked, only the lock is written, and a refused start removes it.
+Only rank 0 writes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ CONFIG, RUN_MANIFEST, METRICS, LOCK, BOARD = (
     ".lock",
     "tb",
 )
-STEP_MANIFEST = "manifest.json"  # of a checkpoint
+# Name in a checkpoint.
+STEP_MANIFEST = "manifest.json"
 RECORDERS = "flight_recorder"
 TELEMETRY, SPIKES, EVALUATION, WANDB = (
     "telemetry.jsonl",
@@ -55,16 +57,19 @@ TELEMETRY, SPIKES, EVALUATION, WANDB = (
     "evaluation.jsonl",
     "wandb_id",
 )
-MARK = "# The configuration of the run in"  # how a config.toml begins
+# The beginning of a config.toml.
+MARK = "# The configuration of the run in"
 
 
 def check_folders(config: Config) -> None:
-    """Check that what a run writes hours later can be written. Nothing is created.
+    """Check that files which a run writes hours later can be written. Nothing is created.
 
     Raises:
-        ValueError: something other than a folder is in the way, or a folder may not be written, or a file is a link.
+        ValueError: something other than a folder is in the way, a folder may not be
+            written, or a file is a link.
     """
     c, p = config.checkpoint, config.profiling
+    # A run appends to these files.
     for name in (METRICS, TELEMETRY, SPIKES, EVALUATION):
         if (link := Path(config.job.dump_folder, name)).is_symlink():
             raise ValueError(
@@ -80,6 +85,7 @@ def check_folders(config: Config) -> None:
             p.enable_memory_snapshot,
         ),
     ):
+        # The nearest existing ancestor must be a folder that may be written.
         path = Path(config.job.dump_folder).absolute() / folder
         there = next(part for part in (path, *path.parents) if os.path.lexists(part))
         if used and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
@@ -88,12 +94,14 @@ def check_folders(config: Config) -> None:
 
 
 def check_resume(config: Config) -> list[str]:
-    """Compare with the run that the folder holds; return the changes as lines, "key: old → new". Paths are absolute.
+    """Compare with the run that the folder holds; return the changes as "key: old → new".
 
-    A folder in which nothing was trained yet holds no run; with job.start_anew, neither does one without a checkpoint.
+    Paths are compared as absolute. A folder in which nothing was trained yet holds no run.
+    With job.start_anew, neither does a folder without a checkpoint.
 
     Raises:
-        ValueError: a key that decides what the steps so far have computed differs; old and new value are named.
+        ValueError: a key that decided the steps so far differs; its old and new value are
+            named.
     """
     folder = Path(config.job.dump_folder)
     if not _has_trained(config) or starts_anew(config):
@@ -108,6 +116,7 @@ def check_resume(config: Config) -> list[str]:
         raise ValueError(
             f"job.dump_folder = '{folder}' holds a run without its {CONFIG}; use another folder"
         )
+    # Compare all keys; some may change on resume.
     stored = _stored(folder)
     _check_checkpoints_are_used(config, stored)
     before, now = (flat_keys(_with_absolute_paths(c)) for c in (stored, config))
@@ -130,7 +139,10 @@ def check_resume(config: Config) -> list[str]:
 
 
 def _check_checkpoints_are_used(config: Config, stored: Config) -> None:
-    """Raise ValueError if the run's checkpoints are not used: it would begin again and cut what it has reported."""
+    """Raise ValueError if the run's checkpoints are not used.
+
+    It would begin again and cut what it has reported.
+    """
     c = config.checkpoint
     same = checkpoint_folder(config).resolve() == checkpoint_folder(stored).resolve()
     if not (c.enable and same) and _has_checkpoint(stored):
@@ -148,14 +160,14 @@ def _may_change(key: str, old: Any, new: Any) -> bool:
 
 
 def starts_anew(config: Config) -> bool:
-    """Whether job.start_anew is set and applies: this folder's run, if it has one, left no checkpoint."""
+    """Whether job.start_anew is set and applies: this folder's run left no checkpoint."""
     return config.job.start_anew and not any(
         _has_checkpoint(run) for run in (config, _stored(Path(config.job.dump_folder)))
     )
 
 
 def set_run_aside(config: Config) -> None:
-    """Move what a run without checkpoints left into abandoned-DATE/ in its folder; for `starts_anew`."""
+    """Move the files of a run without checkpoints into abandoned-DATE/ (`starts_anew`)."""
     folder = Path(config.job.dump_folder)
     p = config.profiling
     files = (CONFIG, RUN_MANIFEST, METRICS, TELEMETRY, SPIKES, EVALUATION, WANDB, BOARD, RECORDERS)
@@ -165,13 +177,13 @@ def set_run_aside(config: Config) -> None:
         if not Path(name).is_absolute()
     ]
     left = dict.fromkeys(Path(os.path.normpath(name)) for name in (*files, *traces))
-    # traces may lie in tb
+    # Traces may lie in tb: a folder takes its content along.
     whole = [folder / path for path in left if not left.keys() & set(path.parents)]
     set_aside(folder, [path for path in whole if path.exists()], "job.start_anew = true")
 
 
 def set_aside(folder: Path, paths: Sequence[Path], why: str, what: str = "") -> None:
-    """Move these paths of a folder, if any, into its abandoned-DATE/, and say so."""
+    """Move these paths of a folder, if any, into its abandoned-DATE/, and report it."""
     if paths:
         aside = unused(folder / time.strftime("abandoned-%Y%m%d-%H%M%S"))
         names = []
@@ -184,7 +196,7 @@ def set_aside(folder: Path, paths: Sequence[Path], why: str, what: str = "") -> 
 
 
 def unused(path: Path) -> Path:
-    """This path, or if it exists, one with a number added that does not."""
+    """Return this path, or if it exists, one with a number added that does not exist."""
     return next(
         new
         for n in count()
@@ -193,7 +205,7 @@ def unused(path: Path) -> Path:
 
 
 def finished_without_checkpoint(config: Config) -> bool:
-    """Whether the metrics in this folder reach the last step and there is nothing to resume from."""
+    """Whether the metrics reach the last step, without a checkpoint to resume from."""
     metrics = Path(config.job.dump_folder) / METRICS
     if _has_checkpoint(config) or not metrics.exists():
         return False
@@ -202,14 +214,19 @@ def finished_without_checkpoint(config: Config) -> bool:
 
 
 def copied_configuration(config: Config) -> str:
-    """A warning if the config.toml of a run is started that lies elsewhere than in that run's folder; else ""."""
+    """Return a warning if a copy of a run's config.toml starts its original run, or "".
+
+    The copy lies elsewhere than in the folder of that run.
+    """
     path = Path(os.path.expanduser(config.job.config_file))
-    if not path.is_file() or not _is_of_a_run(path):  # what comes through a pipe is read once
+    # A pipe can be read only once.
+    if not path.is_file() or not _is_of_a_run(path):
         return ""
     its_folder = load_config(["--job.config_file", str(path)]).job.dump_folder
     folder = Path(config.job.dump_folder)
     if absolute(its_folder) != absolute(str(folder)) or path.absolute().parent == folder.absolute():
-        return ""  # another folder was given, or it is this run's
+        # Another folder was given, or the file belongs to this run.
+        return ""
     here = path.absolute().parent
     moved = (
         f"; --job.dump_folder '{here}' resumes where it lies"
@@ -230,7 +247,7 @@ def _is_of_a_run(file: Path) -> bool:
 
 
 def absolute(path: str) -> str:
-    """A path, or several separated by commas, made absolute; "" stays."""
+    """Make a path, or several separated by commas, absolute; "" stays."""
     parts = [path] if os.path.exists(path) else path.split(",")
     return ",".join(
         os.path.abspath(os.path.expanduser(part.strip())) for part in parts if part.strip()
@@ -242,7 +259,7 @@ def checkpoint_folder(config: Config) -> Path:
 
 
 def checkpoints_of(run: Path) -> Path:
-    """The folder of the checkpoints of the run that the folder `run` holds.
+    """Return the folder of the checkpoints of the run in the folder `run`.
 
     Raises:
         ValueError: its config.toml cannot be read.
@@ -251,7 +268,10 @@ def checkpoints_of(run: Path) -> Path:
 
 
 def _stored(run: Path) -> Config:
-    """The configuration that this folder's run stored, or the defaults, with the folder's present path."""
+    """Return the configuration stored by this folder's run, with the folder's present path.
+
+    Without one, return the defaults.
+    """
     stored = (
         load_config(["--job.config_file", str(run / CONFIG)])
         if (run / CONFIG).is_file()
@@ -261,15 +281,15 @@ def _stored(run: Path) -> Config:
 
 
 def config_of(checkpoint: Path) -> Config:
-    """The configuration of the run that a step-N folder belongs to (`config_path`)."""
+    """Return the configuration of the run of a step-N folder (`config_path`)."""
     return load_config(["--job.config_file", str(config_path(checkpoint))])
 
 
 def config_path(checkpoint: Path) -> Path:
-    """The config.toml of the run that a step-N folder belongs to.
+    """Return the config.toml of the run that a step-N folder belongs to.
 
     Raises:
-        ValueError: no folder above it is a run's.
+        ValueError: no folder above it is a run's folder.
     """
     for folder in checkpoint.resolve().parents:
         if (folder / CONFIG).is_file():
@@ -281,7 +301,7 @@ def config_path(checkpoint: Path) -> Path:
 
 
 def _has_trained(config: Config) -> bool:
-    """Whether this folder's own run has trained; runs in folders below it do not count."""
+    """Whether this folder's run has trained; runs in folders below it do not count."""
     return _has_reported(config) or any(_saved(config, "step-*"))
 
 
@@ -295,8 +315,11 @@ def _has_checkpoint(config: Config) -> bool:
 
 
 def _saved(config: Config, pattern: str) -> Iterator[Path]:
-    """Paths among the run's checkpoints that match. With checkpoint.enable = false, those outside the run's folder are
-    another run's."""
+    """Return the paths among the run's checkpoints that match.
+
+    With checkpoint.enable = false, checkpoints outside the run's folder belong to another
+    run.
+    """
     return (
         checkpoint_folder(config).glob(pattern)
         if config.checkpoint.enable or saves_inside(config)
@@ -313,7 +336,8 @@ def saves_inside(config: Config) -> bool:
 def write_config(config: Config) -> None:
     """Write config.toml with absolute paths, so that it starts the same run from anywhere."""
     config = _with_absolute_paths(config)
-    # Once begun anew, this is a run like any other, which its own config.toml must not set aside.
+    # Once begun anew, this is a run like any other. Its config.toml must not set it aside
+    # again.
     written = changed(config, {"job.start_anew": False})
     folder = config.job.dump_folder
     text = f"{MARK} '{folder}'; with another job.dump_folder it starts the same run anew\n\n"
@@ -333,7 +357,7 @@ def _with_absolute_paths(config: Config) -> Config:
 
 
 def cut_metrics(folder: str, step: int) -> None:
-    """Drop the lines after `step` from what a run writes line by line, and last lines that were torn while written.
+    """Drop the lines after `step`, and torn last lines, from files written line by line.
 
     Raises:
         ValueError: a line before the last is not a line of metrics.
@@ -345,7 +369,7 @@ def cut_metrics(folder: str, step: int) -> None:
 
 def _cut(path: Path, step: int) -> None:
     text = path.read_text(encoding="utf-8")
-    *lines, _torn = text.split("\n")  # a whole line ends in \n
+    *lines, _torn = text.split("\n")
     kept = "".join(
         f"{line}\n" for number, line in enumerate(lines, 1) if _step(path, number, line) <= step
     )
@@ -354,7 +378,7 @@ def _cut(path: Path, step: int) -> None:
 
 
 def json_lines(path: Path, kind: type[T]) -> list[T]:
-    """The lines of a .jsonl file, if it exists; without a last line that is still being written."""
+    """Return the lines of a .jsonl file, if it exists, without an unfinished last line."""
     if not path.is_file():
         return []
     *lines, _torn = path.read_text(encoding="utf-8").split("\n")
@@ -365,7 +389,10 @@ def json_lines(path: Path, kind: type[T]) -> list[T]:
 
 
 def json_line(value: Mapping[str, Any]) -> str:
-    """A line of a .jsonl file. Numbers that are not finite become text: JSON cannot express them."""
+    """Return a line of a .jsonl file.
+
+    Numbers that are not finite become text, because JSON cannot express them.
+    """
     return json.dumps(_finite(value), allow_nan=False) + "\n"
 
 
@@ -378,7 +405,7 @@ def _finite(value: Any) -> Any:
 
 
 class Line(BaseModel):
-    """What each line of metrics has."""
+    """The field that every line of metrics has."""
 
     step: int
 

@@ -1,4 +1,4 @@
-"""The step-N folders of a run: which are whole, which one a run resumes from, whether the disk has altered them."""
+"""Folders step-N of a run: which are whole, which one to resume from, which are damaged."""
 
 from __future__ import annotations
 
@@ -17,34 +17,41 @@ from titan_linear.storage.manifest import REMEDY, read_manifest
 from titan_linear.storage.rundir import STEP_MANIFEST, checkpoint_folder, checkpoints_of, set_aside
 
 PROGRESS, METADATA, REWOUND = "progress.json", ".metadata", "rewound.json"
-BLOCK = 1 << 20  # bytes read at a time
+# Number of bytes read at a time.
+BLOCK = 1 << 20
 
 
 class Content(BaseModel):
-    """What a run trains, and on what, by fingerprints of the content: paths may change."""
+    """Fingerprints of a run's model and data; paths may change."""
 
     tokenizer: str
     model: str
-    # by the names of a mixture's sources, with those of its earlier phases; else by ""
+    # By the names of a mixture's sources, including its earlier phases; else by "".
     corpora: dict[str, str]
-    # first stream and weights of each phase; without a mixture none
+    # First stream and weights of each phase; empty without a mixture.
     mixture: list[tuple[int, dict[str, float]]]
-    validation: str = ""  # a corpus of its own
-    base: str = ""  # the weights that adapters leave frozen
-    scores: str = ""  # the columns of loss.scores
+    # Validation's own corpus.
+    validation: str = ""
+    # The weights that adapters leave frozen.
+    base: str = ""
+    # The columns of loss.scores.
+    scores: str = ""
 
 
 class Progress(BaseModel):
-    """What a checkpoint records besides tensors."""
+    """Everything that a checkpoint records besides tensors."""
 
     step: int
-    skipped: int = 0  # steps left out because their loss or gradient was not finite
-    total_steps: int = 0  # of the learning rate's schedule
-    content: Content | None = None  # None: imported weights
+    # Steps left out because their loss or gradient was not finite.
+    skipped: int = 0
+    # The length of the learning rate's schedule.
+    total_steps: int = 0
+    # None for imported weights.
+    content: Content | None = None
 
 
 class Rewound(BaseModel):
-    """The checkpoint.load_step that a run has gone back to."""
+    """The checkpoint.load_step to which a run has gone back."""
 
     load_step: int
 
@@ -53,17 +60,21 @@ class Rewound(BaseModel):
 
 
 def whole_steps(folder: Path) -> list[int]:
-    """The steps of the whole checkpoints in `folder`, ascending. Their contents are not read; see `verify`."""
+    """Return the steps of the whole checkpoints in `folder`, ascending.
+
+    Their contents are not read; see `verify`.
+    """
     return sorted(step for step, path in _step_folders(folder).items() if _is_whole(path))
 
 
 def find_step(folder: Path, load_step: int) -> int | None:
-    """The step to resume from: `load_step`, or for −1 the newest whole one, None if there is none.
+    """Return the step to resume from: `load_step`, or for −1 the newest whole one, or None.
 
-    A run that has gone back to `load_step` already (see `rewind`) resumes from its newest, too.
+    A run that has already gone back to `load_step` (see `rewind`) resumes from its newest
+    checkpoint, too.
 
     Raises:
-        ValueError: there is no whole checkpoint of `load_step`.
+        ValueError: no whole checkpoint of `load_step` exists.
     """
     steps = whole_steps(folder)
     if load_step == -1 or (steps and steps[-1] > load_step == _rewound_to(folder)):
@@ -72,18 +83,21 @@ def find_step(folder: Path, load_step: int) -> int | None:
 
 
 def known_progress(config: Config, load_step: int) -> Progress | None:
-    """What is saved in the checkpoint that a run resumes from (`find_step`); None for a new run, and without
-    checkpoints."""
+    """Return the progress in the checkpoint that a run resumes from (`find_step`).
+
+    Returns None for a new run, and without checkpoints.
+    """
     folder = checkpoint_folder(config)
     step = find_step(folder, load_step) if config.checkpoint.enable else None
     return None if step is None else read_progress(folder / f"step-{step}")
 
 
 def rewind(folder: Path, step: int, load_step: int) -> None:
-    """Set later steps aside, and note that, when a run resumes from `step` as checkpoint.load_step chose.
+    """Set later steps aside when a run resumes from an earlier `step`, and note it.
 
-    If this is killed half-way, the next start does the rest: the note comes last. A start without a load_step removes
-    the note, one with another load_step replaces it. On rank 0.
+    Called on rank 0, after checkpoint.load_step has chosen the step. The note comes last,
+    so that the next start completes a killed call. A start without a load_step removes the
+    note; one with another load_step replaces it.
 
     Raises:
         ValueError: the folder cannot be written.
@@ -110,8 +124,11 @@ def _rewound_to(folder: Path) -> int | None:
 
 
 def set_steps_aside(folder: Path, step: int, why: str) -> None:
-    """Set aside checkpoints of this step and later ones: a run's steps ascend, so the run has left these behind."""
-    # and their exports
+    """Set aside the checkpoints of this step and later ones.
+
+    A run's steps ascend, so the run has left these behind.
+    """
+    # Include their exports.
     folders = [*_step_folders(folder).items(), *_step_folders(folder, "-hf").items()]
     set_aside(
         folder, sorted(path for number, path in folders if number >= step), why, "checkpoint: "
@@ -133,15 +150,18 @@ def whole_step(folder: Path, load_step: int) -> int:
 
 
 def weights_path(path: Path, key: str = "checkpoint.initial_load_path") -> Path:
-    """Resolve a path to a step-N folder: itself, or the newest whole one of a run's folder or of its checkpoint/.
+    """Resolve a path to a step-N folder.
+
+    The path is such a folder, a run's folder, or its checkpoint/; the last two give the
+    newest whole checkpoint.
 
     Args:
-        key: what the error calls the path.
+        key: the name of the path in an error.
 
     Raises:
-        ValueError: there is no whole checkpoint.
+        ValueError: no whole checkpoint is found.
     """
-    # a run has a manifest.json too
+    # A run's folder has a manifest.json, too.
     if _is_whole(path) and ((path / PROGRESS).exists() or (path / METADATA).exists()):
         return path
     for folder in (path, checkpoints_of(path)):
@@ -154,7 +174,9 @@ def weights_path(path: Path, key: str = "checkpoint.initial_load_path") -> Path:
 
 
 def verify(path: Path) -> None:
-    """Read a whole checkpoint and compare every file with the manifest. CPU only; no process group.
+    """Read a whole checkpoint and compare every file with the manifest, on the CPU.
+
+    No process group is needed.
 
     Raises:
         ValueError: a file is missing, or has another size or checksum.
@@ -165,8 +187,10 @@ def verify(path: Path) -> None:
         if others
         else "start a new run in another job.dump_folder"
     )
+    # Threads read the files; the first difference stops them.
     files, stop = read_manifest(path, remedy).files, Event()
-    with ThreadPoolExecutor() as pool:  # leaving it waits for its threads
+    # Leaving the pool waits for its threads.
+    with ThreadPoolExecutor() as pool:
         try:
             entries = progress(
                 pool.map(lambda name: inspect(path / name, stop), files),
@@ -181,12 +205,13 @@ def verify(path: Path) -> None:
                         else "was altered since it was saved (size or checksum)"
                     )
                     raise ValueError(f"checkpoint file '{path / name}' {problem}; {remedy}")
-        finally:  # also after a signal
+        # Also after a signal.
+        finally:
             stop.set()
 
 
 def read_progress(path: Path) -> Progress:
-    """What a checkpoint records besides tensors."""
+    """Return everything that a checkpoint records besides tensors."""
     return read_json(path / PROGRESS, Progress, REMEDY)
 
 
@@ -207,7 +232,10 @@ def _list(steps: list[int]) -> str:
 
 
 def inspect(file: Path, stop: Event | None = None) -> list[int] | str:
-    """A file's [size in bytes, CRC-32], or what is wrong with it. Once `stop` is set, it is read no further."""
+    """Return a file's [size in bytes, CRC-32], or its problem as text.
+
+    Reading stops once `stop` is set.
+    """
     try:
         return _measure(file, stop) if file.is_file() else "is missing"
     except OSError as error:
@@ -223,13 +251,13 @@ def _measure(file: Path, stop: Event | None) -> list[int]:
 
 
 def checksum(data: Any, before: list[int] | None = None) -> list[int]:
-    """[size in bytes, CRC-32] of these bytes appended to those that `before` describes."""
+    """Return [size in bytes, CRC-32] of these bytes appended to what `before` describes."""
     size, crc = before or (0, 0)
     return [size + memoryview(data).nbytes, zlib.crc32(data, crc)]
 
 
 def describe(error: BaseException) -> str:
-    """An error in a line: the system's words for what it refused, and which file."""
+    """Return an error as one line: the system's words for what it refused, and the file."""
     if not isinstance(error, OSError):
         return repr(error)
     return (error.strerror or str(error)) + (f": '{error.filename}'" if error.filename else "")

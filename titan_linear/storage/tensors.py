@@ -1,4 +1,4 @@
-"""The tensors of a step-N folder: how a model's and an optimizer's state is named, written and read by DCP."""
+"""Tensors of a step-N folder: how DCP names, writes and reads model and optimizer state."""
 
 from __future__ import annotations
 
@@ -22,38 +22,44 @@ from titan_linear.storage.files import progress
 from titan_linear.storage.manifest import REMEDY, Reader, read_manifest
 from titan_linear.storage.step_folders import describe, weights_path
 
-State = dict[str, Any]  # of a model or an optimizer, by name
-# `_compare` checks names with better messages
+# State of a model or an optimizer, by name.
+State = dict[str, Any]
+# `_compare` checks names, with better messages.
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
-# what checkpointing and torch.compile add to names
+# Parts of names that activation checkpointing and torch.compile add.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Load weights in place, from a path that `weights_path` resolves.
 
-    group: of all ranks; rank 0 decides which checkpoint that is: while a run saves there, ranks may see different ones
-    as the newest. None: in one process.
+    Args:
+        group: a group of all ranks, or None in one process. Rank 0 chooses the checkpoint:
+            while a run saves there, ranks may disagree about the newest.
 
     Raises:
-        ValueError: there is no whole checkpoint, or it is of another model.
+        ValueError: no whole checkpoint is found, or it is of another model.
     """
     chosen = on_rank_0(lambda: weights_path(path), group) if group else weights_path(path)
     read_state(chosen, {"model": parameters_in(chosen, model)}, group)
 
 
 def check_weights(path: Path, model: nn.Module) -> None:
-    """Compare names and sizes of the tensors of a step-N folder with those that a run saves of a model, which may be on
-    the meta device.
+    """Compare the tensors of a step-N folder with what a run saves of `model`.
+
+    Names and sizes must be equal. The model may be on the meta device.
 
     Raises:
-        ValueError: it is of another model.
+        ValueError: the folder is of another model.
     """
     _compare(path, Reader(path), {"model": saved_parameters(model)})
 
 
 def stored_weights(path: Path) -> Callable[[str], Tensor]:
-    """name -> the whole tensor of a step-N folder, read when it is asked for, in one process."""
+    """Return a function from a name to the whole tensor of a step-N folder.
+
+    A tensor is read when it is asked for, in one process.
+    """
     reader = Reader(path)
 
     def get(name: str) -> Tensor:
@@ -80,7 +86,8 @@ def _fill(reader: Reader, state: dict[str, State], group: dist.ProcessGroup | No
             process_group=group,
             no_dist=group is None,
         )
-    except dcp.CheckpointException as failure:  # a BaseException, the same on every rank
+    # A BaseException, the same on every rank.
+    except dcp.CheckpointException as failure:
         raise ValueError(
             f"'{reader.path}' cannot be loaded: {reasons(failure)}; {REMEDY}"
         ) from failure
@@ -98,7 +105,7 @@ class _Planner(dcp.DefaultLoadPlanner):
 
 
 def holds_optimizer(path: Path) -> bool:
-    """Whether a run can resume from this checkpoint; otherwise it holds the weights only."""
+    """Whether a run can resume from this checkpoint; otherwise it holds only weights."""
     return any(name.startswith("optimizer.") for name in read_manifest(path).tensors)
 
 
@@ -110,8 +117,11 @@ def holds_adapters(path: Path) -> bool:
 
 
 def named_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Weights by name, without what wrappers add to names; a tied weight once, by its first name. They share the memory
-    of the model's own; a part of a tensor says where it lies in the whole one."""
+    """Return the weights by name, without what wrappers add to names.
+
+    A tied weight comes once, by its first name. The tensors share the memory of the model's
+    parameters. A part of a tensor has its place in the whole one.
+    """
     state = get_model_state_dict(model)
     first = {name for name, _ in model.named_parameters()}
     for name, _ in model.named_parameters(remove_duplicate=False):
@@ -127,7 +137,7 @@ def _plain(name: str) -> str:
 
 
 def saved_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds of them: with adapters, what is trained."""
+    """Return the parameters to save: all, or with adapters only the trained ones."""
     state = named_parameters(model)
     if not any(map(is_adapter, state)):
         return state
@@ -137,7 +147,10 @@ def saved_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def parameters_in(path: Path, model: nn.Module) -> dict[str, Tensor]:
-    """What a step-N folder holds of a model: with adapters, what is trained; else all but adapters."""
+    """Return a model's parameters that a step-N folder holds.
+
+    Of a run with adapters, it holds the trained ones; else all but adapters.
+    """
     if holds_adapters(path):
         return saved_parameters(model)
     return {name: p for name, p in named_parameters(model).items() if not is_adapter(name)}
@@ -148,22 +161,26 @@ def is_adapter(name: str) -> bool:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[State, State]:
-    """The optimizer's state by weight, "state.layers.0.mlp.w1.weight.exp_avg"; and its hyperparameters, which are not
-    saved."""
+    """Return the optimizer's state by weight, and its hyperparameters, which are not saved.
+
+    A name is "state.layers.0.mlp.w1.weight.exp_avg", for example.
+    """
     flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
     state = {name: value for name, value in flat.items() if name.startswith("state.")}
     return state, {name: value for name, value in flat.items() if name not in state}
 
 
 def of_whole(moments: State, model: nn.Module) -> State:
-    """The optimizer's state, whose parts say where they lie in the whole tensors, as in `named_parameters`; counts of
-    steps are no parts."""
+    """Return the optimizer's state with each part's place in the whole tensor.
+
+    See `named_parameters`. Step counts are not parts.
+    """
     names = {name: name.removeprefix("state.").rpartition(".")[0] for name in moments}
     return {name: whole(model, names[name], x) if x.dim() else x for name, x in moments.items()}
 
 
 def _compare(path: Path, reader: Reader, state: dict[str, State]) -> None:
-    """Compare names and sizes. DCP would ignore what the checkpoint has and the model lacks."""
+    """Compare names and sizes. DCP would ignore tensors that only the checkpoint has."""
     saved = reader.metadata.state_dict_metadata
     if "optimizer" in state and not any(name.startswith("optimizer.") for name in saved):
         raise ValueError(

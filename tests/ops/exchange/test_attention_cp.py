@@ -63,7 +63,6 @@ def context(name, rank, world_size, layout, group=None, **more):
         torch.tensor(boundaries),
         layout=layout,
         num_streams=num_streams,
-        pairs_per_row=0,
         **kwargs,
         **more,
     )
@@ -211,7 +210,6 @@ def poisoned_runs(rank, world_size, layout, method, name):
 @pytest.mark.parametrize("method", METHODS + NODES)
 def test_documents_do_not_see_each_other(worlds, layout, method):
     names = ("over three and more ranks", "after the edges", "two streams, packed")
-    assert any(context(name, 0, 4, layout).gathered.queries.moves for name in names)
     for name in names:
         for unchanged in worlds(4).run(poisoned_runs, layout, method, name):
             assert all(unchanged), name
@@ -273,22 +271,14 @@ def pairs_of_spans(ranks, causal):
         [cp.gathered if causal else cp.full_gathered for cp in ranks],
         [tokens_of(cp) for cp in ranks],
     )
-    queries = [
-        tokens[r][p.queries.rows].split(
-            [len(tokens[r]) - int(p.queries.leaving.sum()), *p.queries.leaving]
-        )
-        for r, p in enumerate(plans)
-    ]  # of each rank: those that stay, then those that leave for rank 0, 1, …
     sent = [
         torch.cat([tokens[r][a:b] for a, b in p.keys.sent.tolist()]).split(p.keys.leaving.tolist())
         if p.keys.travel != ALL
         else None
         for r, p in enumerate(plans)
     ]
-    for r, (spans, moved, keys, _) in enumerate(plans):
-        assert moved.rows.sort().values.equal(torch.arange(len(tokens[r])))
-        q = torch.cat([queries[r][0], *(queries[s][1 + r] for s in range(W))])
-        assert [len(queries[s][1 + r]) for s in range(W)] == moved.coming.tolist()
+    for r, (spans, keys, _) in enumerate(plans):
+        q = tokens[r]
         came = torch.cat(tokens if keys.travel == ALL else [sent[s][r] for s in range(W)])
         assert keys.travel == ALL or [len(sent[s][r]) for s in range(W)] == keys.coming.tolist()
         k = torch.cat([torch.cat([tokens[r], came])[a:b] for a, b in keys.pieces.tolist()])
@@ -304,7 +294,7 @@ def pairs_of_spans(ranks, causal):
             here[q[i][:, None], k[j][None, :]] += (
                 pairs.tril(pairs.shape[1] - pairs.shape[0]) if causal else pairs
             )
-        assert all(p.pairs[1, r] == here.sum() for p in plans)
+        assert all(p.pairs[r] == here.sum() for p in plans)
         count += here
     return count
 
@@ -370,7 +360,7 @@ class PeakBytes(Inside):
 
 def peak_bytes(rank, world_size, method, heads=1, of=4, dtype=torch.float64):
     """Forward and backward of 64 tokens a rank, all one document; all-gather in slices of so many heads."""
-    cp = build_cp_context(torch.tensor([0, 64 * world_size]), dist.group.WORLD, pairs_per_row=0)
+    cp = build_cp_context(torch.tensor([0, 64 * world_size]), dist.group.WORLD)
     q, k, v, do = (x.detach().to(dtype) for x in make(1, 64, 64, of, of, 16, 16, seed=rank))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     with PeakBytes() as memory, pytest.MonkeyPatch.context() as patch:
@@ -380,14 +370,14 @@ def peak_bytes(rank, world_size, method, heads=1, of=4, dtype=torch.float64):
 
 
 def test_memory_of_the_ring_does_not_grow_with_the_ranks(worlds):
-    """At fixed T/W two ranks hold two buffers of dK|dV and more ranks three; the all-gather, to compare, grows by two
-    slices of a quarter of the heads, K|V and dK|dV of each."""
+    """At fixed T/W two ranks hold two buffers of dK|dV and more ranks three; the all-gather, to compare, grows by
+    slices of a quarter of the heads: K|V of two, and dK|dV of one."""
     two, four = (max(worlds(n).run(peak_bytes, "ring")) for n in (2, 4))
     buffer = 64 * 4 * (16 + 16) * 8
     assert two > 4 * buffer  # it sees the buffers
     assert four <= two + buffer
     two, four = (max(worlds(n).run(peak_bytes, "allgather")) for n in (2, 4))
-    assert four >= two + 2 * buffer
+    assert four >= two + 1.5 * buffer
 
 
 def test_bytes_of_slices_are_what_they_take(worlds):
@@ -400,7 +390,7 @@ def test_bytes_of_slices_are_what_they_take(worlds):
 def test_slices_of_the_all_gather():
     """Of 32 heads of 128 in a stream of 32k tokens over four ranks: one where documents are short."""
     q = v = torch.empty(1, 8192, 32, 128, device="meta")
-    for documents, slices in (([32768], 4), ([32768 // 2] * 2, 2), ([3277] * 9 + [3275], 1)):
+    for documents, slices in (([32768], 4), ([32768 // 2] * 2, 3), ([3277] * 9 + [3275], 1)):
         cp = build_cp_context(torch.tensor(lengths(*documents)), rank=0, world_size=4)
         assert allgather.worthwhile(cp.gathered.pairs, q, v) == slices
 
@@ -433,18 +423,17 @@ def test_the_all_gather_sends_what_is_needed(monkeypatch):
 
     def on_rank(group):
         documents = lengths(*[11, 19, 32, 25, 41, 14, 28, 22, 50, 14])
-        cp = build_cp_context(torch.tensor(documents), group, pairs_per_row=0)
+        cp = build_cp_context(torch.tensor(documents), group)
         q, k, v, do = make(1, 64, 64, Hq, Hkv, D, Dv, seed=0)
         attention(q, k, v, cp_context=cp, method="allgather").backward(do)
-        _, queries, keys, _ = cp.gathered
-        assert queries.moves and keys.travel == SOME
-        return [int(x.sum()) for x in (keys.leaving, keys.coming, queries.leaving, queries.coming)]
+        keys = cp.gathered.keys
+        assert keys.travel == SOME
+        return [int(x.sum()) for x in (keys.leaving, keys.coming)]
 
     monkeypatch.setattr(allgather, "start_all_to_all", counted)
-    there, back = D + (1 + 2 * Dv + D), (1 + Dv) + D  # q, then lse, do, q, o; lse, o, then dq
-    for rank, (k_leaving, k_coming, q_leaving, q_coming) in enumerate(run_ranks(on_rank, 4)):
-        keys = Hkv * (D + Dv) * (2 * k_leaving + k_coming)  # K|V twice, dK|dV
-        assert sent[rank] == 8 * (keys + Hq * (there * q_leaving + back * q_coming))
+    for rank, (leaving, coming) in enumerate(run_ranks(on_rank, 4)):
+        # K|V leave twice, and dK|dV of what came
+        assert sent[rank] == 8 * Hkv * (D + Dv) * (2 * leaving + coming)
 
 
 def sent_messages(rank, world_size, name, layout):
@@ -494,9 +483,7 @@ def test_the_work_of_each_method():
     ring, gathered, heads = ([pairs_computed(cp, method) for cp in ranks] for method in METHODS)
     of_two = [context("one document", r, 4, "contiguous", node_size=2) for r in range(4)]
     assert [pairs_computed(cp, "ulysses+ring") for cp in of_two] == [264, 264, 776, 776]
-    assert ring == [136, 392, 648, 904] and heads == [520.0] * 4
-    # a query may have as many
-    assert sum(gathered) == sum(ring) and max(gathered) <= 1.04 * 520 + 64
+    assert ring == gathered == [136, 392, 648, 904] and heads == [520.0] * 4
 
 
 def test_auto_depends_on_shapes_alone():

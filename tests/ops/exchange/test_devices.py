@@ -24,9 +24,7 @@ def on_rank(rank, world_size, method, layout):
     wrong = {}
     for lengths in LENGTHS:
         cu = boundaries(lengths)
-        cp = build_cp_context(
-            cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu, pairs_per_row=0
-        )
+        cp = build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu)
         mine = tokens_of(cp).cuda()
         for heads in HEADS:
             for dtype, (o_bound, gradient_bound) in BOUNDS.items():

@@ -1,1 +1,1 @@
-"""Texts → tokens on disk: sources, tokenizers, conversations, the corpus, its writer and its caches."""
+"""From texts to tokens on disk: sources, tokenizers, conversations, corpora and caches."""

@@ -1,12 +1,19 @@
-"""Texts as corpora: tokenised once, into the user's cache (`open_corpus`) or a folder of their own (`tokenise_corpus`).
+"""Texts as corpora: tokenised once, into the user's cache or into a separate folder.
 
-The name of a cache's folder is made from whatever would change its content: the format, the dataset, the text field
-(for conversations their kind and template), the tokenizer's fingerprint, and path, size and modification time of every
-file. The texts themselves are not read for it, because that would mean reading all of a terabyte at every start; so a
-change that leaves a file's size and time as they were is not noticed. If there is no folder of that name, the texts are
-read once, which takes little time beside tokenising them. If they are those of an existing cache, whatever their paths
-and times were then, a file `<folder>.same` names that cache from then on. Whether bad documents stop the work or are
-skipped is not part of the name: a corpus notes those that it lacks, and is refused where they should have stopped it.
+`open_corpus` uses the cache; `tokenise_corpus` writes a folder.
+
+The name of a cache's folder is a hash of everything that would change its content: the
+format, the dataset, the text field (for conversations, their kind and template), the
+tokenizer's fingerprint, and path, size and modification time of every file. The texts
+themselves are not read for it, because that would mean reading up to a terabyte at every
+start. So a change that leaves a file's size and time intact is not noticed.
+
+If no folder has that name, the texts are read once, which takes little time
+compared with tokenising them. If an existing cache has the same texts, under whatever paths
+and times, a file `<folder>.same` names that cache from then on.
+
+Whether bad documents stop the work or are skipped does not enter the name. A corpus records
+the documents that it lacks, and is refused where they should have stopped the work.
 """
 
 from __future__ import annotations
@@ -70,22 +77,30 @@ from titan_linear.storage.files import (
     write_whole,
 )
 
-_NAMED = 3  # number of skipped bad documents that are named
+# Number of skipped bad documents that are named.
+_NAMED = 3
 _SKIP = 'training.on_bad_document = "skip" (titan-linear corpus: --on-bad-document skip) counts and skips them'
 
 
 @dataclass(frozen=True)
 class Texts:
-    """What is tokenised, and how; or a corpus of tokens.
+    """Texts to tokenise and how, or a corpus of tokens.
 
-    dataset_format: "text", or for records that are conversations "messages" or "completion" (chat.py).
-    on_bad_document: with "stop" a bad document (not JSON, without the field or an answer, not UTF-8 for a tokenizer
-    that needs it) is an error; with "skip" it is skipped and counted, and `Corpus.summary` names the first few.
-    path_key: the key that errors name.
-    columns: fields of records that are numbers of their tokens, and their dtypes (columns.py).
-    share_prefixes: documents that share beginnings become trees: those that follow each other with one value of
-    group_field; without one, those that share their beginnings with the one before.
-    seq_len: what must lie in one stream, a pair, a document or a path of a tree, is bad if it is longer; 0: any length.
+    Args:
+        dataset_format: "text", or for records that are conversations "messages",
+            "completion", ... (chat.py).
+        on_bad_document: with "stop", a bad document (not JSON, without the field or an
+            answer, not UTF-8 for a tokenizer that needs it) is an error. With "skip", it is
+            skipped and counted, and `Corpus.summary` names the first few.
+        path_key: the key that errors name.
+        columns: names of record fields that hold numbers for tokens, with their dtypes
+            (columns.py).
+        share_prefixes: merge documents that share beginnings into trees. Candidates are
+            consecutive documents with the same value of group_field; without group_field,
+            consecutive documents that share their beginnings.
+        seq_len: maximum number of tokens of a unit that must lie in one stream: a pair, a
+            document or a path of a tree. Longer units are bad documents; 0 allows any
+            length.
     """
 
     dataset: str
@@ -107,7 +122,7 @@ class Texts:
 
     @cached_property
     def encoder(self) -> Encoder:
-        """What encodes documents: for texts the tokenizer, for conversations a `RecordEncoder`."""
+        """Return the encoder of documents: the tokenizer for texts, else a `RecordEncoder`."""
         makers: dict[str, Callable[[Tokenizer], Any]] = {
             "messages": Conversations,
             "completion": Completions,
@@ -123,7 +138,7 @@ class Texts:
 
     @property
     def all_columns(self) -> dict[str, str]:
-        """And those that make a tree, and say of a conversation what its answers are."""
+        """Return all columns, including the structure of trees and the weights of answers."""
         trees = self.dataset_format == "tree" or self.share_prefixes
         weighted = self.dataset_format not in ("text", "tokens")
         return {
@@ -138,7 +153,10 @@ class Texts:
 
     @cached_property
     def content(self) -> str:
-        """A hash of what the tokens depend on: the same for other paths and times. Reads all files."""
+        """Return a hash of everything that determines the tokens.
+
+        It is independent of paths and times. Reads all files.
+        """
         content = hashlib.blake2b(
             json.dumps(self._how).encode("utf-8", "surrogateescape"), digest_size=16
         )
@@ -153,13 +171,13 @@ class Texts:
         return content.hexdigest()
 
     def documents(self, file: Path) -> Iterator[Document]:
-        """The documents of one of the files."""
+        """Yield the documents of one of the files."""
         fields = [*self.columns, *filter(None, [self.group_field])]
         return read_documents(self.dataset, file, self.text_field, self.dataset_format, fields)
 
     @property
     def _how(self) -> list[str | None]:
-        """What the tokens depend on besides the files."""
+        """Return everything besides the files that determines the tokens."""
         field_or_format = self.text_field if self.dataset in FIELD_SOURCES else None
         if self.dataset_format != "text":
             field_or_format = self.encoder.fingerprint
@@ -177,7 +195,10 @@ class Texts:
 
     @property
     def key(self) -> str:
-        """A hash of whatever could change the tokens; files enter it by their paths, sizes and times."""
+        """Return a hash of whatever could change the tokens.
+
+        Files enter it by their paths, sizes and times.
+        """
         try:
             stats = [
                 (str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in self.files
@@ -189,15 +210,22 @@ class Texts:
 
 
 def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool = False) -> Corpus:
-    """Opens a corpus, tokenising its texts first if no cache of them exists.
+    """Open a corpus; tokenise its texts first if they are not in the cache.
 
-    Each text ends in `tokenizer.eos_id` where there is one. Empty texts are skipped and counted.
-    cache_dir: by default $XDG_CACHE_HOME/titan_linear, or ~/.cache/titan_linear.
-    with_paths: give the text files' paths too, in `Corpus.paths`; for a corpus of tokens those at the time when it was
-    written, if it knows them.
-    ValueError: a bad path, a bad document (file and line named), a damaged corpus, a corpus of another tokenizer.
+    Each text ends in `tokenizer.eos_id` if there is one. Empty texts are skipped and
+    counted.
+
+    Args:
+        cache_dir: by default $XDG_CACHE_HOME/titan_linear, or ~/.cache/titan_linear.
+        with_paths: also set `Corpus.paths` to the text files' paths. For a corpus of
+            tokens, these are the paths at the time of writing, if known.
+
+    Raises:
+        ValueError: a bad path, a bad document (with file and line), a damaged corpus, or a
+            corpus of another tokenizer.
     """
     t = texts
+    # Find the folder, and build a missing cache.
     if t.dataset == "tokens":
         folder = Path(os.path.expanduser(t.path or "")).absolute()
         if not folder.is_dir():
@@ -208,7 +236,9 @@ def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool
         folder = (cache_dir or default_cache_dir()) / f"{t.dataset}-{t.key}"
         folder = _named(folder) or _build_cache(folder, t)
         with suppress(OSError):  # not permitted in a cache that others wrote for us
-            os.utime(lock_file(folder))  # its last use
+            # Record the last use.
+            os.utime(lock_file(folder))
+    # Refuse a corpus that does not fit the tokenizer or lacks bad documents.
     corpus = load_corpus(folder)
     if t.dataset != "tokens":
         corpus = replace(corpus, name=f"{t.path_key} = {t.path or t.dataset!r}")
@@ -230,22 +260,28 @@ def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool
 
 
 def cached_corpus(texts: Texts) -> Corpus | None:
-    """A corpus of tokens, or that of texts if it is in the cache; None: it is not here. Nothing is written."""
+    """Return a corpus of tokens, or of texts if it is in the cache; None if it is missing.
+
+    Nothing is written.
+    """
     try:
         folder = Path(os.path.expanduser(texts.path or ""))
         if texts.dataset != "tokens":
             folder = _named(default_cache_dir() / f"{texts.dataset}-{texts.key}")
         return load_corpus(folder) if folder and (folder / INFO).exists() else None
-    except ValueError:  # the run itself refuses it
+    # The run itself refuses it.
+    except ValueError:
         return None
 
 
 def tokenise_corpus(folder: Path, texts: Texts) -> Corpus:
-    """Writes the corpus of these texts into a folder of its own. Errors are those of `open_corpus`.
+    """Write the corpus of these texts into a separate folder.
 
-    ValueError also if the folder exists or cannot be written.
+    Raises:
+        ValueError: as in `open_corpus`, or the folder exists or cannot be written.
     """
-    _ = texts.files  # refused before anything is written
+    # Bad files are refused before anything is written.
+    _ = texts.files
     try:
         with locked(folder):
             if folder.exists():
@@ -259,21 +295,27 @@ def tokenise_corpus(folder: Path, texts: Texts) -> Corpus:
 
 
 def remove_cache(folder: Path) -> bool:
-    """Removes a cache and what an unfinished one left; False if another process is writing it."""
+    """Remove a cache and the rest of an unfinished one.
+
+    Returns False if another process is writing it.
+    """
     assert CACHE_NAME.fullmatch(folder.name), folder
     with open_own(lock_file(folder), "a") as file:
         if not lock(file):
             return False
         shutil.rmtree(temporary_folder(folder), ignore_errors=True)
         if folder.exists():
-            # if cut short, the removal leaves nothing that could be opened
+            # A removal that is cut short leaves nothing that could be opened.
             folder.rename(temporary_folder(folder))
             shutil.rmtree(temporary_folder(folder))
     return True
 
 
 def _paths_when_written(corpus: Corpus) -> tuple[str, ...] | None:
-    """The paths of a corpus's text files when it was written; None: it was written from tokens."""
+    """Return the paths of a corpus's text files when it was written.
+
+    None means that it was written from tokens.
+    """
     if corpus.files is None:
         return None
     path = corpus.folder / PATHS
@@ -290,8 +332,10 @@ def _unreadable(error: OSError) -> ValueError:
 
 
 def _named(folder: Path) -> Path | None:
-    """The cache that a folder's name stands for: this folder, or that of the same texts which its `.same` file names;
-    None: there is none."""
+    """Return the cache that a folder's name stands for, or None.
+
+    It is this folder, or a cache of the same texts that its `.same` file names.
+    """
     if folder.exists():
         return folder
     with suppress(OSError, ValueError):
@@ -318,10 +362,11 @@ def _build_cache(folder: Path, texts: Texts) -> Path:
 
 
 def _same_texts(caches: Path, texts: Texts) -> Path | None:
-    """A cache of these texts, whatever paths and times they had."""
+    """Return a cache of these texts, whatever their paths and times were."""
     known = {}
     for info in caches.glob(f"{texts.dataset}-*/{INFO}"):
-        with suppress(Unreadable, KeyError):  # damaged, or written from tokens
+        # Skip caches that are damaged or written from tokens.
+        with suppress(Unreadable, KeyError):
             known[read_json(info, dict[str, Any], "")["texts"]] = info.parent
     return known.get(texts.content) if known else None
 
@@ -332,25 +377,29 @@ def _tokenise_into(folder: Path, texts: Texts) -> None:
     journal = _resumable(folder, texts) or new
     if journal.read:
         print(f"continuing where tokenising was stopped, after {journal.num_documents:,} documents")
-    # its processes end with the writing, however that ends
+    # Its processes end with the writing, however that ends.
     with closing(_tokenised(texts, journal)) as documents:
         write_into(folder, documents, texts.tokenizer, journal, texts.dataset, texts.files)
 
 
 def _resumable(folder: Path, texts: Texts) -> Journal | None:
-    """How far an earlier writer of the same texts came; None: begin anew."""
+    """Return an earlier writer's progress on the same texts, or None to begin anew."""
     journal = read_journal(folder, texts.tokenizer.vocab_size)
     if journal is None or journal.key != texts.key:
         return None
-    # it skipped a document at which to stop
+    # It skipped a document that should now stop the work.
     stops = texts.on_bad_document == "stop" and journal.skipped_bad
     return None if stops else journal
 
 
 def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], None, None]:
-    """The documents of each record that `journal` has not read, or of several; texts with eos. Counts what it reads and
-    skips."""
-    ends: deque[int] = deque()  # for each file that has been read: documents up to its end
+    """Yield the documents of each record that `journal` has not read.
+
+    Documents of several records may come merged. Texts get their end token. Read and skipped
+    records are counted in `journal`.
+    """
+    # For each file that has been read: number of documents up to its end.
+    ends: deque[int] = deque()
     eos = [] if texts.tokenizer.eos_id is None else [texts.tokenizer.eos_id]
     total = sum(file.stat().st_size for file in texts.files)
     documents = islice(_read(texts, ends), journal.read, None)
@@ -365,6 +414,7 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
     ):
         held: list[Held] = []
         for document, tokens in encoded:
+            # Documents that may share a tree wait until one comes that does not join them.
             parts = _fitting(_parts(document, tokens, texts, journal, eos), texts)
             file_ended = ends and ends[0] <= journal.read
             if held and (
@@ -372,18 +422,19 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
             ):
                 yield _trees(held, texts, journal)
                 held = []
-            # sizes of rows are fractions, whose sum may pass the total
+            # Sizes of rows are fractions, whose sum may exceed the total.
             bar.update(min(document.size, total - bar.n))
             while ends and ends[0] <= journal.read:
                 ends.popleft()
                 journal.files_read += 1
+            # Count the record, then yield, hold or skip its documents.
             journal.read += 1
             journal.size += document.size
             for name in document.unread:
                 journal.unread.setdefault(name, document.origin)
             if parts == "":
                 journal.skipped_empty += 1
-            elif isinstance(parts, str):  # what is wrong with it
+            elif isinstance(parts, str):
                 _meet_bad_document(f"{document.origin}: {parts}", texts, journal)
             elif texts.share_prefixes:
                 group = document.columns.get(texts.group_field)
@@ -393,6 +444,7 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
         if held:
             yield _trees(held, texts, journal)
     journal.files_read = len(texts.files)
+    # A corpus needs a document, and where tokens are weighted, one token that counts.
     if not journal.num_documents:
         more = f" and {len(texts.files) - 1:,} more" if len(texts.files) > 1 else ""
         found = (
@@ -413,11 +465,12 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
 def _parts(
     document: Document, tokens: Any, texts: Texts, journal: Journal, eos: list[int]
 ) -> Sequence[DocumentTokens] | str:
-    """A record's documents, or what is wrong with it; "": it is empty."""
+    """Return a record's documents, or its problem as text; "" if it is empty."""
     if isinstance(tokens, np.ndarray):
         tokens = _ended(document, tokens, eos)
     if isinstance(tokens, str):
         return tokens
+    # Attach the columns. A tree's columns came with its nodes.
     parts = tokens if isinstance(tokens, list) else [tokens]
     if texts.dataset_format == "tree":
         widths = {**journal.widths}
@@ -437,12 +490,13 @@ def _parts(
 
 
 def _fitting(parts: Sequence[DocumentTokens] | str, texts: Texts) -> Sequence[DocumentTokens] | str:
-    """What is given, or what is wrong with it if it must lie in one stream and is longer."""
+    """Return the documents, or the problem if a unit for one stream is too long."""
     if isinstance(parts, str) or not texts.seq_len:
         return parts
     tokens = sum(len(document.tokens) for document in parts)
     if texts.dataset_format == "tree":
-        tokens = Nodes.behind(parts[0].columns[BACK]).positions.max() + 1  # of the longest path
+        # The longest path of the tree.
+        tokens = Nodes.behind(parts[0].columns[BACK]).positions.max() + 1
     elif texts.share_prefixes and len(parts) > 1:
         tokens -= shared(*(document.tokens for document in parts))
     if tokens <= texts.seq_len:
@@ -453,7 +507,10 @@ def _fitting(parts: Sequence[DocumentTokens] | str, texts: Texts) -> Sequence[Do
 def _joins(
     held: Sequence[Held], document: Document, parts: Sequence[DocumentTokens], texts: Texts
 ) -> bool:
-    """Whether a record's document may share a tree with those that wait; a pair has one of its own."""
+    """Whether a record's document may share a tree with the waiting ones.
+
+    A pair always has its own tree.
+    """
     if texts.group_field or len(parts) > 1:
         return len(parts) == 1 and document.columns[texts.group_field] == held[0].group
     return len(held) < MOST and shared(held[0].document.tokens, parts[0].tokens) > 0
@@ -468,7 +525,7 @@ def _trees(held: Sequence[Held], texts: Texts, journal: Journal) -> Sequence[Doc
 
 
 def _ended(document: Document, tokens: np.ndarray, eos: list[int]) -> DocumentTokens | str:
-    """A text with its end, or what is wrong with it; "": it is empty."""
+    """Return a text with its end token, or its problem; "" if it is empty."""
     if not len(tokens):
         return (
             "the tokenizer has no token for any of it"
@@ -480,7 +537,10 @@ def _ended(document: Document, tokens: np.ndarray, eos: list[int]) -> DocumentTo
 
 
 def _read(texts: Texts, ends: deque[int]) -> Iterator[Document]:
-    """The documents of all files. After each file, their number so far is added to `ends`."""
+    """Yield the documents of all files.
+
+    After each file, the number of documents so far is added to `ends`.
+    """
     read = 0
     for file in texts.files:
         for document in texts.documents(file):

@@ -1,28 +1,34 @@
-"""Conversations: a record's tokens, and how much each counts. `training.dataset_format` is one of
+"""Conversations: a record's tokens, and the weight of each.
 
-    messages     `messages`, a list of {"role", "content"}, or ShareGPT's `conversations`, and `tools` if there are any,
-                 as the chat template of the tokenizer's folder writes them; trained on are the answers: the messages of
-                 the role "assistant", each token with the message's `weight`, `train`, `trainable`, `loss` or
-                 `loss_scale`, 0 to 1
-    completion   `prompt` and `completion`, two texts, each tokenised by itself, without a space that the tokenizer puts
-                 before texts, and the end token; what follows the prompt is trained on
+`training.dataset_format` is one of
+
+    messages     `messages`, a list of {"role", "content"}, or ShareGPT's `conversations`, and `tools` if any, as the
+                 chat template of the tokenizer's folder writes them. Answers are trained on: the messages of the role
+                 "assistant", each token with the message's `weight`, `train`, `trainable`, `loss` or `loss_scale`,
+                 0 to 1
+    completion   `prompt` and `completion`, two texts, each tokenised separately, without a space that the tokenizer
+                 puts before texts, and the end token; what follows the prompt is trained on
     tokens       `tokens`, a list of ids, all of which are trained on
-    preference   `chosen` and `rejected`, two documents: texts or messages after a question, of which only the answers
-                 count that the other one lacks
+    preference   `chosen` and `rejected`, two documents: texts or messages after a question. Only answers that the
+                 other one lacks count
 
-A chat template is somebody else's jinja2 program. It runs in jinja2's sandbox, in a process of its own, which ends if
-one text takes SECONDS, and sees the record and the names of special tokens, and nothing else: no clock either
-(`strftime_now` is not defined), so that the same record always gives the same tokens. These are the tokens that
-transformers' `apply_chat_template` gives: of several templates, "tool_use" writes records with tools and "default" the
-others, `chat_template_kwargs` are variables of the template, and a message's reasoning has the names that templates
-read. Arguments of calls that are JSON text are read where the template would quote that. A record with a tool, a call
-or a message that it does not write is a bad document.
+A chat template is a jinja2 program from elsewhere. It runs in jinja2's sandbox, in a
+separate process, which ends if one text takes SECONDS. It sees only the record and the
+names of special tokens, and not a clock either (`strftime_now` is not defined), so that the
+same record always gives the same tokens. These equal the tokens of transformers'
+`apply_chat_template`: of several templates, "tool_use" writes records with tools and
+"default" the others, `chat_template_kwargs` are variables of the template, and a message's
+reasoning has the names that templates read. Arguments of calls that are JSON text are
+parsed where the template would quote the text. A record with a tool, a call or a message
+that the template does not write is a bad document.
 
-An answer is what the template has between {% generation %} and {% endgeneration %}. If it has none of these, the
-conversation is rendered twice for each answer: up to it, as a prompt, and including it. If the second text begins with
-the first, and the whole conversation with the second, the answer is what the second adds to the first, up to the
-special token that ends it. A template that writes an answer differently once the conversation goes on (drops its
-reasoning, say) gives no such texts: the document is a bad one.
+An answer is the text that the template has between {% generation %} and {% endgeneration
+%}. Without these marks, the conversation is rendered twice for each answer: up to it, as a
+prompt, and including it. If the second text begins with the first, and the whole
+conversation with the second, the answer is what the second adds to the first, up to the
+special token that ends it. A template that writes an answer differently in a longer
+conversation (drops its reasoning, for example) gives no such texts: the document is a bad
+one.
 """
 
 from __future__ import annotations
@@ -53,31 +59,36 @@ from titan_linear.storage.files import parse_json
 
 Record = Mapping[str, Any]
 Ranges = list[tuple[int, int]]
-Answers = list[tuple[int, int, float]]  # and their weights
+# Ranges of answers, with their weights.
+Answers = list[tuple[int, int, float]]
 ANSWERER = "assistant"
-# around answers; a text that has them is refused
+# Marks around answers. A text that contains them is refused.
 _BEGIN, _END = "\ufdd0answer\ufdd1", "\ufdd0/answer\ufdd1"
-SECONDS = 20.0  # of a process's time
-# the first that a message has is its reasoning
+# Limit of a process's time for one text.
+SECONDS = 20.0
+# The first of these fields in a message is its reasoning.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# roles, by what its messages are from
+# Roles by the `from` field of messages.
 _SHARE_GPT = {name: name for name in ("system", "user", ANSWERER, "tool")}
 _SHARE_GPT |= {"human": "user", "gpt": ANSWERER, "observation": "tool"}
-# what an answer's tokens count; axolotl's train_detail, a list, is refused as no number
+# Fields that scale the loss of an answer's tokens. axolotl's train_detail, a list, is
+# refused because it is not a number.
 ANSWER_WEIGHTS = ("weight", "train", "trainable", "loss", "loss_scale", "train_detail")
-# usual names of what stands before the answers of a preference
+# Usual names of fields that stand before the answers of a preference.
 QUESTIONS = ("prompt", "question", "instruction", "input", "query", "context", "history")
 QUESTIONS += ("messages", "conversations", "conversation", "trajectory")
-# JSON text of an object, as a string of JSON
+# The JSON text of an object, quoted as a JSON string.
 _QUOTED = re.compile(r'"(\s|\\[nrt])*\{(\s|\\[nrt])*(\\"|\})')
 _ONE_QUESTION = "give all that stands before the answers once, as 'prompt'"
 _REMEDY = "put {% generation %} and {% endgeneration %} around answers in the chat template (docs/data.md)"
 
 
 class RecordEncoder(Protocol):
-    """Gives the tokens of records, or says what is wrong with them.
+    """Encoder of records; returns their tokens or a problem.
 
-    fingerprint: changes whenever the tokens of some record may change for a reason other than the tokenizer.
+    Attributes:
+        fingerprint: changes whenever the tokens of some record may change for a reason
+            other than the tokenizer.
     """
 
     fingerprint: str
@@ -86,7 +97,7 @@ class RecordEncoder(Protocol):
 
 
 class Completions:
-    """`prompt` and `completion`, two texts."""
+    """Encoder of `prompt` and `completion`, two texts."""
 
     fingerprint = "completion-3"
 
@@ -115,7 +126,7 @@ class Completions:
 
 
 class Ids:
-    """`tokens`, a list of ids."""
+    """Encoder of `tokens`, a list of ids."""
 
     fingerprint = "tokens-1"
 
@@ -137,9 +148,10 @@ class Ids:
 
 
 class Preferences:
-    """`chosen` and `rejected`, texts or messages, and the question before them by one of its QUESTIONS names.
+    """Encoder of `chosen` and `rejected`, texts or messages.
 
-    A question that the messages hold already, as a copy beside them, is not written again.
+    The question before them has one of the names in QUESTIONS. A question that the messages
+    already contain, repeated in a field, is not written again.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -168,7 +180,10 @@ class Preferences:
 
 
 def _completions(answers: list[str], asked: set[str]) -> list[Record]:
-    """Two texts as completions. Without a question they are dialogues, which both begin with it, up to some line."""
+    """Return two texts as completions.
+
+    Without a question, they are dialogues that share their beginning, up to some line.
+    """
     if len(asked) > 1:
         raise _Problem(f"there are several questions; {_ONE_QUESTION}")
     prompt = "".join(asked)
@@ -180,7 +195,10 @@ def _completions(answers: list[str], asked: set[str]) -> list[Record]:
 
 
 def _conversations(answers: list[Any], asked: Record) -> list[list[Record]]:
-    """Two answers after what is asked, unless they hold that already. What both begin with counts nothing."""
+    """Return two answers after the question, unless they already contain it.
+
+    The messages with which both begin get weight 0.
+    """
     chats = [_as_messages(answer, ANSWERER) for answer in answers]
     for name, value in asked.items():
         question = _as_messages(value, "user")
@@ -197,7 +215,7 @@ def _conversations(answers: list[Any], asked: Record) -> list[list[Record]]:
 
 
 def _as_messages(value: Any, role: str) -> list[Record]:
-    """A list of messages, or a message; of a text one of this role."""
+    """Return a list of messages from a list, a message, or a text of this role."""
     if isinstance(value, str):
         value = {"role": role, "content": value}
     messages = value if isinstance(value, list) else [value]
@@ -207,9 +225,13 @@ def _as_messages(value: Any, role: str) -> list[Record]:
 
 
 class Conversations:
-    """`messages`, by the tokenizer's chat template.
+    """Encoder of `messages`, by the tokenizer's chat template.
 
-    asked: who takes the template, for the error. ValueError: the tokenizer has none, or it is not a valid template.
+    Args:
+        asked: the key that needs the template, for the error.
+
+    Raises:
+        ValueError: the tokenizer has no template, or an invalid one.
     """
 
     fingerprint: str
@@ -227,6 +249,8 @@ class Conversations:
         self._templates: dict[str, _Template] = {
             name: _Template(name, source) for name, source in sources.items()
         }
+        # Names of special tokens that templates mention. The fingerprint covers all that is
+        # rendered.
         own = set().union(*(template.names for template in self._templates.values())) - {
             *NAMED_TOKENS
         }
@@ -238,13 +262,16 @@ class Conversations:
         self.fingerprint = "messages-5-" + hashlib.sha256(content).hexdigest()[:32]
 
     def prompt(self, messages: list[Record]) -> list[int]:
-        """The tokens of `text`."""
+        """Return the tokens of `text`."""
         return self._tokenizer.encode(self.text(messages)).tolist()
 
     def text(self, messages: list[Record], answered: bool = True) -> str:
-        """The text after which an answer follows, or if not `answered`, more of the last message.
+        """Return the text after which an answer follows.
 
-        ValueError: the template refuses the messages.
+        If not `answered`, more of the last message follows instead.
+
+        Raises:
+            ValueError: the template refuses the messages.
         """
         if not answered:
             *earlier, last = messages
@@ -263,7 +290,7 @@ class Conversations:
             text, answers = self._rendered(self._writer(record), messages, weights)
         except _Problem as problem:
             return str(problem)
-        # places [n, 2]: characters of each token
+        # Places [n, 2]: the characters of each token.
         ids, places = self._tokenizer.encode_with_places(text)
         of_tokens = np.zeros(len(ids))
         for begin, end, weight in answers:
@@ -291,9 +318,13 @@ class Conversations:
     def _rendered(
         self, write: _Writer, messages: list[Record], weights: list[float | None]
     ) -> tuple[str, Answers]:
-        """The text of a conversation, and the ranges of its characters that are trained on, with their weights."""
+        """Return a conversation's text, and its ranges to train on with their weights.
+
+        Ranges are of characters.
+        """
         messages, whole = _with_arguments(write, messages)
         _check_all_written(write, messages, whole)
+        # The template marks answers.
         if write.programs.marked is not None:
             plain, places = _cut_marks(write(messages, write.programs.marked))
             if plain != whole:
@@ -309,6 +340,7 @@ class Conversations:
                     )
                 said = [1.0] * len(places)
             return whole, [(*place, weight) for place, weight in zip(places, said) if weight]
+        # Otherwise, compare the text before and after each answer.
         answers: Answers = []
         for i in compress(range(len(weights)), weights):
             prompt = write(messages[:i], add_generation_prompt=True)
@@ -318,7 +350,8 @@ class Conversations:
                     f"message {i + 1}: the chat template writes this answer otherwise as a prompt, or once the "
                     f"conversation goes on; {_REMEDY}, or let conversations end in such an answer"
                 )
-            closed = answered.rstrip()  # what follows the end of the turn is no part of the answer
+            # Text after the end of the turn does not belong to the answer.
+            closed = answered.rstrip()
             end = len(closed if closed.endswith(self._tokenizer.special_tokens) else answered)
             answers.append((len(prompt), end, weights[i]))
         return whole, answers
@@ -329,7 +362,7 @@ def _has_template(tokenizer: Tokenizer) -> bool:
 
 
 class _Writer(NamedTuple):
-    """A chat template, and the variables that a record gives it beside its messages."""
+    """A chat template, and the variables that a record gives it besides its messages."""
 
     programs: _Programs
     variables: dict[str, Any]
@@ -346,7 +379,8 @@ class _Writer(NamedTuple):
         try:
             with _in_time():
                 return (program or self.programs.plain).render(values)
-        except Exception as error:  # whatever the template raises
+        # Whatever the template raises.
+        except Exception as error:
             null = (
                 ""
                 if all("content" in message for message in messages)
@@ -358,8 +392,11 @@ class _Writer(NamedTuple):
 
 
 def _with_arguments(write: _Writer, messages: list[Record]) -> tuple[list[Record], str]:
-    """The messages and their text; arguments of calls that are JSON text become objects, if the template quotes that or
-    does not take it."""
+    """Return the messages and their text.
+
+    Arguments of calls that are JSON text become objects if the template quotes or refuses
+    the text.
+    """
     objects = json.loads(json.dumps(messages), object_hook=_with_object)
     try:
         whole = write(messages)
@@ -376,7 +413,10 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_all_written(write: _Writer, messages: list[Record], whole: str) -> None:
-    """Raises _Problem if the text would be the same without a tool, a call or a message, or has marks."""
+    """Raise _Problem if the text omits a tool, a call or a message, or contains marks.
+
+    Something is omitted if the text is the same without it.
+    """
 
     def same(messages: list[Record], **variables: Any) -> bool:
         with suppress(_Problem):
@@ -394,7 +434,7 @@ def _check_all_written(write: _Writer, messages: list[Record], whole: str) -> No
         fewer = {**message, "tool_calls": message.get("tool_calls", [])[:-1]}
         if message.get("tool_calls") and same([*messages[:i], fewer, *messages[i + 1 :]]):
             unwritten.append(f"'tool_calls' of message {i + 1}")
-        # The first of each role shows whether it is written.
+        # The first message of each role shows whether the role is written.
         found = str(message.get("content")).strip() in whole and roles.index(roles[i]) < i
         if message.get("content") and not found and same([*messages[:i], *messages[i + 1 :]]):
             unwritten.append(f"messages of the role {roles[i]!r}: message {i + 1}")
@@ -406,8 +446,10 @@ def _check_all_written(write: _Writer, messages: list[Record], whole: str) -> No
 
 @contextmanager
 def _in_time() -> Iterator[None]:
-    """SIGVTALRM ends this process if what is inside takes SECONDS: one operation may keep C busy for ever, and no
-    handler in Python would run."""
+    """End this process by SIGVTALRM if the code inside `with` takes SECONDS.
+
+    A single operation may keep C busy forever, so that no handler in Python would run.
+    """
     signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
     try:
         yield
@@ -417,14 +459,18 @@ def _in_time() -> Iterator[None]:
 
 class _Programs(NamedTuple):
     plain: jinja2.Template
-    # the same with marks around answers, if the template says where they are
+    # The same with marks around answers, if the template says where they are.
     marked: jinja2.Template | None
 
 
 class _Template:
-    """ValueError: it is not a valid template.
+    """A chat template.
 
-    names: the variables in it.
+    Attributes:
+        names: the variables in it.
+
+    Raises:
+        ValueError: it is not a valid template.
     """
 
     def __init__(self, name: str, source: str):
@@ -439,7 +485,10 @@ class _Template:
 
     @cached_property
     def programs(self) -> _Programs:
-        """Compiled where they run: jinja2 computes constants when it compiles."""
+        """Return the programs, compiled where they run.
+
+        jinja2 computes constants when it compiles.
+        """
         marks = any(text.data == _BEGIN for text in self._tree.find_all(nodes.TemplateData))
         with self._refusing(), _in_time():
             marked = _environment(_BEGIN, _END).from_string(self._source) if marks else None
@@ -456,11 +505,14 @@ class _Template:
 
 
 class _Problem(ValueError):
-    """What is wrong with a document."""
+    """A problem of a document."""
 
 
 def _parsed(value: object) -> object:
-    """What a field holds; some tables hold it as JSON text, since each row has fields of its own there."""
+    """Return the value of a field, parsed if it is JSON text.
+
+    Some tables hold JSON text, since each row has different fields there.
+    """
     try:
         return parse_json(value, Any) if isinstance(value, str) else value
     except ValueError:
@@ -472,13 +524,14 @@ def _are_objects(value: object) -> bool:
 
 
 def _messages(record: Record) -> list[Record]:
-    """A record's messages, as templates know them."""
+    """Return a record's messages, as templates know them."""
     messages = record.get("messages")
     if messages is None:
         messages = record.get("conversations")
     if not _are_objects(messages):
         messages = [{}]
     messages = [_as_templates_know_it(message) for message in messages]
+    # Prepend the record's system message, and check all messages.
     system = {"role": "system", "content": record.get("system")}
     if system["content"] and not any(system.items() <= message.items() for message in messages):
         messages = [system, *messages]
@@ -498,8 +551,11 @@ def _messages(record: Record) -> list[Record]:
 
 
 def _as_templates_know_it(message: Record) -> Record:
-    """The message without null fields: saved tables give every message the fields of all, null where it has none of its
-    own. Its reasoning is under the name that most templates read, and under gpt-oss's."""
+    """Return the message without null fields, and with common names.
+
+    Saved tables give every message the fields of all, null where it lacks them. Its
+    reasoning is under the name that most templates read, and under gpt-oss's.
+    """
     if message.get("role") is None:
         role = _SHARE_GPT.get(str(message.get("from")))
         message = {**message, "role": role, "content": message.get("value", message.get("content"))}
@@ -511,7 +567,7 @@ def _as_templates_know_it(message: Record) -> Record:
 
 
 def _weight(i: int, message: Record) -> float | None:
-    """What an answer's tokens count; None: it is none."""
+    """Return the weight of an answer's tokens; None if the message is not an answer."""
     weight = 1.0
     for name in ANSWER_WEIGHTS:
         factor = message.get(name, 1)
@@ -529,15 +585,19 @@ def _weight(i: int, message: Record) -> float | None:
 
 
 def _with_answer(tokens: ndarray, weights: ndarray, lacking: str) -> DocumentTokens | str:
-    """A document, or what is wrong if it has nothing to learn: the first token is never predicted."""
+    """Return a document, or a problem if it has nothing to learn.
+
+    The first token is never predicted.
+    """
     if not weights[1:].any():
         return f"no answer to learn: {lacking}"
     return DocumentTokens(tokens, {WEIGHTS: weights.astype(np.float32)})
 
 
 def _cut_marks(text: str) -> tuple[str, Ranges]:
-    """A text without its marks, and the ranges that were between them."""
-    parts = re.split(f"{_BEGIN}|{_END}", text)  # outside and inside in turn
+    """Return a text without its marks, and the ranges that were between them."""
+    # Outside and inside in turn.
+    parts = re.split(f"{_BEGIN}|{_END}", text)
     ends = [*accumulate(map(len, parts))]
     return "".join(parts), [*zip(ends[::2], ends[1::2])]
 
@@ -546,7 +606,13 @@ def _cut_marks(text: str) -> tuple[str, Ranges]:
 
 
 def _environment(*marks: str) -> ImmutableSandboxedEnvironment:
-    """What chat templates are written for: transformers' environment, without the clock. marks: put around answers."""
+    """Return the environment for which chat templates are written.
+
+    It is the environment of transformers without the clock.
+
+    Args:
+        marks: texts to put around answers.
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -557,7 +623,10 @@ def _environment(*marks: str) -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """{% generation %} … {% endgeneration %}: what is between is written, with the environment's marks around it."""
+    """The tag {% generation %} … {% endgeneration %}.
+
+    The text between is written, with the environment's marks around it.
+    """
 
     tags = {"generation"}
 

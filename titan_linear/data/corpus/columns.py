@@ -1,9 +1,10 @@
-"""Columns: numbers beside a document's tokens, one or several for each, as a record has them.
+"""Columns: numbers for each token of a document, one or several, as records give them.
 
-A record's field is one number, for all of its tokens, or a list with one for each token; or with a list of n numbers
-for each. A record of two documents has a list of two such. The number beside a token is about predicting this token.
-The column "weights" says how much each token counts; without it all count 1. A record's multiplies what its
-conversation itself says of its answers.
+A record's field is one number for all of its tokens, a list with one number for each, or a
+list with n numbers for each. A record of two documents has a list of two such values. A
+token's value applies to its own prediction. The column "weights" scales the loss of each
+token; without it all count 1. A record's weights multiply the weights of its conversation's
+answers.
 """
 
 from __future__ import annotations
@@ -18,22 +19,27 @@ from titan_linear.config import COLUMNS
 from titan_linear.data.corpus.tokenizer import Tokenizer
 
 WEIGHTS = "weights"
-BACK = "back"  # of prefix trees (trees.py)
+# The column of prefix trees (trees.py).
+BACK = "back"
 DTYPES = {**COLUMNS, BACK: "<i4"}
 LOGPROBS = "reference", "behaviour", "teacher_logprobs"
-ROUNDED = 0.5  # above 0, a log-probability may be so far where it was computed in 16 bits
-# above 0, the largest of a document may be so far where none is below 0: float32 rounds by less
+# Tolerated excess of a log-probability above 0, where it was computed in 16 bits.
+ROUNDED = 0.5
+# A document without any log-probability below 0 is refused if its largest exceeds this.
+# Rounding to float32 gives less.
 EXACT = 1e-4
-MOST_SUM = 1.01  # of a teacher's probabilities: bfloat16 rounds log-probabilities by 0.2%
+# Largest sum of a teacher's probabilities: bfloat16 rounds log-probabilities by 0.2%.
+MOST_SUM = 1.01
 
 
-Kinds = Mapping[str, tuple[str, int]]  # of columns: dtype, numbers for each token or 0
+# For each column: its dtype, and the count of numbers for each token (0: no list).
+Kinds = Mapping[str, tuple[str, int]]
 
 
 def check_kinds(kinds: Kinds, where: Any) -> None:
-    """Raise ValueError if columns have other names, dtypes or widths than columns can have.
+    """Raise ValueError if columns have unknown names, dtypes or widths.
 
-    Of other dtypes numpy would take what is in a file for addresses of Python's objects.
+    With other dtypes, numpy would take a file's content for addresses of Python objects.
     """
     for name, (dtype, width) in kinds.items():
         if DTYPES.get(name) != dtype or width < 0:
@@ -48,12 +54,15 @@ class DocumentTokens(NamedTuple):
 
     @property
     def weights(self) -> ndarray:
-        """[n] float32: 0 for tokens that are not trained on."""
+        """Return [n] float32, 0 for tokens that are not trained on."""
         return self.columns.get(WEIGHTS, np.ones(len(self.tokens), dtype=np.float32))
 
     @property
     def problem(self) -> str:
-        """What is wrong with the numbers of its tokens that count; else "". Others may be zeros."""
+        """Return a problem of the values of tokens that count, else "".
+
+        Other values may be zero.
+        """
         counted = np.flatnonzero(self.weights[1:] > 0) + 1
         for name, column in self.columns.items() if len(counted) else ():
             numbers = column[counted].reshape(len(counted), -1)
@@ -73,9 +82,12 @@ def with_columns(
     tokenizer: Tokenizer,
     widths: MutableMapping[str, int],
 ) -> list[DocumentTokens] | str:
-    """A record's documents with their columns, which have these dtypes, or what is wrong with one.
+    """Return a record's documents with their columns, or a problem as text.
 
-    widths: numbers for each token in the documents so far, 0 for columns without lists; this one's are added.
+    Args:
+        dtypes: dtypes of the columns to read.
+        widths: count of numbers for each token in earlier documents, 0 for columns without
+            lists. The widths of this record are added.
     """
     columns: list[dict[str, ndarray]] = [{} for _ in documents]
     for name, dtype in dtypes.items():
@@ -95,7 +107,7 @@ def with_columns(
 def column_of(
     name: str, value: Any, tokens: int, widths: MutableMapping[str, int], vocab_size: int
 ) -> ndarray | str:
-    """The numbers beside a document's tokens, [tokens] or [tokens, width], or what is wrong with them."""
+    """Return a column of a document, [tokens] or [tokens, width], or its problem."""
     try:
         column = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
@@ -110,7 +122,7 @@ def column_of(
 
 
 def other_width(name: str, column: ndarray, widths: MutableMapping[str, int]) -> str:
-    """What to say if a column has not as many numbers for a token as in documents before; else ""."""
+    """Return a problem if a column's width differs from earlier documents', else ""."""
     width = column.shape[1] if column.ndim == 2 else 0
     if widths.setdefault(name, width) == width:
         return ""
@@ -118,8 +130,9 @@ def other_width(name: str, column: ndarray, widths: MutableMapping[str, int]) ->
 
 
 def problem_of(name: str, column: ndarray, vocab_size: int) -> str:
-    """What is wrong with a document's numbers; else ""."""
-    finite = column.size and np.abs(column).max() <= np.finfo(np.float32).max  # nor NaN
+    """Return a problem of a document's values, else ""."""
+    # Neither infinite nor NaN.
+    finite = column.size and np.abs(column).max() <= np.finfo(np.float32).max
     if not finite or (name == WEIGHTS and (column.ndim == 2 or column.min() < 0)):
         return (
             "has a number that is not finite, or a weight below 0, or several, or none; correct it"

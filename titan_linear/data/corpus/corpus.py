@@ -5,20 +5,21 @@ A corpus is a folder (little-endian, no headers):
     tokens.bin    uint16 if the vocabulary has at most 2¹⁶ ids, else uint32   [num_tokens], documents end to end
     offsets.bin   int64    [num_documents + 1]; document d is tokens[offsets[d] : offsets[d+1]], never empty
     hashes.bin    uint64   [num_documents]; blake2b of the document's tokens, which decides the held-out split
-    column-*.bin  [num_tokens] or [num_tokens, n]: numbers beside the tokens, as "columns" in corpus.json says;
-                  column-weights.bin: how much each counts, of conversations 0 but for answers. Without it all count 1
+    column-*.bin  [num_tokens] or [num_tokens, n]: values of tokens, described by "columns" in corpus.json;
+                  column-weights.bin: weight of each, in conversations 0 except for answers. Without it, all count 1
     files.bin     int64    [num_files + 1], texts only: documents files[f] to files[f + 1] are of text file f
     files.json    the paths of these text files when they were tokenised
     corpus.json   counts, dtype, the tokenizer's fingerprint, the content's fingerprint, the source, and each file's
                   size and CRC-32 per 16 MiB; a CRC-32 of the JSON itself under "checksum"
 
-Elsewhere (in a checkpoint, say) a corpus is identified by `Corpus.fingerprint`, made only from the tokens and which of
-them are trained on.
+Elsewhere (in a checkpoint, for example) a corpus is identified by `Corpus.fingerprint`,
+which depends only on the tokens and on which of them are trained on.
 
-Opening checks corpus.json and the sizes and structure of every file. `verify_corpus` checks everything against the
-checksums (at the disk's speed, in threads); the preflight does that before training starts, unless it has found the
-corpus whole before and no file has changed since (`verify_changed`). A damaged corpus is an error and is never rebuilt
-automatically: nothing that might be someone's only copy is deleted.
+Opening checks corpus.json and the sizes and structure of every file. `verify_corpus` checks
+everything against the checksums, at the disk's speed, in threads. The preflight does that
+before training starts, unless it has found the corpus whole before and no file has changed
+since (`verify_changed`). A damaged corpus is an error and is never rebuilt automatically:
+nothing that might be someone's only copy is deleted.
 """
 
 from __future__ import annotations
@@ -50,17 +51,22 @@ from titan_linear.storage.files import (
 )
 
 FORMAT = "titan_linear corpus 1"
-# code that knows only the first would train on every token alike
+# Code that knows only the first format would train on every token alike.
 WEIGHTS_FORMAT = "titan_linear corpus 4"
-DTYPES = ("<u2", "<u4")  # of tokens
-CRC_BLOCK = 1 << 24  # bytes
-SMALL = 1 << 22  # documents: every process may look at this many
-# of the folders that are ours to remove
+# The dtypes of tokens.
+DTYPES = ("<u2", "<u4")
+# Bytes that one checksum covers.
+CRC_BLOCK = 1 << 24
+# Every process may look at this many documents.
+SMALL = 1 << 22
+# Names of cache folders, which we may remove.
 CACHE_NAME = re.compile(rf"({'|'.join(TEXT_SOURCES)})-[0-9a-f]{{24}}")
 TOKENS, OFFSETS, HASHES = FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
-FILE_ENDS, PATHS = "files.bin", "files.json"  # of the text files
+# Names of the files about text files.
+FILE_ENDS, PATHS = "files.bin", "files.json"
 INFO = "corpus.json"
-PLACE = "place"  # the column of places in the corpus
+# The column of places in the corpus.
+PLACE = "place"
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,12 +78,14 @@ class Corpus:
     offsets: ndarray  # [num_documents + 1] int64
     hashes: ndarray  # [num_documents] uint64
     info: Json  # corpus.json
-    # [num_files + 1] int64: documents before each text file; None: unknown
+    # [num_files + 1] int64, number of documents before each text file; None if unknown.
     files: ndarray | None = None
-    paths: tuple[str, ...] | None = None  # of these files, where they were asked for
-    # [num_tokens] or [num_tokens, n] each
+    # The paths of these files, if requested.
+    paths: tuple[str, ...] | None = None
+    # [num_tokens] or [num_tokens, n] each.
     columns: Mapping[str, ndarray] = field(default_factory=dict)
-    name: str = ""  # for messages: its folder, or the key and path of its texts
+    # The name in messages: the folder, or the key and path of the texts.
+    name: str = ""
 
     def __post_init__(self) -> None:
         for name, column in self.columns.items():
@@ -97,27 +105,34 @@ class Corpus:
 
     @property
     def group(self) -> int:
-        """How many documents belong together: 2 in a corpus of pairs."""
+        """Return the number of documents that belong together: 2 in a corpus of pairs."""
         return self.info.get("group", 1)
 
     @property
     def pairs(self) -> bool:
-        """Of documents, or trees of two."""
+        """Whether the corpus holds pairs, as two documents or as trees with two leaves."""
         return 2 in (self.group, self.info.get("leaves"))
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the content: these tokens, as these documents, in this order, and which of them are trained
-        on. The tokenizer has a fingerprint of its own."""
+        """Return an identifier of the content.
+
+        It covers these tokens, as these documents, in this order, and which of them are
+        trained on. The tokenizer has a separate fingerprint.
+        """
         return self.info["fingerprint"]
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Of its content and its tokenizer."""
+        """Return the fingerprints of the content and the tokenizer."""
         return self.fingerprint, self.info["tokenizer"]["fingerprint"]
 
     def column(self, name: str, positions: ndarray) -> ndarray:
-        """The numbers beside the tokens at these positions, or the last token, [n] or [n, width]; of PLACE these."""
+        """Return the values of the tokens at these positions, [n] or [n, width].
+
+        A position after the last token stands for it. PLACE returns the positions
+        themselves.
+        """
         if name == PLACE:
             return positions.copy()
         if name == WEIGHTS and name not in self.columns:
@@ -126,7 +141,7 @@ class Corpus:
 
     @property
     def summary(self) -> str:
-        """For the console: one line, then one for each warning."""
+        """Return one line for the console, then one for each warning."""
         source = self.info["source"] or {"dataset": "tokens", "skipped_empty": 0}
         what = "texts" if source["dataset"] in FIELD_SOURCES else "files"
         skipped = (
@@ -143,6 +158,7 @@ class Corpus:
             f"corpus {source['dataset']}: {self.num_documents:,} documents{skipped}, {self.num_tokens:,} tokens"
             f"{answers}, in {self.folder}"
         ]
+        # Warnings.
         if bad := source.get("skipped_bad"):
             lines.append(
                 f"warning: {bad:,} bad documents skipped: " + "; ".join([*source["bad"], "…"][:bad])
@@ -167,10 +183,14 @@ class Corpus:
 
 
 def load_corpus(folder: Path) -> Corpus:
-    """Opens a corpus's folder; checks corpus.json and each file's size and structure (not its checksums). If there are
-    more than SMALL documents, their lengths are checked once per machine, as they are summed (split.py).
+    """Open a corpus's folder.
 
-    ValueError: a file is missing, truncated or not what corpus.json says.
+    Checks corpus.json and each file's size and structure, but not its checksums. The
+    lengths of more than SMALL documents are checked once per machine, when they are summed
+    (split.py).
+
+    Raises:
+        ValueError: a file is missing, truncated, or not as corpus.json describes it.
     """
     info = _read_info(folder)
     dtypes = {TOKENS: info["dtype"], OFFSETS: "<i8", HASHES: "<u8", FILE_ENDS: "<i8"}
@@ -191,6 +211,7 @@ def load_corpus(folder: Path) -> Corpus:
             name: open_column(folder, name, *kind) for name, kind in info.get("columns", {}).items()
         },
     )
+    # Check that offsets and files span the corpus in ascending order.
     if len(corpus.offsets) != corpus.num_documents + 1 or not _spans(
         corpus.offsets, corpus.num_tokens
     ):
@@ -205,7 +226,7 @@ def load_corpus(folder: Path) -> Corpus:
 
 
 def open_column(folder: Path, name: str, dtype: str, width: int, mode: Any = "r") -> ndarray:
-    """[num_tokens], or with a width [num_tokens, width]; mapped."""
+    """Map a column, [num_tokens], or with a width [num_tokens, width]."""
     numbers = np.asarray(np.memmap(folder / column_file(name), dtype, mode=mode))
     return numbers.reshape(-1, width) if width else numbers
 
@@ -236,9 +257,10 @@ def unfitting(path: Path) -> ValueError:
 
 
 def check_lengths(corpus: Corpus, low: int, high: int) -> ndarray:
-    """Where documents [low, high) begin, and the last one's end, [high − low + 1] int64.
+    """Return where documents [low, high) begin and the last ends, [high − low + 1] int64.
 
-    ValueError: one has no tokens.
+    Raises:
+        ValueError: a document has no tokens.
     """
     offsets = read(corpus.offsets, low, high + 1)
     if not (rising := offsets[1:] > offsets[:-1]).all():
@@ -251,8 +273,11 @@ def check_lengths(corpus: Corpus, low: int, high: int) -> ndarray:
 
 
 def read(numbers: ndarray, low: int, high: int) -> ndarray:
-    """numbers[low:high]; if they are of a mapped file, by reading it. For all of a large file that is several times as
-    fast as page faults, and leaves none of its pages in this process."""
+    """Return numbers[low:high], read from disk if `numbers` is a mapped file.
+
+    For a whole large file, reading is several times faster than page faults, and leaves
+    none of its pages in this process.
+    """
     if isinstance(numbers.base, np.memmap):
         offset = low * numbers.itemsize
         return np.fromfile(numbers.base.filename, numbers.dtype, high - low, offset=offset)
@@ -260,7 +285,10 @@ def read(numbers: ndarray, low: int, high: int) -> ndarray:
 
 
 def _falls(numbers: ndarray) -> bool:
-    """Whether some number is less than the one before; looks part by part, as there may be 10⁹."""
+    """Whether any number is less than the one before.
+
+    Numbers are checked in parts, as there may be 10⁹.
+    """
     parts = (
         read(numbers, low, min(low + SMALL, len(numbers)))
         for low in range(0, len(numbers), SMALL - 1)
@@ -269,12 +297,16 @@ def _falls(numbers: ndarray) -> bool:
 
 
 def verify_corpus(corpus: Corpus) -> None:
-    """Checks every byte of a corpus against its checksums. ValueError naming the file and the place."""
+    """Check every byte of a corpus against its checksums.
+
+    Raises:
+        ValueError: naming the file and the place.
+    """
     verify_files(corpus.folder, files_in(corpus.info))
 
 
 def verify_files(folder: Path, files: Mapping[str, Json]) -> None:
-    """`verify_corpus`, of any files as `described`."""
+    """Check files against the sizes and checksums that `described` returned."""
     for name, expected in files.items():
         found = _checksums(folder / name)
         for block, (want, got) in enumerate(zip(expected["crc32"], found, strict=True)):
@@ -286,14 +318,15 @@ def verify_files(folder: Path, files: Mapping[str, Json]) -> None:
 
 
 def verify_changed(corpus: Corpus) -> None:
-    """`verify_corpus`, unless no file has changed since this last found the corpus whole."""
+    """Run `verify_corpus`, unless no file has changed since it last found the corpus whole."""
     verify_once(corpus.folder, INFO, files_in(corpus.info))
 
 
 def verify_once(folder: Path, info: str, files: Mapping[str, Json]) -> None:
-    """`verify_files`, unless every file still has the size, time and inode that it had when this last found them whole.
+    """Run `verify_files`, unless every file is unchanged since it was last found whole.
 
-    If these cannot be noted among the caches, it says so, and the next start reads everything again.
+    A file's size, time and inode decide. If these cannot be stored in the cache folder, a
+    warning is printed, and the next start reads everything again.
     """
     for name, file in files.items():
         _check_size(folder / name, file["size"])
@@ -316,7 +349,7 @@ def verify_once(folder: Path, info: str, files: Mapping[str, Json]) -> None:
 
 
 def files_in(info: Json) -> dict[str, Json]:
-    """The files of a corpus besides corpus.json."""
+    """Return the files of a corpus besides corpus.json."""
     columns = map(column_file, info.get("columns", {}))
     more = (name for name in (FILE_ENDS, PATHS) if name in info["files"])
     return {name: info["files"][name] for name in (*FILES, *columns, *more)}
@@ -327,7 +360,10 @@ def described(path: Path) -> Json:
 
 
 def _checksums(path: Path) -> list[int]:
-    """CRC-32 of each CRC_BLOCK of a file, in threads (zlib releases the interpreter's lock)."""
+    """Return the CRC-32 of each CRC_BLOCK of a file.
+
+    Threads compute them (zlib releases the interpreter's lock).
+    """
 
     def checksum(start: int) -> int:
         return zlib.crc32(os.pread(file.fileno(), CRC_BLOCK, start))
@@ -365,7 +401,8 @@ def _read_info(folder: Path) -> Json:
             f"training.dataset is {', '.join(TEXT_SOURCES[1:-1])} or {TEXT_SOURCES[-1]}"
         )
     info = read_json(path, Json, remedy)
-    # Of other types, numpy would take what is in the file for addresses of Python's objects.
+    # With other dtypes, numpy would take the file's content for addresses of Python
+    # objects.
     for key, known in (("format", (FORMAT, WEIGHTS_FORMAT)), ("dtype", DTYPES)):
         if info.get(key) not in known:
             raise ValueError(
@@ -378,7 +415,7 @@ def _read_info(folder: Path) -> Json:
 
 
 def add_file(path: Path, content: Any) -> None:
-    """Add a file to a hash."""
+    """Add a file's content to a hash."""
     with path.open("rb") as file:
         while block := file.read(CRC_BLOCK):
             content.update(block)

@@ -1,10 +1,13 @@
-"""Scores: columns of a corpus in a folder of their own, as `titan-linear score` writes them.
+"""Scores: columns of a corpus in a separate folder, written by `titan-linear score`.
 
-column-*.bin   [num_tokens] or [num_tokens, n], as beside a corpus's tokens
-scores.json    the corpus and the tokenizer by their fingerprints, the columns, and how far the scoring has come; at
-               the end each file's size and checksums, as in corpus.json
+column-*.bin
+    [num_tokens] or [num_tokens, n], as in the folder of a corpus.
+scores.json
+    Fingerprints of the corpus and the tokenizer, the columns, and the scoring's progress; at the end,
+    each file's size and checksums, as in corpus.json.
 
-Checksums are compared when scores are opened, at the disk's speed, unless no file has changed since they last were.
+Checksums are compared when scores are opened, at the disk's speed, unless no file has
+changed since the last comparison.
 """
 
 from __future__ import annotations
@@ -30,18 +33,22 @@ from titan_linear.data.corpus.corpus import (
 from titan_linear.storage.files import Json, read_json, sync, write_whole
 
 SCORES = "scores.json"
-Rows = list[np.ndarray]  # places in the corpus [n], then each column, [n] or [n, width]
+# Places in the corpus [n], then each column, [n] or [n, width].
+Rows = list[np.ndarray]
 
 
 class Scores(BaseModel):
-    corpus: str  # fingerprint
+    # The corpus's fingerprint.
+    corpus: str
     tokenizer: str
-    # what else gives other numbers: the weights, the temperature, how streams are packed
+    # Everything else that changes the numbers: the weights, the temperature, the packing of
+    # streams.
     by: dict[str, str]
     columns: Kinds
     next_stream: int
     streams: int
-    files: dict[str, Json] = {}  # once all streams are scored
+    # Set once all streams are scored.
+    files: dict[str, Json] = {}
 
 
 def read_scores(folder: Path) -> Scores:
@@ -51,7 +58,11 @@ def read_scores(folder: Path) -> Scores:
 
 
 def open_scores(folder: Path) -> tuple[Scores, dict[str, np.ndarray]]:
-    """With its columns. ValueError: it holds none, or not all yet, or was altered since."""
+    """Open a folder of scores and its columns.
+
+    Raises:
+        ValueError: it holds no scores, is not finished, or was altered since.
+    """
     scores = read_scores(folder)
     if scores.next_stream < scores.streams or not scores.files:
         raise ValueError(
@@ -63,7 +74,7 @@ def open_scores(folder: Path) -> tuple[Scores, dict[str, np.ndarray]]:
 
 
 def content_of_scores(folders: str) -> str:
-    """A fingerprint of what is in the columns of loss.scores; "none" without any."""
+    """Return a fingerprint of the columns of loss.scores; "none" without any."""
     content = [read_scores(Path(folder)).files for folder in folders.split(",") if folder]
     return hashlib.sha256(str(content).encode()).hexdigest()[:16] if content else "none"
 
@@ -71,8 +82,12 @@ def content_of_scores(folders: str) -> str:
 def with_scores(
     corpora: Iterable[Corpus], folders: Iterable[str], temperature: float
 ) -> list[Corpus]:
-    """The corpora with the columns of these folders. ValueError: one is of none of the corpora, or was scored at
-    another temperature than the loss has."""
+    """Return the corpora with the columns of these folders.
+
+    Raises:
+        ValueError: a folder belongs to none of the corpora, or was scored at another
+            temperature than the loss has.
+    """
     corpora = list(corpora)
     for folder in map(Path, folders):
         scores, columns = open_scores(folder)
@@ -97,7 +112,12 @@ def with_scores(
 
 
 def begin(folder: Path, scores: Scores, num_tokens: int) -> None:
-    """New files, unless `folder` holds some of these scores. ValueError: it holds others. OSError: the disk is full."""
+    """Create new files, unless `folder` already holds some of these scores.
+
+    Raises:
+        ValueError: it holds other scores.
+        OSError: the disk is full.
+    """
     if (folder / SCORES).exists():
         if read_scores(folder).model_copy(update={"next_stream": 0, "files": {}}) != scores:
             raise ValueError(
@@ -109,7 +129,8 @@ def begin(folder: Path, scores: Scores, num_tokens: int) -> None:
         size = num_tokens * np.dtype(dtype).itemsize * max(width, 1)
         with (folder / column_file(name)).open("wb") as file:
             try:
-                # It is written through a mapping, where a full disk would be a signal.
+                # Reserve the space: files are written through a mapping, where a full disk
+                # would be a signal.
                 os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
                 raise OSError(*error.args, file.name) from None
@@ -117,7 +138,7 @@ def begin(folder: Path, scores: Scores, num_tokens: int) -> None:
 
 
 def put(folder: Path, scores: Scores, rows: Iterable[Rows]) -> None:
-    """Write these rows, which count once `keep` says so."""
+    """Write these rows, which count once `keep` records them."""
     columns = [open_column(folder, name, *kind, mode="r+") for name, kind in scores.columns.items()]
     for places, *numbers in rows:
         for column, of_places in zip(columns, numbers):
@@ -125,7 +146,7 @@ def put(folder: Path, scores: Scores, rows: Iterable[Rows]) -> None:
 
 
 def keep(folder: Path, scores: Scores, end: int) -> None:
-    """The rows of the streams before `end` are there."""
+    """Record that the rows of the streams before `end` are written."""
     for name in scores.columns:
         sync(folder / column_file(name))
     names = map(column_file, scores.columns)
@@ -136,7 +157,11 @@ def keep(folder: Path, scores: Scores, end: int) -> None:
 
 
 def differences(first: Path, second: Path) -> dict[str, tuple[float, int]]:
-    """For each column that both have: the largest difference, and the token it is at. ValueError: other texts."""
+    """Return, for each common column, the largest difference and the token it is at.
+
+    Raises:
+        ValueError: the folders score different texts.
+    """
     (one, columns), (other, others) = open_scores(first), open_scores(second)
     if (one.corpus, one.tokenizer) != (other.corpus, other.tokenizer):
         raise ValueError(

@@ -1,18 +1,18 @@
 """Sources: where documents come from, and in what order.
 
     stdlib    the *.py files of this Python's standard library; a file is a document
-    text      a file, a folder (all its files but hidden ones) or globs, several of them separated by commas; a file is
-              a document
+    text      a file, a folder (all its files except hidden ones) or globs, separated by commas; a file is a document
     jsonl     the same, *.jsonl (also compressed: .gz, .zst, .xz, .bz2) in folders; a line is a document: its text field
-    parquet   the same, *.parquet in folders; a row is a document: its text column. In folders of records, those that
-              begin with "_" (a table's log, what a job left unfinished) are no part of them
+    parquet   the same, *.parquet in folders; a row is a document: its text column. In folders of records, names that
+              begin with "_" (a table's log, what a job left unfinished) are skipped
     arrow     the same, *.arrow in folders; a row is a document. A folder that Hugging Face's `datasets` saved is read
-              in the order that its state.json gives
+              in the order of its state.json
 
-A record (a line or a row) gives as document the text of one field or, in other formats, the conversation that several
-fields hold (chat.py).
-Files are read in the order of their sorted paths, so that a corpus does not depend on the file system. What a file of
-text or lines is compressed with, or is instead, is seen from its first bytes, whatever its name.
+A record (a line or a row) yields as document the text of one field or, in other formats,
+the conversation that several fields hold (chat.py). Files are read in the order of their
+sorted paths, so a corpus does not depend on the file system. The compression of a file of
+text or lines, or its being another kind of file, is detected from its first bytes, whatever
+its name.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ from titan_linear.data.corpus.chat import ANSWER_WEIGHTS, QUESTIONS
 from titan_linear.storage.files import Json, read_json, shown
 
 TEXT_SOURCES = ("stdlib", "text", "jsonl", "parquet", "arrow")
-FIELD_SOURCES = ("jsonl", "parquet", "arrow")  # of records
-# Fields of a record that is a conversation, by format: those it must have, and those it may have.
+# Sources of records.
+FIELD_SOURCES = ("jsonl", "parquet", "arrow")
+# Required and optional fields of records that are conversations, by format.
 RECORD_FIELDS = {
     "messages": (("messages",), ("conversations", "system", "tools", "chat_template_kwargs")),
     "completion": (("prompt", "completion"), ()),
@@ -54,7 +55,8 @@ RECORD_FIELDS = {
     ),
     "tree": (("children",), ("text", "tokens", "weights")),
 }
-_OTHER_NAMES = {"messages": "conversations"}  # ShareGPT's
+# The name in ShareGPT.
+_OTHER_NAMES = {"messages": "conversations"}
 FORMATS = ("text", *RECORD_FIELDS)
 SUFFIXES = {
     "text": ("",),
@@ -62,15 +64,18 @@ SUFFIXES = {
     "parquet": (".parquet",),
     "arrow": (".arrow",),
 }
-ROWS = 256  # read at a time
-RECORD_NESTED = 250  # levels of a record's lists and objects
+# Number of rows read at a time.
+ROWS = 256
+# Maximum nesting of a record's lists and objects.
+RECORD_NESTED = 250
 
-# How fields are named that hold columns or weights, also misspelt.
+# Names of fields that hold columns or weights, even if misspelt.
 _LIKE_A_COLUMN = re.compile(
     "(^|_)(w[eight]{4}|advan|adv$|reward|mask|label|loss|logp|reference|behavi|teacher|train)"
 )
 
-# How files of text begin that are compressed, and how to open them; and those that are something else, and the remedy.
+# First bytes of compressed text files, and how to open them; first bytes of other files,
+# and remedies.
 _COMPRESSED = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ\0": lzma.open}
 _COMPRESSED |= {b"BZh%d1AY&SY" % size: bz2.open for size in range(1, 10)}
 _TWO_OBJECTS = re.compile(rb'\s*\{\s*"[^\n]*\}[ \t\r]*\n\s*\{\s*"')
@@ -90,17 +95,22 @@ _NO_TEXT = {
 
 @dataclass(frozen=True)
 class Document:
-    """A text, or a record of several fields, and where it comes from.
+    """A text, or a record of several fields, and its origin.
 
     Bytes of a text file that are not UTF-8 become surrogate escapes.
     """
 
     content: str | Json
-    origin: str  # "file", "file, line 3" or "file, row 3"
-    size: float  # bytes of the source that were read for it
-    problem: str = ""  # what is wrong with it; then it has no content
-    columns: Json = field(default_factory=dict)  # numbers of its tokens (columns.py)
-    unread: Sequence[str] = ()  # fields that are named like columns or weights, and not read
+    # "file", "file, line 3" or "file, row 3".
+    origin: str
+    # Bytes of the source that were read for it.
+    size: float
+    # What is wrong with it; then it has no content.
+    problem: str = ""
+    # Values for its tokens (columns.py).
+    columns: Json = field(default_factory=dict)
+    # Unread fields that are named like columns or weights.
+    unread: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -116,7 +126,11 @@ class _Fields:
     def document(
         self, record: Json, origin: str, size: float, names: Collection[str] = ()
     ) -> Document:
-        """names: of all fields, where the record has only those that are read."""
+        """Return the document of a record.
+
+        Args:
+            names: names of all fields, where the record has only the fields that are read.
+        """
         if missing := self.missing(record):
             return Document("", origin, size, missing)
         content = {name: record.get(name) for name in self.needed + self.optional}
@@ -129,9 +143,11 @@ class _Fields:
                 )
         try:
             to_json(content, bytes_mode="base64", fallback=str)
-        except ValueError as error:  # half a character
+        # Half a character.
+        except ValueError as error:
             return Document("", origin, size, f"not JSON in UTF-8: {error}; repair it")
         columns = {name: record[name] for name in self.columns}
+        # Look for unread fields of the record and its messages that are named like columns.
         lists = [value for value in record.values() if isinstance(value, list)]
         of_messages = {key for each in lists for x in each if isinstance(x, dict) for key in x}
         others = {*names, *record, *(of_messages - {*ANSWER_WEIGHTS})}
@@ -140,7 +156,7 @@ class _Fields:
         return Document(content, origin, size, columns=columns, unread=unread)
 
     def missing(self, names: Collection[str], what: str = "field") -> str:
-        """What to say if a needed field is missing; else ""."""
+        """Return a problem if a needed field is missing, else ""."""
         if (name := _lacked(self.needed, names)) is None:
             lacked = _lacked(self.columns, names)
             return (
@@ -152,12 +168,12 @@ class _Fields:
 
 
 def _lacked(needed: Iterable[str], names: Collection[str]) -> str | None:
-    """The first of the needed fields that is not there, under another name either."""
+    """Return the first of the needed fields that is missing, under its other name too."""
     return next((name for name in needed if not {name, _OTHER_NAMES.get(name)} & {*names}), None)
 
 
 def _reading(names: Collection[str]) -> str:
-    """How records with these fields can be read, if not as texts under the field that was asked for."""
+    """Return how records with these fields can be read, other than by the field asked for."""
     fits = next(
         (form for form, (needed, _) in RECORD_FIELDS.items() if _lacked(needed, names) is None),
         None,
@@ -178,7 +194,7 @@ class _File(BaseModel):
 
 
 class _Saved(BaseModel):
-    """state.json of a dataset that was saved."""
+    """Content of a saved dataset's state.json."""
 
     files: list[_File] = Field(alias="_data_files")
     indices: list[_File] | None = Field(None, alias="_indices_data_files")
@@ -187,7 +203,11 @@ class _Saved(BaseModel):
 def source_files(
     dataset: str, dataset_path: str | None, *, path_key: str = "training.dataset_path"
 ) -> list[Path]:
-    """The files of a text source, in order. ValueError (naming the key) if there are none."""
+    """Return the files of a text source, in order.
+
+    Raises:
+        ValueError: (naming the key) no file is found.
+    """
     if dataset == "stdlib":
         if dataset_path:
             raise ValueError(
@@ -198,6 +218,7 @@ def source_files(
         raise ValueError(
             f"{path_key} is empty: training.dataset = {dataset!r} needs a file, a folder or globs"
         )
+    # Expand each path or glob.
     suffixes = SUFFIXES[dataset]
     files: set[Path] = set()
     for pattern in [dataset_path] if os.path.exists(dataset_path) else dataset_path.split(","):
@@ -220,7 +241,8 @@ def source_files(
         files.update(found)
     once = _each_once(files)
     for file in once:
-        if file.exists() and not file.is_file():  # reading it would wait for somebody who writes
+        # Reading a pipe would wait for a writer.
+        if file.exists() and not file.is_file():
             raise ValueError(
                 f"{path_key}: {file} is a pipe or a device; write its content to a file, or leave it out"
             )
@@ -230,9 +252,13 @@ def source_files(
 def read_documents(
     dataset: str, file: Path, text_field: str, dataset_format: str, columns: Collection[str] = ()
 ) -> Iterator[Document]:
-    """The documents of a file, in order; a bad one has its `problem`. dataset_format: one of FORMATS.
+    """Yield the documents of a file, in order; a bad one has its `problem`.
 
-    ValueError naming a file that cannot be read.
+    Args:
+        dataset_format: one of FORMATS.
+
+    Raises:
+        ValueError: naming a file that cannot be read.
     """
     readers = {
         "stdlib": _read_text,
@@ -245,13 +271,14 @@ def read_documents(
     if dataset_format != "text":
         remedy = "rename the field, or set training.dataset_format (titan-linear corpus: --format)"
         needed, optional = RECORD_FIELDS[dataset_format]
-        if dataset_format == "tree":  # columns are the nodes'
+        # Columns are in the nodes.
+        if dataset_format == "tree":
             optional, columns = (*dict.fromkeys((*optional, *columns)),), ()
         fields = _Fields(needed, optional, False, remedy, (*columns,))
     try:
         yield from readers[dataset](file, fields)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        # all but the first: compressed files, damaged
+        # All but the first come from damaged compressed files.
         why = getattr(error, "strerror", None) or error
         raise ValueError(
             f"{file} cannot be read: {why}; leave it out, or restore it from a copy"
@@ -262,8 +289,9 @@ def read_documents(
 
 
 def _stdlib_files() -> list[Path]:
-    # site-packages lies inside this folder but is not the library. Test folders are left out because distributions
-    # differ in whether they ship them, and because they hold, on purpose, broken sources and other encodings.
+    # site-packages lies inside this folder but is not part of the library. Test folders are
+    # left out because distributions differ in whether they ship them, and because they hold
+    # broken sources and other encodings on purpose.
     root = Path(sysconfig.get_paths()["stdlib"])
     files = _walk(
         root,
@@ -281,9 +309,13 @@ def _stdlib_files() -> list[Path]:
 def _walk(
     folder: Path, suffixes: tuple[str, ...], skip: Set[str] = frozenset(), *, follow: bool = True
 ) -> list[Path]:
-    """Files in a folder and in those below it. follow: also in those that it links to, each folder once.
+    """Return the files in a folder and in folders below it.
 
-    ValueError: a folder cannot be read.
+    Args:
+        follow: include linked folders, each folder once.
+
+    Raises:
+        ValueError: a folder cannot be read.
     """
     found, seen = [], set()
     for root, folders, names in os.walk(folder, onerror=_refuse_unreadable, followlinks=follow):
@@ -291,7 +323,7 @@ def _walk(
             folders.clear()
             continue
         seen.add(real)
-        # Sorted, so that of two links to a folder the same one, the first, is followed on any file system.
+        # Sorted, so that of two links to a folder the first one is followed on any file system.
         folders[:] = sorted(
             name for name in folders if not name.startswith(".") and name not in skip
         )
@@ -310,12 +342,16 @@ def _refuse_unreadable(error: OSError) -> None:
 
 
 def _expand(pattern: str, dataset: str) -> list[Path]:
-    """The files of a file's path, a folder's, or a glob; if a glob matches only folders, the files in them. Of records,
-    none in a folder below that begins with "_", unless the glob names it: a table's log, what a job left unfinished."""
+    """Return the files of a file's path, a folder's path, or a glob.
+
+    If a glob matches only folders, return the files in them. For records, folders below
+    whose names begin with "_" are skipped unless the glob names them: they hold a table's
+    log or a job's unfinished files.
+    """
     path = Path(os.path.expanduser(pattern)).absolute()
     if path.exists() and not path.is_dir():
         return [path]
-    # its own name may hold brackets
+    # The folder's name may contain brackets.
     folder = next(each for each in (path, *path.parents) if each.is_dir())
     below = path.relative_to(folder)
     matches = [folder / name for name in glob.glob(str(below), root_dir=folder, recursive=True)]
@@ -334,7 +370,7 @@ def _expand(pattern: str, dataset: str) -> list[Path]:
 
 
 def _each_once(files: Set[Path]) -> set[Path]:
-    """Each file under one path: the first of those that lead to it, by links to it or to a folder above it."""
+    """Return each file under one path: the first of several paths that lead to it by links."""
     folders = {folder: os.path.realpath(folder) for folder in {file.parent for file in files}}
     real = {
         os.path.realpath(file)
@@ -346,10 +382,11 @@ def _each_once(files: Set[Path]) -> set[Path]:
 
 
 def _as_saved(files: Set[Path], path_key: str) -> list[Path]:
-    """The files, sorted folder by folder; of a folder with a state.json those that it lists, in its order.
+    """Return the files, folder by folder, sorted or as a folder's state.json lists them.
 
-    ValueError: such a folder lacks a file that it lists, or is a selection of rows; several splits of a dataset are
-    given at once.
+    Raises:
+        ValueError: such a folder lacks a listed file or is a selection of rows, or several
+            splits of a dataset are given at once.
     """
     ordered: list[Path] = []
     splits = {
@@ -367,7 +404,8 @@ def _as_saved(files: Set[Path], path_key: str) -> list[Path]:
         here = sorted(file for file in files if file.parent == folder)
         if (folder / "state.json").is_file():
             listed = _listed(folder / "state.json")
-            here = listed if set(here) >= set(listed) else here  # else single files were chosen
+            # Otherwise, single files were chosen.
+            here = listed if set(here) >= set(listed) else here
         ordered += here
     return ordered
 
@@ -403,7 +441,7 @@ def _read_text(file: Path, _: _Fields) -> Iterator[Document]:
 
 
 def _holds_records(file: Path, data: bytes) -> bool:
-    """Whether a file's first lines are objects of JSON, or it begins as one and its name says so."""
+    """Whether a file's first lines are JSON objects, or its beginning and its name say so."""
     named = file.name.endswith(SUFFIXES["jsonl"]) and data.lstrip().startswith(b"{")
     return named or bool(_TWO_OBJECTS.match(data))
 
@@ -418,7 +456,8 @@ def _read_jsonl(file: Path, fields: _Fields) -> Iterator[Document]:
             raise ValueError(f"{file} does not hold lines of JSON: it is one JSON array; {remedy}")
         read = 0
         for number, line in enumerate(lines, 1):
-            before, read = read, raw.tell()  # bytes of the file on disk, which is read in blocks
+            # Bytes of the file on disk, which is read in blocks.
+            before, read = read, raw.tell()
             if line := line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():
                 yield _line(line, f"{shown(file)}, line {number}", read - before, fields)
 
@@ -440,7 +479,8 @@ def _line(line: bytes, origin: str, size: float, fields: _Fields) -> Document:
 def _decompressed(raw: io.BufferedReader) -> Iterator[io.BufferedReader]:
     head = raw.peek(len(_ZSTD))
     if head.startswith(_ZSTD):
-        import pyarrow as pa  # brings zstd with it: Python has its own from 3.14
+        # pyarrow brings zstd: Python has it from 3.14.
+        import pyarrow as pa
 
         with io.BufferedReader(pa.CompressedInputStream(raw, "zstd")) as lines:
             yield lines
@@ -454,13 +494,14 @@ def _decompressed(raw: io.BufferedReader) -> Iterator[io.BufferedReader]:
 
 
 def _check_kind(file: Path, head: bytes, wanted: str) -> None:
-    """ValueError: a file that begins so does not hold what is wanted."""
+    """Raise ValueError if a file with these first bytes does not hold what is wanted."""
     if kind := next((kind for begin, kind in _NO_TEXT.items() if head.startswith(begin)), ""):
         raise ValueError(f"{file} does not hold {wanted}: it is {kind}")
 
 
 def _read_parquet(file: Path, fields: _Fields) -> Iterator[Document]:
-    import pyarrow as pa  # 0.3 s that only this source pays
+    # Only this source pays the 0.3 s of this import.
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
@@ -476,14 +517,17 @@ def _read_parquet(file: Path, fields: _Fields) -> Iterator[Document]:
 
 
 def _read_arrow(file: Path, fields: _Fields) -> Iterator[Document]:
-    """Arrow's stream format, which `datasets` writes, or its file format."""
+    """Yield the documents of a file in Arrow's stream or file format.
+
+    `datasets` writes the stream format.
+    """
     import pyarrow as pa
 
     try:
         with pa.memory_map(str(file)) as source:
             open_table = pa.ipc.open_file if source.read(6) == b"ARROW1" else pa.ipc.open_stream
             source.seek(0)
-            # mapped: a column's bytes are read when they are used
+            # The file is mapped: a column's bytes are read when they are used.
             table = open_table(source).read_all()
             names = table.column_names
             batches = _sound(table.select(_columns(file, names, fields)))
@@ -496,7 +540,7 @@ def _read_arrow(file: Path, fields: _Fields) -> Iterator[Document]:
 
 
 def _sound(table: Any) -> Iterator[Any]:
-    """The batches of a table, each once its values are known to lie inside its buffers."""
+    """Yield a table's batches, each once its values are known to lie inside its buffers."""
     import pyarrow as pa
 
     for batch in table.to_batches():
@@ -504,14 +548,15 @@ def _sound(table: Any) -> Iterator[Any]:
             try:
                 column.validate(full=True)
             except pa.ArrowInvalid:
-                # perhaps only a text that is not UTF-8, which spoils its own row alone
+                # The fault may be only a text that is not UTF-8, which spoils just its own
+                # row.
                 column.view(_of_bytes(column.type)).validate(full=True)
         for row in range(0, len(batch), ROWS):
             yield batch.slice(row, ROWS)
 
 
 def _of_bytes(kind: Any) -> Any:
-    """The type with bytes in place of texts, also inside lists and structs."""
+    """Return the type with bytes in place of texts, also inside lists and structs."""
     import pyarrow as pa
 
     if isinstance(kind, pa.MapType):
@@ -530,7 +575,7 @@ def _of_bytes(kind: Any) -> Any:
 
 
 def _columns(file: Path, names: list[str], fields: _Fields) -> list[str]:
-    """The columns to read."""
+    """Return the columns to read."""
     if missing := fields.missing(names, "column"):
         raise ValueError(f"{file}: {missing}")
     wanted = [name for name in fields.needed + fields.optional + fields.columns if name in names]
@@ -552,7 +597,7 @@ def _rows(
 
 
 def _records(batch: Any, fields: _Fields) -> Iterator[Json | str]:
-    """A batch's rows; for one that cannot be read, what is wrong with it."""
+    """Yield a batch's rows; for one that cannot be read, its problem as text."""
     try:
         records = batch.to_pylist()
         if not fields.is_text:
@@ -573,8 +618,11 @@ def _records(batch: Any, fields: _Fields) -> Iterator[Json | str]:
 
 
 def _as_in_json(value: Any, kind: Any) -> Any:
-    """A value of a table's type as JSON has it: maps are objects, bytes are texts in UTF-8, texts of the type JSON are
-    read, and nulls that fill up structs, which in a table all have the same fields, are left out.
+    """Return a value of a table's type as JSON has it.
+
+    Maps become objects, bytes become UTF-8 text, and texts of the type JSON are parsed.
+    Nulls that fill up structs, which have the same fields in all rows of a table, are left
+    out.
     """
     import pyarrow as pa
 

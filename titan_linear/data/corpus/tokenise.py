@@ -1,8 +1,9 @@
-"""Tokenising on all cores: blocks of documents go to worker processes, and their tokens come back in order.
+"""Tokenising on all cores: workers take blocks of documents, and tokens come back in order.
 
-The tokens of a document depend on it alone, so that blocks and the number of workers do not change the result. Workers
-are forked: they inherit the tokenizer, however large, and import nothing. They hold no file and end when their pipe
-does, whatever ended this process; they leave Ctrl-C to this process.
+The tokens of a document depend on it alone, so blocks and the number of workers do not
+change the result. Workers are forked: they inherit the tokenizer, however large, and import
+nothing. They hold no file and end when their pipe does, whatever ended this process. They
+leave Ctrl-C to this process.
 """
 
 from __future__ import annotations
@@ -31,15 +32,21 @@ TOO_LATE = (
     f"model.tokenizer_path: its chat template takes more than {SECONDS:.0f} s for the text of a conversation; take one "
     "from a source that you trust"
 )
-AHEAD = 4  # finished blocks per worker that may wait for an earlier one
+# Finished blocks per worker that may wait for an earlier one.
+AHEAD = 4
 Block = list[Document]
 Encoder = Tokenizer | RecordEncoder
-Tokens = np.ndarray | DocumentTokens  # of a text [n] int64, or of a conversation
-Encoded = list[Tokens | str]  # for each document: its tokens, or why it has none
+# Of a text, [n] int64, or of a conversation.
+Tokens = np.ndarray | DocumentTokens
+# For each document: its tokens, or the reason why it has none.
+Encoded = list[Tokens | str]
 
 
 def worker_count(num_bytes: int) -> int:
-    """Workers for this much text: one per core; none for little, or in a process that may not have children."""
+    """Return the number of workers for this many bytes: one per core, or none.
+
+    It is 0 for little text, or in a process that may not have children.
+    """
     if num_bytes < 1 << 20 or not may_have_children():
         return 0
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -52,16 +59,19 @@ def may_have_children() -> bool:
 def tokenise(
     encoder: Encoder, documents: Iterable[Document], num_workers: int
 ) -> Generator[tuple[Document, Tokens | str], None, None]:
-    """Each document with its tokens, or with the reason why it cannot have any. No eos is added to texts.
+    """Yield each document with its tokens, or with the reason why it has none.
 
-    Close it if you leave it before its end. ValueError: a worker was killed.
+    Texts get no end token. Close the generator if you leave it before its end.
+
+    Raises:
+        ValueError: a worker was killed.
     """
     blocks = _blocks(documents)
     if not num_workers:
         for block in blocks:
             yield from _of_all(block, _encode(encoder, _contents(block)))
         return
-    # our end of each worker's pipe → the worker
+    # Our end of each worker's pipe → the worker.
     workers: dict[Connection, multiprocessing.Process] = {}
     try:
         _start(workers, encoder, num_workers)
@@ -69,7 +79,8 @@ def tokenise(
             yield from _of_all(block, encoded)
         return
     except (EOFError, ConnectionError):
-        pass  # which signal killed it is known once it has been joined
+        # The signal that killed it is known once it has been joined.
+        pass
     finally:
         for process in workers.values():
             process.kill()
@@ -94,7 +105,7 @@ def _blocks(documents: Iterable[Document]) -> Iterator[Block]:
 
 
 def _contents(block: Block) -> list[Any]:
-    """The contents of documents without a problem."""
+    """Return the contents of documents without a problem."""
     return [document.content for document in block if not document.problem]
 
 
@@ -108,11 +119,13 @@ def _encode(encoder: Encoder, contents: Sequence[Any]) -> Encoded:
     try:
         return list(encoder.encode_batch(contents))
     except ValueError as error:
+        # Find the documents at fault one by one.
         if len(contents) > 1:
             return [encoded for content in contents for encoded in _encode(encoder, [content])]
         if not isinstance(error, UnicodeEncodeError):
             return [str(error)]
-        is_byte = 0xDC80 <= ord(error.object[error.start]) <= 0xDCFF  # of a file that is not UTF-8
+        # A byte of a file that is not UTF-8.
+        is_byte = 0xDC80 <= ord(error.object[error.start]) <= 0xDCFF
         remedy = "; repair it" + (
             ", or train on bytes (no model.tokenizer_path)" if is_byte else ""
         )
@@ -124,10 +137,14 @@ def _in_order(
 ) -> Iterator[tuple[Block, Encoded]]:
     numbered = enumerate(blocks)
     idle = workers
-    at_work: dict[Any, Any] = {}  # worker → (number, block)
+    # Worker → (number, block).
+    at_work: dict[Any, Any] = {}
     done: dict[int, tuple[Block, Encoded]] = {}
-    following = 0  # the number of the block to yield next
+    # The number of the block to yield next.
+    following = 0
     while True:
+        # Give each idle worker a block, unless too many finished blocks wait for an earlier
+        # one.
         while (
             idle
             and len(done) < AHEAD * (len(idle) + len(at_work))
@@ -138,6 +155,7 @@ def _in_order(
             at_work[worker] = item
         if not at_work:
             return
+        # Collect finished blocks, and yield them in order.
         for worker in wait(list(at_work)):
             number, block = at_work.pop(worker)
             encoded = worker.recv()
@@ -153,13 +171,17 @@ def _in_order(
 def _start(
     workers: dict[Connection, multiprocessing.Process], encoder: Encoder, num_workers: int
 ) -> None:
-    """Start workers and add them to `workers`. A Ctrl-C meanwhile is raised once all have started."""
+    """Start workers and add them to `workers`.
+
+    A Ctrl-C meanwhile is raised once all have started.
+    """
     fork = multiprocessing.get_context("fork")
-    # set: the library does not warn of the fork, which its threads would not survive
+    # With this variable set, the library does not warn of the fork, which its threads would
+    # not survive.
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
-    # workers inherit it, and keep it
+    # Workers inherit the mask, and keep it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         for _ in range(num_workers):
@@ -168,7 +190,8 @@ def _start(
                 target=_work, args=(encoder, theirs, [ours, *workers]), daemon=True
             )
             process.start()
-            theirs.close()  # so that the worker's end is noticed here
+            # Notice here when the worker's end closes.
+            theirs.close()
             workers[ours] = process
     finally:
         if before is None:
@@ -180,7 +203,8 @@ def _start(
 
 def _work(encoder: Encoder, connection: Connection, inherited: list[Connection]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for other in inherited:  # so that the end of the process that forked us is noticed
+    # Notice the end of the process that forked us.
+    for other in inherited:
         other.close()
     try:
         while True:
@@ -188,8 +212,9 @@ def _work(encoder: Encoder, connection: Connection, inherited: list[Connection])
             try:
                 encoded: Encoded | Exception = _encode(encoder, contents)
             except Exception as error:
-                # whatever the tokenizer raises is raised again in the process that asked
+                # The process that asked raises whatever the tokenizer raises.
                 encoded = error
             connection.send(encoded)
-    except (EOFError, OSError):  # nobody is there any more
+    # The parent is gone.
+    except (EOFError, OSError):
         return

@@ -1,6 +1,7 @@
 """Tokenizers: bytes, which need no file, and any Hugging Face `tokenizer.json`.
 
-Neither adds a token to a text by itself: `eos_id` is appended to each document as it is tokenised (cache.py).
+Neither adds a token to a text by itself: `eos_id` is appended to each document when it is
+tokenised (cache.py).
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from titan_linear.storage.files import Json, json_bytes, read_inside, read_json
 
 TOKENIZER, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 CHAT_TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
-# What ends a document if no file beside tokenizer.json says so: the first of these that is a special token.
+# Names of the end token if no settings name one: the first that is a special token.
 _USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
-# The class with which transformers takes tokenizer.json as it is, whatever the model's name.
+# The class with which transformers uses tokenizer.json unchanged, whatever the model's
+# name.
 _GENERIC_CLASS = "PreTrainedTokenizerFast"
-# Settings by which transformers would give other tokens than tokenizer.json, or that name files we do not have.
+# Settings that make transformers give other tokens than tokenizer.json, or name files that
+# we lack.
 _CHANGES_TOKENS = (
     "add_bos_token",
     "add_eos_token",
@@ -41,7 +44,8 @@ _CHANGES_TOKENS = (
     "split_special_tokens",
     "tokenizer_file",
 )
-# Settings of one token each, which every tokenizer may have; and settings of several, in a list or an object by name.
+# Settings of one token each, which every tokenizer may have, and settings of several
+# tokens, in a list or in an object by name.
 NAMED_TOKENS = (
     "bos_token",
     "cls_token",
@@ -56,20 +60,22 @@ _TOKEN_LISTS = (
     "extra_special_tokens",
     "model_specific_special_tokens",
 )
-# names of tokenizers of other kinds
+# File names of other kinds of tokenizers.
 _OTHER_KIND = re.compile(r"tiktoken|tekken|\.model\b|^vocab\.|^merges\.txt$")
-# Settings with which the parts of a tokenizer put no space before a text, and take none from it.
+# Values of settings with which no part of a tokenizer adds a space before a text, or strips
+# one.
 _NO_SPACE = {
     "prepend": "",
     "strip_left": False,
     "prepend_scheme": "never",
     "add_prefix_space": False,
 }
-_GROWTH = 10_000  # the most characters that may be made of one: real tokenizers make some tens
+# The most characters that may be made of one: real tokenizers make some tens.
+_GROWTH = 10_000
 GENERATION = "generation_config.json"
 _COPIED = ("vocab.json", "merges.txt", "tokenizer.model", GENERATION)
 _TEMPLATES = (CHAT_TEMPLATE, f"{MORE_TEMPLATES}/*.jinja")
-# The files of a tokenizer of any kind.
+# Files of a tokenizer of any kind.
 FILES = (
     "tokenizer*.*",
     "vocab.txt",
@@ -82,12 +88,16 @@ FILES = (
 
 
 class Tokenizer(Protocol):
-    """What the data path, the model's vocabulary and the sampler need of a tokenizer.
+    """Interface of a tokenizer for the data path, the model's vocabulary and the sampler.
 
-    vocab_size: the largest id + 1 (ids may have holes, and a model must embed them all).
-    eos_id: the token that ends a document, or None. end_ids: each of these ends a generated text.
-    bos_id: the token before a text, or None. first_ids: where transformers always writes it, this token.
-    fingerprint: changes whenever the tokens of some text may change.
+    Attributes:
+        vocab_size: the largest id + 1 (ids may have holes, and a model must embed them
+            all).
+        eos_id: the token that ends a document, or None.
+        end_ids: tokens that each end a generated text.
+        bos_id: the token before a text, or None.
+        first_ids: [bos_id] if transformers always writes it, else empty.
+        fingerprint: changes whenever the tokens of some text may change.
     """
 
     vocab_size: int
@@ -99,37 +109,50 @@ class Tokenizer(Protocol):
 
     @property
     def summary(self) -> str:
-        """For the console: a line, and one for a warning if there is any."""
+        """Return a line for the console, and one for a warning if there is any."""
         ...
 
     def encode(self, text: str) -> ndarray:
-        """The tokens of a text, [n] integers, without eos. Raises ValueError if it cannot take the text; if that is not
-        UTF-8, UnicodeEncodeError."""
+        """Return the tokens of a text, [n] integers, without eos.
+
+        Raises:
+            ValueError: the tokenizer refuses the text; UnicodeEncodeError if the text is
+                not UTF-8.
+        """
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[ndarray]:
-        """`encode` of each text, in parallel where the tokenizer can."""
+        """Return `encode` of each text, in parallel where the tokenizer can."""
         ...
 
     def continuing(self) -> Tokenizer:
-        """This tokenizer for texts that go on from another: it puts no space before them. Raises ValueError if there is
-        none."""
+        """Return this tokenizer for texts that continue another.
+
+        It puts no space before them.
+
+        Raises:
+            ValueError: such a tokenizer cannot be made.
+        """
         ...
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Printable text; ids beyond the vocabulary are left out, and special tokens unless asked for; broken UTF-8
-        becomes U+FFFD."""
+        """Return printable text.
+
+        Ids beyond the vocabulary are left out, and special tokens too unless asked for.
+        Broken UTF-8 becomes U+FFFD.
+        """
         ...
 
     def hugging_face_files(self) -> dict[str, bytes]:
-        """Files, by name, with which transformers' AutoTokenizer gives these tokens and this end of a document."""
+        """Return files for AutoTokenizer, with these tokens and this end token, by name."""
         ...
 
 
 class ByteTokenizer:
-    """Token b is byte b of the UTF-8 text; token 256 ends a document.
+    """Tokenizer of UTF-8 bytes: token b is byte b, and token 256 ends a document.
 
-    A byte that is not UTF-8 comes in as a surrogate escape (so the text sources read files) and is kept as it is.
+    A byte that is not UTF-8 comes in as a surrogate escape (the text sources read files
+    this way) and is kept unchanged.
     """
 
     vocab_size = 257
@@ -141,7 +164,7 @@ class ByteTokenizer:
     summary = "tokenizer: none, bytes are tokens (model.tokenizer_path)"
 
     def encode(self, text: str) -> ndarray:
-        # uint16, as on disk: a document may be large.
+        # The type on disk, uint16, because a document may be large.
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8).astype(
             np.uint16
         )
@@ -153,7 +176,10 @@ class ByteTokenizer:
         return self
 
     def decode_bytes(self, ids: Iterable[int], end: bytes = b"") -> bytes:
-        """The exact bytes, the inverse of `encode` for any input, with `end` in the place of other tokens."""
+        """Return the exact bytes: the inverse of `encode` for any input.
+
+        `end` stands in place of other tokens.
+        """
         return b"".join(bytes([i]) if i < 256 else end for i in map(int, ids))
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
@@ -161,8 +187,11 @@ class ByteTokenizer:
         return self.decode_bytes(ids, end.encode()).decode("utf-8", "replace")
 
     def hugging_face_files(self) -> dict[str, bytes]:
-        """The end token's name, spelled out in a text, gives its bytes, here and in transformers
-        (split_special_tokens)."""
+        """Return files for transformers.
+
+        The end token's name in a text gives its bytes, here and in transformers
+        (split_special_tokens).
+        """
         name = _USUAL_EOS[0]
         eos = {
             "id": self.eos_id,
@@ -172,6 +201,7 @@ class ByteTokenizer:
             "rstrip": False,
         }
         eos |= {"normalized": False, "special": True}
+        # A byte-level BPE without merges.
         byte_level = {
             "type": "ByteLevel",
             "add_prefix_space": False,
@@ -201,27 +231,32 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`, read by the `tokenizers` library.
+    """Tokenizer of a `tokenizer.json`, read by the `tokenizers` library.
 
-    A text's tokens are its own alone, and the same each time: truncation, padding, a post-processor that adds tokens
-    (BOS, EOS) and dropout are off, here and in what is exported; `summary` names them. As in transformers, a special
-    token spelled out in a text becomes that token.
-    eos is `eos_token` of the settings beside the file; else the first of the usual names (`_USUAL_EOS`) that is a
-    special token of the vocabulary; else there is none.
+    A text's tokens depend on it alone and are always the same: truncation, padding, a
+    post-processor that adds tokens (BOS, EOS) and dropout are off, here and in exports;
+    `summary` names them. As in transformers, a special token spelled out in a text becomes
+    that token.
+
+    The end token is `eos_token` of the settings next to the file, else the first of the
+    usual names (`_USUAL_EOS`) that is a special token of the vocabulary, else there is
+    none.
     """
 
     def __init__(self, file: Path):
         self._file, data = file, _read(file)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
-        except Exception as error:  # tokenizers raises bare Exception, and nothing narrower
+        # tokenizers raises bare Exception, and nothing narrower.
+        except Exception as error:
             raise ValueError(
                 f"model.tokenizer_path: {file} is no Hugging Face tokenizer: {error}; fetch it again"
             ) from error
         adds_tokens = self._tokenizer.num_special_tokens_to_add(is_pair=False) > 0
         content = json.loads(data)
         self._added = content.get("added_tokens") or []
-        # A part that writes n characters for some makes at most n + 1 of each; one that writes bytes as letters, 4.
+        # A part that writes n characters for some makes at most n + 1 of each; one that
+        # writes bytes as letters, 4.
         growth = math.prod(
             4 if part.get("type") == "ByteLevel" else 1 + len(part.get("content", ""))
             for part in _parts(content)
@@ -231,11 +266,13 @@ class HuggingFaceTokenizer:
                 f"model.tokenizer_path: {file} may make {growth:.0e} characters of one, which takes all memory; take "
                 "one from a source that you trust"
             )
+        # Switch off whatever depends on more than the text.
         self._content, self._off = _of_texts_alone(data, content, adds_tokens)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         if "dropout" in self._off:
             self._tokenizer.model.dropout = None
+        # Vocabulary and special tokens.
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise ValueError(f"model.tokenizer_path: {file} has an empty vocabulary; give another")
@@ -243,9 +280,11 @@ class HuggingFaceTokenizer:
         self._settings = _read_settings(file.parent)
         self.bos_id = vocabulary.get(_name_of(self._settings.get("bos_token")))
         self.first_ids = [x for x in self._tokenizer.encode("").ids if x == self.bos_id]
-        self._tokenizer.post_processor = None  # it would also move the places of tokens
+        # It would also move the places of tokens.
+        self._tokenizer.post_processor = None
         self.eos_id = _find_eos(file, self._settings, self._added, vocabulary)
-        # as transformers finds them: of generation_config.json, else of the model's config.json
+        # The end of generated texts is in generation_config.json, else in the model's
+        # config.json.
         ends = _read_object(file.with_name("config.json")) | _read_object(
             file.with_name(GENERATION)
         )
@@ -264,9 +303,10 @@ class HuggingFaceTokenizer:
         off = f"; switched off: {', '.join(self._off)}" if self._off else ""
         line = f"tokenizer: '{self._file}', {self.vocab_size:,} tokens{off}"
         try:
-            # a letter of cuneiform, which vocabularies do not have
+            # A letter of cuneiform, which vocabularies do not have.
             known = len(self.encode("\U00012000"))
-        except ValueError:  # a document with such a letter is refused
+        # A document with such a letter is refused.
+        except ValueError:
             return line
         return (
             line
@@ -276,14 +316,14 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[ndarray]:
         for text in texts:
-            # raises at a lone surrogate, and says which; the library only says "must be str"
+            # Raises at a lone surrogate, and names it; the library only says "must be str".
             text.encode("utf-8")
         with _refusals():
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def encode_with_places(self, text: str) -> tuple[ndarray, ndarray]:
-        """`encode`, and the characters [begin, end) of each token, [n, 2] int64."""
+        """Return `encode`, and the characters [begin, end) of each token, [n, 2] int64."""
         text.encode("utf-8")
         with _refusals():
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
@@ -295,7 +335,7 @@ class HuggingFaceTokenizer:
         content = json.loads(self._content)
         for part in _parts(content):
             part |= {key: value for key, value in _NO_SPACE.items() if key in part}
-            # all spaces in a text are those that are put before its words
+            # All spaces in a text would come from this part, before each word.
             if part.get("type") == "WhitespaceSplit":
                 raise ValueError(
                     f"training.dataset_format = 'completion': {self._file} puts a space before every text, so before "
@@ -307,7 +347,10 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def chat_templates(self) -> dict[str, str]:
-        """The folder's chat templates by name, as transformers finds them: files of their own go before a setting."""
+        """Return the folder's chat templates by name, as transformers finds them.
+
+        Files take precedence over a setting.
+        """
         folder = self._file.parent
         files = [folder / CHAT_TEMPLATE, *sorted((folder / MORE_TEMPLATES).glob("*.jinja"))]
         if found := {
@@ -328,7 +371,10 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def token_names(self) -> dict[str, str]:
-        """bos_token, eos_token, the model's own (image_token, …) → their texts, as chat templates know them."""
+        """Map names of tokens to their texts, as chat templates know them.
+
+        Names are bos_token, eos_token, and the model's own (image_token, …).
+        """
         given = {name: value for name, value in self._settings.items() if name.endswith("_token")}
         for tokens in (self._settings.get(name) for name in _TOKEN_LISTS):
             given |= tokens if isinstance(tokens, dict) else {}
@@ -341,7 +387,10 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
-        """The texts of the special tokens, and that of the end token, which need not be one."""
+        """Return the texts of the special tokens and of the end token.
+
+        The end token need not be a special one.
+        """
         special = [token["content"] for token in self._added if token.get("special")]
         end = self.token_names.get("eos_token")
         return tuple(special) if end in (None, *special) else (*special, end)
@@ -351,16 +400,18 @@ class HuggingFaceTokenizer:
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not special)
 
     def hugging_face_files(self) -> dict[str, bytes]:
-        """The tokenizer's files that exist, without what would have transformers add to a text or take from it."""
+        """Return the tokenizer's files, without settings that change a text's tokens."""
         folder = self._file.parent
-        read_inside(folder, SETTINGS, SPECIAL)  # of which `_kept_settings` has the content
+        # The content of these files is in `_kept_settings`.
+        read_inside(folder, SETTINGS, SPECIAL)
         files = read_inside(folder, *_COPIED, *_TEMPLATES)
         return files | {TOKENIZER: self._content, SETTINGS: _settings(*self._kept_settings())}
 
     def _kept_settings(self) -> tuple[Json, str | None]:
-        """The settings beside tokenizer.json, without those that change tokens; and the text of the end token."""
+        """Return the settings without keys that change tokens, and the end token's text."""
         found = {key: value for key, value in self._settings.items() if key not in _CHANGES_TOKENS}
-        # Tokens by their texts alone: tokenizer.json has the rest. transformers would add those that it does not have.
+        # Keep tokens as texts: tokenizer.json has the rest. transformers would add unknown
+        # ones.
         added = [token["content"] for token in self._added]
         for key, value in list(found.items()):
             if key.endswith("_token"):
@@ -379,9 +430,12 @@ class HuggingFaceTokenizer:
 
 
 def build_tokenizer(path: str | None, key: str = "model.tokenizer_path") -> Tokenizer:
-    """The tokenizer of `model.tokenizer_path`: nothing for bytes, else a tokenizer.json or a folder that holds one.
+    """Build the tokenizer of `model.tokenizer_path`.
 
-    ValueError: there is no such file (which names `key`), or it is not a usable tokenizer.
+    An empty path stands for bytes; else it is a tokenizer.json or a folder that holds one.
+
+    Raises:
+        ValueError: the file does not exist (naming `key`), or is not a usable tokenizer.
     """
     if not path:
         return ByteTokenizer()
@@ -390,12 +444,13 @@ def build_tokenizer(path: str | None, key: str = "model.tokenizer_path") -> Toke
         file = file / TOKENIZER
     if not file.is_file():
         raise ValueError(f"{key} = {path!r}: {file} does not exist; {_instead(file.parent)}")
-    own = ByteTokenizer()  # in a folder that we wrote
+    # The folder may be one that we wrote.
+    own = ByteTokenizer()
     return own if _read(file) == own.hugging_face_files()[TOKENIZER] else HuggingFaceTokenizer(file)
 
 
 def _instead(folder: Path) -> str:
-    """What to do about a folder without tokenizer.json."""
+    """Return a remedy for a folder without tokenizer.json."""
     others = sorted(file.name for file in folder.glob("*") if _OTHER_KIND.search(file.name))
     give = (
         "give a Hugging Face tokenizer.json, or a folder that holds one, as hf download OWNER/NAME --local-dir NAME "
@@ -410,8 +465,14 @@ def _instead(folder: Path) -> str:
 
 
 def _of_texts_alone(data: bytes, content: Json, adds_tokens: bool) -> tuple[bytes, list[str]]:
-    """A tokenizer.json without what cuts, pads or extends texts and what draws their tokens at random, and the names of
-    what was taken out. content: of `data`."""
+    """Return a tokenizer.json under which a text's tokens depend on the text alone.
+
+    Whatever cuts, pads or extends texts, or draws tokens at random, is taken out. Also
+    returns the names of what was taken out.
+
+    Args:
+        content: the parsed `data`.
+    """
     keys = ["truncation", "padding", *["post_processor"] * adds_tokens]
     off = [key for key in keys if content.get(key) is not None]
     content |= dict.fromkeys(off)
@@ -422,7 +483,7 @@ def _of_texts_alone(data: bytes, content: Json, adds_tokens: bool) -> tuple[byte
 
 
 def _parts(content: Any) -> Iterator[Json]:
-    """What changes texts in a tokenizer.json, and all that it is made of."""
+    """Yield the parts of a tokenizer.json that change texts, and all of their parts."""
     parts = [content.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")]
     while parts:
         part = parts.pop()
@@ -435,8 +496,11 @@ def _parts(content: Any) -> Iterator[Json]:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Raises ValueError for what the library raises: bare Exception, and a panic that is no Exception (a regular
-    expression that backtracks too long)."""
+    """Raise ValueError for what the library raises.
+
+    It raises bare Exception, and a panic that is not an Exception (a regular expression
+    that backtracks too long).
+    """
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -446,7 +510,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _read(file: Path) -> bytes:
-    """A file's content, without a byte order mark."""
+    """Return a file's content, without a byte order mark."""
     try:
         return file.read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
@@ -465,10 +529,13 @@ def _read_text(file: Path) -> str:
 
 
 def _read_settings(folder: Path) -> Json:
-    """The settings beside tokenizer.json, as transformers reads them: special_tokens_map.json counts only if
-    tokenizer_config.json does not list the added tokens, and then goes before it.
+    """Return the settings next to tokenizer.json, as transformers reads them.
 
-    ValueError: a token of NAMED_TOKENS is not a text.
+    special_tokens_map.json counts only if tokenizer_config.json does not list the added
+    tokens, and then takes precedence over it.
+
+    Raises:
+        ValueError: a token of NAMED_TOKENS is not a text.
     """
     settings = _read_object(folder / SETTINGS)
     if "added_tokens_decoder" not in settings:
@@ -483,17 +550,17 @@ def _read_settings(folder: Path) -> Json:
 
 
 def _read_object(file: Path) -> Json:
-    """A file of settings; none if there is no such file."""
+    """Return the settings in a file, or {} if the file does not exist."""
     return read_json(file, Json, "correct it there") if file.is_file() else {}
 
 
 def _name_of(token: object) -> object:
-    """The text of a token, which settings have as it is or in an object."""
+    """Return the text of a token, which settings give directly or in an object."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def _settings(found: Json, eos: str | None) -> bytes:
-    """The content of tokenizer_config.json."""
+    """Return the content of tokenizer_config.json."""
     forced = {
         "tokenizer_class": _GENERIC_CLASS,
         "eos_token": eos,
@@ -520,8 +587,11 @@ def _find_eos(
 
 
 def _byte_letters() -> dict[int, str]:
-    """The letters by which byte-level vocabularies write bytes: a printable one of Latin-1 stands for itself; for the
-    others stand, in order, the code points from 256 on (GPT-2's encoding)."""
+    """Return the letters by which byte-level vocabularies write bytes (GPT-2's encoding).
+
+    A printable byte of Latin-1 stands for itself. The others map, in order, to the code
+    points from 256 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {

@@ -1,15 +1,18 @@
-"""Prefix trees: records that branch, `training.dataset_format = "tree"`. A node is an object with
+"""Prefix trees: records that branch, `training.dataset_format = "tree"`.
 
-    tokens, or text     its own, which continue those of the node above
+A node is an object with
+
+    tokens, or text     its own, which continue the parent's
     weights             optional: how much each token counts, a number or a list with one for each
     children            optional: nodes
-    other columns       (columns.py) as the loss reads them; a node whose tokens count nothing may leave them out
+    other columns       (columns.py) as the loss reads them; optional in a node whose tokens count nothing
 
-and a record is the root. Each path from the root to a leaf is a document; a text ends, at a leaf, with the end token.
-`trees_of` makes trees of documents (`training.share_prefixes`).
+and a record is the root. Each path from the root to a leaf is a document; a text ends, at a
+leaf, with the end token. `trees_of` makes trees of documents (`training.share_prefixes`).
 
-A corpus holds a tree as one document, depth first, with the column BACK: how many tokens before each one that lies
-which it continues; 0 for a tree's first. Streams have SHARE, too: how much the documents that hold a token count.
+A corpus holds a tree as one document, depth first, with the column BACK: the offset from
+each token to its parent token, 0 for a tree's first. Streams also have SHARE: the total
+weight of the documents that contain a token.
 """
 
 from __future__ import annotations
@@ -24,21 +27,24 @@ from titan_linear.data.corpus.columns import BACK, WEIGHTS, DocumentTokens, with
 from titan_linear.data.corpus.tokenizer import Tokenizer
 
 SHARE = "share"
-# tokens, a recurrence's chunk: documents share multiples of them, since shorter nodes cost as much
+# Documents share multiples of this many tokens, a recurrence's chunk, since shorter nodes
+# cost as much.
 LEAST = 64
-MOST = 64  # documents of a tree, unless a field says which belong together
+# Documents of a tree, unless a field says which belong together.
+MOST = 64
 
 
 class Held(NamedTuple):
-    """A document that waits for those that share its beginning."""
+    """A document that waits for others that share its beginning."""
 
     origin: str
-    group: Any  # the value of training.group_field
+    # The value of training.group_field.
+    group: Any
     document: DocumentTokens
 
 
 class Trees:
-    """Gives the tokens of records, or says what is wrong with them (`RecordEncoder`)."""
+    """Encoder of tree records; returns their tokens or a problem (`RecordEncoder`)."""
 
     fingerprint = "tree-1"
 
@@ -60,7 +66,12 @@ class Trees:
     def _nodes(
         self, node: Any, place: str, back: int, widths: dict[str, int]
     ) -> Iterator[DocumentTokens]:
-        """A node, whose first token lies so far behind that which it continues, and those below it, depth first."""
+        """Yield a node and the nodes below it, depth first.
+
+        Args:
+            place: the node's name in errors.
+            back: the offset from the node's first token to its parent token.
+        """
         children = node.get("children") if isinstance(node, dict) else 0
         if not isinstance(children, list | None):
             raise ValueError(f"{place} is no object, or its 'children' are no list; correct it")
@@ -79,7 +90,7 @@ class Trees:
     def _node(
         self, node: dict[str, Any], place: str, ids: np.ndarray, widths: dict[str, int]
     ) -> DocumentTokens:
-        """Its tokens with its columns, less those that it leaves out."""
+        """Return the node's tokens with its columns, except omitted ones."""
         numbers = {
             name: node[name] for name in (WEIGHTS, *self.columns) if node.get(name) is not None
         }
@@ -111,7 +122,7 @@ class Trees:
 
 
 def _joined(nodes: Sequence[DocumentTokens], names: Iterable[str]) -> DocumentTokens:
-    """Those that lack a column have 0, unless all do."""
+    """Concatenate nodes. Missing columns are 0, unless all nodes lack them."""
     columns = {}
     for name in filter(set().union(*(node.columns for node in nodes)).__contains__, names):
         of_nodes = [node.columns.get(name, np.zeros(len(node.tokens))) for node in nodes]
@@ -123,19 +134,26 @@ def _joined(nodes: Sequence[DocumentTokens], names: Iterable[str]) -> DocumentTo
 
 
 def shared(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens documents share; each keeps one of its own."""
+    """Return the number of tokens that two documents share.
+
+    Each keeps at least one for itself.
+    """
     most = min(len(a), len(b)) - 1
     return int(np.append(a[:most] != b[:most], True).argmax()) // LEAST * LEAST
 
 
 def agreeing(held: Sequence[Held], pair: bool) -> tuple[list[Held], list[str]]:
-    """The documents in which shared tokens count the same, in their trees' order, and what is wrong with the others: of
-    two that differ, the one that differs from more documents."""
+    """Return the documents in which shared tokens count the same, in their trees' order.
+
+    Also returns the problems of the others: of two that differ, the one that differs from
+    more documents is dropped.
+    """
     kept: list[Held] = []
     problems: list[str] = []
     order = held if pair else sorted(held, key=lambda h: h.document.tokens.astype(">u4").tobytes())
     voters = order[:: len(held) // MOST + 1]
     for now in order:
+        # Compare with the previous document; on a difference, the sample of voters decides.
         while kept and (problem := _difference(kept[-1], now)):
             votes = [sum(not _difference(x, y) for y in voters) for x in (kept[-1], now)]
             if votes[0] >= votes[1]:
@@ -148,8 +166,11 @@ def agreeing(held: Sequence[Held], pair: bool) -> tuple[list[Held], list[str]]:
 
 
 def trees_of(held: Sequence[Held], pair: bool) -> list[DocumentTokens]:
-    """Trees whose paths are these documents, as `agreeing` has them, depth first. Those that share nothing are of
-    several trees, but the two of a pair, whose order stays."""
+    """Return trees whose paths are these documents, as `agreeing` has them, depth first.
+
+    Documents that share nothing go to different trees, except the two of a pair, whose
+    order stays.
+    """
     trees: list[list[DocumentTokens]] = []
     before, path = None, np.zeros(0, dtype=np.int64)
     for now in held:
@@ -158,6 +179,8 @@ def trees_of(held: Sequence[Held], pair: bool) -> list[DocumentTokens]:
         if not trees or not (common or pair):
             trees.append([])
             path, count = path[:0], 0
+        # Append the part that the previous document does not share. `path` holds the places
+        # of this document's tokens in the tree.
         own = count + np.arange(len(ids) - common)
         back = np.ones(len(own), dtype=np.int64)
         back[0] = count - path[common - 1] if common else 0
@@ -169,8 +192,9 @@ def trees_of(held: Sequence[Held], pair: bool) -> list[DocumentTokens]:
 
 
 def _difference(a: Held, b: Held) -> str:
-    """What to say of documents that share tokens, if these do not count the same in both; else ""."""
+    """Return a problem of two documents whose shared tokens do not count the same, else ""."""
     common = shared(a.document.tokens, b.document.tokens)
+    # Only tokens that count in either matter, and the first is never predicted.
     counted = ((a.document.weights > 0)[:common] | (b.document.weights > 0)[:common]) & (
         np.arange(common) > 0
     )

@@ -1,9 +1,10 @@
-"""Writes corpora: documents of tokens, one by one, into `<folder>.tmp`, which becomes the corpus when it is whole.
+"""Writer of corpora: tokens go to `<folder>.tmp`, which becomes the corpus at the end.
 
-A writer holds a lock on `<folder>.lock`, syncs its files to the disk, and renames the folder, so that a corpus is whole
-or absent, and of processes that start together one writes and the others wait. If the writing of texts (cache.py) is
-stopped, it goes on where it was: every few seconds the files in `<folder>.tmp` are synced to the disk, and
-journal.json says how much of them counts.
+A writer holds a lock on `<folder>.lock`, syncs its files to the disk, and renames the
+folder. So a corpus is whole or absent, and of processes that start together one writes and
+the others wait. A stopped writing of texts (cache.py) resumes where it was: every few
+seconds, the files in `<folder>.tmp` are synced to the disk, and journal.json records how
+much of them counts.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from titan_linear.data.corpus.tokenise import Tokens
 from titan_linear.data.corpus.tokenizer import Tokenizer
 from titan_linear.storage.files import Json, lock, open_own, read_json, shown, sync, write_whole
 
-JOURNAL_SECONDS = 5.0  # of tokenising that a kill costs
+# Seconds of tokenising that a kill costs.
+JOURNAL_SECONDS = 5.0
 JOURNAL = "journal.json"
 _OURS = {
     *FILES,
@@ -59,13 +61,19 @@ def write_corpus(
     columns: Mapping[str, str] = MappingProxyType({}),
     pairs: bool = False,
 ) -> None:
-    """Writes a corpus from documents that are tokens already, each [n] integers with its eos if it is to have one.
+    """Write a corpus from documents that are already tokens.
 
-    columns: names and dtypes of columns that each document has, as a `DocumentTokens`; without "weights" all tokens
-    are trained on alike.
-    pairs: each two documents are one, the chosen one first.
-    ValueError: the folder exists, there is no document, a document is empty, of another shape or type, or has an id
-    outside the vocabulary, a column that is not among `columns`, or lacks one that is (unless no token counts).
+    Each is [n] integers, with its end token if it is to have one.
+
+    Args:
+        columns: names and dtypes of columns that each document has, as a `DocumentTokens`.
+            Without "weights", all tokens are trained on alike.
+        pairs: each two consecutive documents form a pair, the chosen one first.
+
+    Raises:
+        ValueError: the folder exists, no document is given, or a document is empty, has
+            another shape or type, has an id outside the vocabulary, has a column that is
+            not among `columns`, or lacks one that is (unless none of its tokens counts).
     """
     folder = Path(folder)
     check_kinds({name: (dtype, 0) for name, dtype in columns.items()}, "columns")
@@ -77,33 +85,49 @@ def write_corpus(
 
 
 class BadDocument(ValueError):
-    """A document stops the work; the user may then choose to skip such documents."""
+    """A document stops the work. The user may then choose to skip such documents."""
 
 
 @dataclass
 class Journal:
-    """How far the writing of a corpus has come; as JSON, the journal of the files in <folder>.tmp."""
+    """Progress of writing a corpus.
 
-    key: str = ""  # of the texts; empty: documents that are tokens already, which are not journaled
-    texts: str = ""  # hash of their content
-    read: int = 0  # documents of the source
-    size: float = 0.0  # their bytes
+    As JSON, it is the journal of the files in <folder>.tmp.
+    """
+
+    # The key of the texts. Empty for documents that are already tokens, which are not
+    # journaled.
+    key: str = ""
+    # A hash of their content.
+    texts: str = ""
+    # Documents of the source, and their bytes.
+    read: int = 0
+    size: float = 0.0
     skipped_empty: int = 0
     skipped_bad: int = 0
-    bad: list[str] = field(default_factory=list)  # the first few
-    # fields like columns that are not read, and where the first is
+    # The problems of the first few.
+    bad: list[str] = field(default_factory=list)
+    # Unread fields that are named like columns, and where each first occurs.
     unread: dict[str, str] = field(default_factory=dict)
-    num_documents: int = 0  # written
+    # Documents written.
+    num_documents: int = 0
     num_tokens: int = 0
-    num_answer_tokens: int = 0  # with a weight above 0
-    columns: dict[str, str] = field(default_factory=dict)  # name → dtype
-    # name → numbers for each token; 0: one, without a list
+    # Tokens with a weight above 0.
+    num_answer_tokens: int = 0
+    # Name → dtype.
+    columns: dict[str, str] = field(default_factory=dict)
+    # Name → count of numbers for each token; 0 for one number without a list.
     widths: dict[str, int] = field(default_factory=dict)
-    group: int = 1  # documents that belong together
-    leaves: int = 1  # likewise, in one tree
-    num_ended: int = 0  # documents whose last such token is the end token
-    files_read: int = 0  # text files that have been read to their ends
-    num_files: int = 0  # those of them whose ends are in files.bin
+    # Documents that belong together.
+    group: int = 1
+    # Documents that belong together in one tree.
+    leaves: int = 1
+    # Documents whose last token with a weight above 0 is the end token.
+    num_ended: int = 0
+    # Text files that have been read to their ends.
+    files_read: int = 0
+    # Files among these whose ends are in files.bin.
+    num_files: int = 0
 
 
 def temporary_folder(folder: Path) -> Path:
@@ -116,7 +140,10 @@ def lock_file(folder: Path) -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds `<folder>.lock`, which stays behind: removing it would let two processes lock different files."""
+    """Hold `<folder>.lock` inside `with`.
+
+    The file stays: removing it would let two processes lock different files.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open_own(lock_file(folder), "a") as file:
         if not lock(file):
@@ -133,16 +160,20 @@ def write_into(
     dataset: str | None = None,
     texts: Sequence[Path] = (),
 ) -> None:
-    """Writes all of `<folder>.tmp`, or the rest of it, then renames it. The caller holds the lock.
+    """Write all or the rest of `<folder>.tmp`, then rename it. The caller holds the lock.
 
-    journal: what is there already; documents: those that follow, some of them together. dataset, texts:
-    where they are from, if from texts.
+    Args:
+        documents: the documents that follow, some of them together.
+        journal: describes what is already there.
+        dataset, texts: the source, if documents come from texts.
     """
     temporary = temporary_folder(folder)
     if not journal.read:
-        _remove_remains(temporary)  # of a writer that was killed
+        # Left by a writer that was killed.
+        _remove_remains(temporary)
         temporary.mkdir(parents=True)
     try:
+        # corpus.json comes last; its folder then gets its name.
         content = _write_arrays(temporary, documents, tokenizer, journal)
         names = _names(journal)
         if dataset:
@@ -161,7 +192,8 @@ def write_into(
             and (temporary / JOURNAL).exists()
         ):
             print(f"what is tokenised is kept in {temporary}: the same command resumes from it")
-        else:  # a full disk, say: leave no half corpus to fill it
+        # On a full disk, for example: leave no half corpus that fills it.
+        else:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
@@ -173,7 +205,7 @@ def _info(
     files: dict[str, Json],
     journal: Journal,
 ) -> Json:
-    """corpus.json."""
+    """Return the content of corpus.json."""
     of_tokenizer = {
         "fingerprint": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
@@ -197,7 +229,7 @@ def _info(
 
 
 def _source(dataset: str, files: int, journal: Journal) -> Json:
-    """The value of "source" in corpus.json."""
+    """Return the value of "source" in corpus.json."""
     source = {"dataset": dataset, "files": files, "skipped_empty": journal.skipped_empty}
     source["unread"] = journal.unread
     return source | (
@@ -218,8 +250,10 @@ def _remove_remains(temporary: Path) -> None:
 def _write_arrays(
     folder: Path, documents: Iterator[Sequence[Tokens]], tokenizer: Tokenizer, journal: Journal
 ) -> Json:
-    """Writes the files of _names on from what counts of them. Returns the counts, dtype and fingerprint for
-    corpus.json."""
+    """Continue the files of `_names` after the content that counts.
+
+    Returns the counts, dtype and fingerprint for corpus.json.
+    """
     with ExitStack() as stack:
         files = _open_arrays(folder, _dtype(tokenizer.vocab_size), journal, stack)
         content = _content_so_far(folder / HASHES)
@@ -231,6 +265,7 @@ def _write_arrays(
                 _sync_files(files)
                 write_whole(folder / JOURNAL, as_json(asdict(journal)))
                 journaled = time.monotonic()
+        # Check and complete the whole.
         if not journal.num_documents:
             raise ValueError(f"no documents to write to {folder}; give one at least")
         if journal.num_documents % journal.group:
@@ -257,19 +292,20 @@ def _write_arrays(
 def _write_document(
     document: Tokens, files: dict[str, BinaryIO], tokenizer: Tokenizer, journal: Journal
 ) -> bytes:
-    """Adds a document to all files but corpus.json, and returns its hash."""
+    """Add a document to all files but corpus.json, and return its hash."""
     ids, columns = document if isinstance(document, tuple) else DocumentTokens(document)
     ids = _checked(np.asarray(ids), journal.num_documents, tokenizer.vocab_size)
     added = _columns(DocumentTokens(ids, columns), tokenizer, journal)
     for name, rows in added.items():
         files[column_file(name)].write(rows)
+    # Count answer tokens, and answers that end in the end token.
     if WEIGHTS in added:
         counted = np.flatnonzero(np.frombuffer(added[WEIGHTS], journal.columns[WEIGHTS]))
         journal.num_answer_tokens += len(counted)
         journal.num_ended += int(len(counted) > 0 and ids[counted[-1]] == tokenizer.eos_id)
     if FILE_ENDS in files:
         files[FILE_ENDS].write(_file_ends(journal))
-    # no copy of what has the type already
+    # Nothing is copied if the type fits already.
     data = np.ascontiguousarray(ids, dtype=_dtype(tokenizer.vocab_size)).data
     digest = hashlib.blake2b(data, digest_size=8).digest()
     journal.num_documents += 1
@@ -281,7 +317,7 @@ def _write_document(
 
 
 def _checked(ids: ndarray, n: int, vocab_size: int) -> ndarray:
-    """The tokens of document n, [n]."""
+    """Return the tokens of document n, [n], after checking them."""
     if not ids.size:
         raise ValueError(f"document {n} has no tokens; leave it out")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -296,7 +332,10 @@ def _checked(ids: ndarray, n: int, vocab_size: int) -> ndarray:
 
 
 def _columns(document: DocumentTokens, tokenizer: Tokenizer, journal: Journal) -> dict[str, bytes]:
-    """What a document adds to each column's file. One whose tokens count nothing may lack columns."""
+    """Return what a document adds to each column's file.
+
+    A document whose tokens count nothing may lack columns.
+    """
     said, n = f"document {journal.num_documents}", len(document.tokens)
     columns, widths, checked, added = {**document.columns}, journal.widths, {}, {}
     if undeclared := columns.keys() - journal.columns:
@@ -305,6 +344,7 @@ def _columns(document: DocumentTokens, tokenizer: Tokenizer, journal: Journal) -
         )
     if (missing := journal.columns.keys() - columns) and np.any(document.weights):
         raise ValueError(f"{said} has no column {min(missing)!r}, which columns names; give it")
+    # Missing columns are zeros.
     for name in missing & widths.keys():
         columns[name] = np.zeros((n, widths[name]) if widths[name] else n)
     for name in columns:
@@ -313,17 +353,17 @@ def _columns(document: DocumentTokens, tokenizer: Tokenizer, journal: Journal) -
         if isinstance(column, str):
             raise ValueError(f"{said}: its column {name!r} {column}")
         checked[name] = column.astype(dtype)
-        # earlier documents, none of whose tokens counted, lacked it
+        # Earlier documents, none of whose tokens counted, lacked the column.
         before = np.zeros((journal.num_tokens * is_new, max(widths[name], 1)), dtype)
         added[name] = before.tobytes() + checked[name].tobytes()
-    # a record was looked at where its line is known
+    # A record was checked where its line is known.
     if not journal.key and (problem := DocumentTokens(document.tokens, checked).problem):
         raise ValueError(f"{said}: {problem}")
     return added
 
 
 def _file_ends(journal: Journal) -> bytes:
-    """What to add to files.bin for the files that have been read to their ends meanwhile."""
+    """Return what to add to files.bin for files that have been read to their ends since."""
     ends = np.full(journal.files_read - journal.num_files, journal.num_documents, dtype="<i8")
     journal.num_files = journal.files_read
     return ends.tobytes()
@@ -340,12 +380,12 @@ def _dtype(vocab_size: int) -> str:
 
 
 def _names(journal: Journal) -> list[str]:
-    """The files of a corpus that are written document by document."""
+    """Return the names of the files that are written document by document."""
     return [*FILES, *map(column_file, journal.columns), *[FILE_ENDS] * bool(journal.texts)]
 
 
 def _sizes(journal: Journal, dtype: str) -> dict[str, int]:
-    """Number of bytes that count in each file of _names."""
+    """Return the number of bytes that count in each file of `_names`."""
     sizes = {
         TOKENS: journal.num_tokens * np.dtype(dtype).itemsize,
         OFFSETS: 8 * (journal.num_documents + 1),
@@ -361,17 +401,17 @@ def _sizes(journal: Journal, dtype: str) -> dict[str, int]:
 def _open_arrays(
     folder: Path, dtype: str, journal: Journal, stack: ExitStack
 ) -> dict[str, BinaryIO]:
-    """The files of _names, cut to what counts of them and open at their ends."""
+    """Open the files of `_names` at their ends, cut to the content that counts."""
     files: Json = {}
     for name, size in _sizes(journal, dtype).items():
         files[name] = stack.enter_context(open_own(folder / name, "ab"))
-        # extends new offsets.bin and files.bin, which begin with 0, to 8 zeros
+        # This extends new offsets.bin and files.bin, which begin with 0, to 8 zeros.
         files[name].truncate(size)
     return files
 
 
 def read_journal(folder: Path, vocab_size: int) -> Journal | None:
-    """How far an earlier writer came, if what it wrote is still there."""
+    """Return an earlier writer's progress, if the files that it wrote still exist."""
     temporary = temporary_folder(folder)
     try:
         journal = read_json(temporary / JOURNAL, Journal, "")

@@ -1,1 +1,1 @@
-"""A corpus → batches: the held-out split, the order of documents, packing, mixtures, the loader."""
+"""Held-out split of a corpus, order of its documents, packing, mixtures and the loader."""

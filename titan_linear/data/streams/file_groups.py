@@ -1,7 +1,9 @@
-"""Groups of text files: which group each token of a stream belongs to, by the file that its document is from.
+"""Groups of text files: the group of each token of a stream, by the file of its document.
 
-Patterns are globs: * and ? stand for characters of a name, ** for any folders. A pattern that begins at the root fits
-whole paths, any other fits them from any folder on: "books/*.jsonl" is a .jsonl in any folder books, "**/*.py" any .py.
+Patterns are globs: * and ? match characters of a name, ** matches any folders. A pattern
+that begins at the root is matched against whole paths. Any other pattern may begin at any
+folder: "books/*.jsonl" matches every .jsonl file in a folder named books, "**/*.py" every
+.py file.
 """
 
 from __future__ import annotations
@@ -22,13 +24,16 @@ _WILD = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 
 
 class FileGroups:
-    """The groups of files of the corpora of streams without end.
+    """The groups of the text files behind endless streams.
 
-    patterns: each group's globs, separated by commas. A file belongs to the first group that has a glob which fits it,
-    else to the last group, `other`, as do documents of a mixture's sources that do not know their files.
+    Args:
+        patterns: each group's globs, separated by commas. A file belongs to the first group
+            with a matching glob. Files that match no glob belong to the last group,
+            `other`, as do documents of mixture sources that do not know their files.
 
-    ValueError (naming metrics.loss_by_source): a glob fits no file, or a group's fit only files of groups before it; no
-    corpus knows its files.
+    Raises:
+        ValueError: (naming metrics.loss_by_source) a glob matches no file, all files that a
+            group matches belong to earlier groups, or no corpus knows its files.
     """
 
     def __init__(self, streams: Streams, patterns: Mapping[str, str], other: str):
@@ -40,17 +45,21 @@ class FileGroups:
         self._groups = {name: of_files.get(name, np.array([len(patterns)])) for name in corpora}
 
     def of_stream(self, i: int) -> ndarray:
-        """For each token of stream i, its group's place in `names`, [T] int64; padding is `other`."""
+        """Return the group of each token of stream i as an index into `names`, [T] int64.
+
+        Padding belongs to `other`.
+        """
         name, own = self.streams.source(i)
         source = self.streams.sources[name]
         starts, lengths = source.runs(own)
+        # The file of each document that the stream holds.
         files = np.searchsorted(self._edges[name][1:], starts, side="right")
         padding = source.place(own)[1] - lengths.sum()
         return np.repeat([*self._groups[name][files], len(self.names) - 1], [*lengths, padding])
 
     @property
     def summary(self) -> str:
-        """For the console: how many tokens each group has."""
+        """Return the number of tokens of each group, for the console."""
         tokens = sum(
             np.bincount(groups, np.diff(self._edges[name]), minlength=len(self.names))
             for name, groups in self._groups.items()
@@ -61,15 +70,17 @@ class FileGroups:
 
 
 def _edges(corpus: Corpus) -> ndarray:
-    """Where each file's tokens begin, and the last one's end, [num_files + 1] int64. If the files are not known, the
-    corpus counts as one."""
+    """Return where each file's tokens begin and the last file ends, [num_files + 1] int64.
+
+    If the files are not known, the corpus counts as one file.
+    """
     return (
         np.array([0, corpus.num_tokens]) if corpus.paths is None else corpus.offsets[corpus.files]
     )
 
 
 def _grouped(corpora: Mapping[str, Corpus], patterns: Mapping[str, str]) -> dict[str, ndarray]:
-    """For each corpus that knows its files, by name: the groups of the files, [num_files] int64."""
+    """Map each corpus that knows its files to the group of each file, [num_files] int64."""
     known = {name: corpus.paths for name, corpus in corpora.items() if corpus.paths is not None}
     paths = [path for own in known.values() for path in own]
     if not paths:
@@ -78,6 +89,7 @@ def _grouped(corpora: Mapping[str, Corpus], patterns: Mapping[str, str]) -> dict
             f"metrics.loss_by_source: {folders} does not know from which files its documents are: it was written from "
             "tokens; write it from its texts (titan-linear corpus), or remove metrics.loss_by_source"
         )
+    # Assign from the last group to the first, so that the first match wins.
     groups = np.full(len(paths), len(patterns))
     for place, (name, globs) in reversed(list(enumerate(patterns.items()))):
         fits = [_fits(glob.strip(), paths, name) for glob in globs.split(",")]
@@ -88,12 +100,13 @@ def _grouped(corpora: Mapping[str, Corpus], patterns: Mapping[str, str]) -> dict
                 f"metrics.loss_by_source, group {name!r}: files = {globs!r} fits only files of groups before it; "
                 "put it before them, or remove it"
             )
+    # Split the groups of all files by corpus.
     sizes = np.cumsum([len(own) for own in known.values()])
     return dict(zip(known, np.split(groups, sizes[:-1]), strict=True))
 
 
 def _fits(glob: str, paths: Sequence[str], name: str) -> ndarray:
-    """Which paths a glob fits, [n] bool."""
+    """Return which paths match a glob, [n] bool."""
     pattern = re.compile(_regex(glob), re.DOTALL)
     fits = np.array([pattern.fullmatch(path) is not None for path in paths])
     if not fits.any():

@@ -1,7 +1,7 @@
-"""Batches: which data-parallel rank computes which streams, and the one number that says how far a run has read.
+"""Batches: which data-parallel rank computes which streams, and how far a run has read.
 
-Batches are read ahead by torchdata's threads. They share the mapped corpus and the orders of epochs, and nothing is
-copied between processes.
+torchdata's threads read batches ahead. They share the memory-mapped corpus and the epochs'
+orders, and nothing is copied between processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from titan_linear.ops.layout.nodes import Nodes
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """L streams of one micro-step of one data-parallel rank, end to end; context parallelism has not cut it yet."""
+    """The L streams of one micro-step on one data-parallel rank, end to end.
+
+    Context parallelism has not cut it yet.
+    """
 
     tokens: Tensor  # [1, L·T] int64
     labels: Tensor  # [1, L·T] int64, −100 where there is nothing to predict
@@ -34,17 +37,19 @@ class Batch:
     position_ids: Tensor  # [1, L·T] int64, from 0 in each document
     num_streams: int  # L
     streams: tuple[int, ...]  # their global indices, for error messages
-    columns: dict[str, Tensor]  # [1, L·T] or [1, L·T, n], of labels, as losses read them
-    num_documents: int = 0  # more than any number in the column "document", if there is one
+    # Per-label values that losses read, [1, L·T] or [1, L·T, n].
+    columns: dict[str, Tensor]
+    # Larger than every number in the column "document", if there is one.
+    num_documents: int = 0
 
     @property
     def weight(self) -> float:
-        """Of all labels."""
+        """Return the sum of the weights of all labels."""
         return float(self.columns["weights"].sum(dtype=torch.float64))
 
     @cached_property
     def nodes(self) -> Nodes:
-        """The documents, or nodes of prefix trees."""
+        """Return the documents, or the nodes of prefix trees."""
         edges = self.cu_seqlens.numpy().astype(np.int64)
         return (
             Nodes.behind(self.columns[BACK][0].numpy(), edges)
@@ -55,16 +60,20 @@ class Batch:
 
 @dataclass(eq=False)
 class StreamLoader(Stateful):
-    """This rank's micro-batches, without end.
+    """Yields this rank's micro-batches, without end.
 
-    Step s takes streams [s·G, (s+1)·G); its micro-step m gives this rank d the L streams from s·G + m·(dp·L) + d·L.
+    Step s takes streams [s·G, (s+1)·G). Its micro-step m gives rank d the L streams that
+    start at s·G + m·(dp·L) + d·L.
 
-    Its state is the global index of the next stream, so that a run resumes under any dp_degree and num_workers. As
-    batches are read ahead of training, whoever trains says when a step is finished (`advance`).
+    The state is the global index of the next stream, so a run resumes under any dp_degree
+    and num_workers. Batches are read ahead of training, so the caller reports each finished
+    step (`advance`).
 
     Args:
-        next_stream: number of streams that finished steps have consumed, over all ranks; a multiple of G.
-        num_workers: threads that read ahead, two batches each; 0: a batch is read when it is asked for.
+        next_stream: number of streams that finished steps have consumed, over all ranks; a
+            multiple of G.
+        num_workers: threads that read ahead, two batches each. With 0, a batch is read when
+            it is asked for.
 
     Raises:
         ValueError: (naming training.global_batch_size) G does not divide next_stream.
@@ -85,7 +94,7 @@ class StreamLoader(Stateful):
         self._set(self.next_stream)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches from `next_stream` on. An error in a thread is raised here as it is."""
+        """Yield batches from `next_stream` on; errors in threads are raised here unchanged."""
         # G is a multiple of dp·L: step s begins at micro-batch s·G / (dp·L).
         numbers = itertools.count(self.next_stream // (self.dp_degree * self.local_batch_size))
         node = ParallelMapper(
@@ -97,18 +106,18 @@ class StreamLoader(Stateful):
             yield batch
 
     def _read(self, n: int) -> Batch | Exception:
-        # torchdata would raise an exception of its own, whose message is a traceback.
+        # Return the exception: torchdata would raise its own, whose message is a traceback.
         try:
             return micro_batch(self.streams, n, self.local_batch_size, self.dp_rank, self.dp_degree)
         except Exception as error:
             return error
 
     def advance(self) -> None:
-        """A step is finished."""
+        """Record that a step is finished."""
         self.next_stream += self.global_batch_size
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A tensor: DCP would pickle anything else."""
+        """Return the next stream as a tensor, because DCP would pickle anything else."""
         return {"next_stream": torch.tensor(self.next_stream)}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
@@ -132,9 +141,11 @@ def validation_batches(
     limit: int = -1,
     first: int = 0,
 ) -> Iterator[Batch]:
-    """This rank's micro-batches, from `first` on, of one pass over streams with repeat=False, or over `limit` of them.
+    """Yield this rank's micro-batches of one validation pass, from micro-batch `first` on.
 
-    Every rank gets the same number of them; streams beyond the last of the pass are all padding.
+    The pass covers all streams (which have repeat=False), or the first `limit` of them.
+    Every rank gets the same number of micro-batches: streams after the end of the pass are
+    all padding.
     """
     end = len(streams) if limit == -1 else min(limit, len(streams))
     for n in range(first, math.ceil(end / (dp_degree * local_batch_size))):
@@ -149,8 +160,11 @@ def micro_batch(
     dp_degree: int,
     end: float = math.inf,
 ) -> Batch:
-    """A rank's micro-batch n, counted from stream 0: streams [n·dp·L + d·L, … + L), padding in place of those from
-    `end` on."""
+    """Build a rank's micro-batch n, counted from stream 0.
+
+    It holds streams [first, first + L) with first = n·dp·L + d·L. Padding replaces the
+    streams from `end` on.
+    """
     first = (n * dp_degree + dp_rank) * local_batch_size
     indices = tuple(range(first, first + local_batch_size))
     return _collate([streams[i] if i < end else streams.padding() for i in indices], indices)
@@ -161,12 +175,14 @@ def _collate(streams: list[Stream], indices: tuple[int, ...]) -> Batch:
         first, *others = parts
         return torch.from_numpy(np.concatenate([first, *others]) if others else first)[None]
 
+    # Shift each stream's boundaries to its place in the micro-batch.
     seq_len = len(streams[0].tokens)
     edges = [stream.cu_seqlens[1:] + j * seq_len for j, stream in enumerate(streams)]
     columns = {
         name: joined(stream.columns[name] for stream in streams) for name in streams[0].columns
     }
-    # documents, with padding so that pairs stay pairs
+    # Make the numbers of documents unique across streams. Each stream's count includes
+    # padding and is rounded to an even number, so that pairs stay pairs.
     counts = [len(stream.cu_seqlens) // 2 * 2 for stream in streams]
     if "document" in columns:
         columns["document"] += torch.from_numpy(np.repeat(np.cumsum([0, *counts[:-1]]), seq_len))

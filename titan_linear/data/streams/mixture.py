@@ -1,14 +1,16 @@
-"""Mixtures: which source a stream is from, in exact proportions, and which of the source's own streams it is.
+"""Mixtures: which source each stream comes from, and which of that source's streams it is.
 
     cycle    | web web code web chat web code web …|code web web …     P streams each; P is 256 for most weights
     streams  | 0   1   2    3   4    5   6    7    | …
 
-Of the first b·P streams, a source has its exact share, rounded up or down: so its count at the edge of a cycle is known
-without counting, and never more than one off. Within a cycle the sources stand in an order drawn from (seed, cycle).
-A source gives its own streams one after the other, as in a run on it alone.
+Shares are exact: of the first b·P streams, each source has its exact share, rounded up or
+down. So its count at the edge of a cycle is known without counting, and is never more than
+one off. Within a cycle, the sources stand in an order drawn from (seed, cycle). Each source
+gives its streams in order, as in a run on that source alone.
 
-A run may change its mixture at a step: the streams from there on are another `Phase`, in which every source goes on
-with the stream after its last one. All phases are in the checkpoint, so that stream i stays a function of i.
+A run may change its mixture at a step. The streams from there on are another `Phase`, in
+which every source continues after its last stream. The checkpoint stores all phases, so
+stream i stays a function of i.
 """
 
 from __future__ import annotations
@@ -26,23 +28,31 @@ import numpy as np
 
 from titan_linear.data.streams.packing import Length, PackedStreams, Stream
 
-CYCLE = 256  # streams, at least
+# Least number of streams in a cycle.
+CYCLE = 256
 
 
 class Phase(NamedTuple):
-    """From stream `start` on, each source has this share."""
+    """Share of each source from stream `start` on."""
 
     start: int
     weights: Mapping[str, float]
 
 
 class MixedStreams:
-    """streams[i]: stream i of a mixture of sources; random access, the same everywhere.
+    """Streams of a mixture of sources, with random access.
 
-    sources: by name, with all of the last phase's. If one of earlier phases is missing, its streams cannot be had.
-    known: by name, fingerprints of the corpora that sources have had so far.
-    lengths: those of the mixture's streams, where they change; by default those of the sources.
-    repeat=False: one pass over `sources`, each of them a single pass, in proportion to their lengths, without `phases`.
+    Stream i is the same everywhere.
+
+    Args:
+        sources: the sources by name, with all sources of the last phase. Reading a stream
+            of a source that only earlier phases have, and that is missing here, is an
+            error.
+        known: fingerprints, by source name, of the corpora that sources have had so far.
+        lengths: the lengths of the mixture's streams, where they change. By default, the
+            sources' own lengths.
+        repeat: False makes one pass over `sources`, each of them a single pass, in
+            proportion to their lengths and without `phases`.
     """
 
     def __init__(
@@ -65,10 +75,12 @@ class MixedStreams:
         self._turns = [
             Interleaving(list(p.weights.values()), seed, p.start, finite=not repeat) for p in phases
         ]
-        # for each phase: streams that sources gave in those before
+        # Streams that each source gave before each phase.
         self._before: list[dict[str, int]] = [{}]
         for n, following in enumerate(phases[1:]):
             self._before.append(self._given(following.start, n))
+        # Translate each change of length from the mixture's stream indices to each source's
+        # own.
         if lengths:
             given = [
                 (self._given(length.start, self._phase(length.start)), length.seq_len)
@@ -80,7 +92,7 @@ class MixedStreams:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Those of the corpora that sources have or had, by name."""
+        """Return the fingerprints, by source name, of the corpora that sources have or had."""
         return self.known | {
             name: streams.corpus.fingerprint for name, streams in self.sources.items()
         }
@@ -99,7 +111,7 @@ class MixedStreams:
         return self.sources[name][own]
 
     def source(self, i: int) -> tuple[str, int]:
-        """The source of stream i, and which of the source's streams it is."""
+        """Return the source of stream i, and the index of the stream within that source."""
         i = operator.index(i)
         if i < 0 or (not self.repeat and i >= len(self)):
             raise IndexError(f"stream {i}")
@@ -109,7 +121,7 @@ class MixedStreams:
         return name, self._before[n].get(name, 0) + own
 
     def summary(self, end: int) -> str:
-        """For the console: each source's share of the streams before `end`, and its epochs in them."""
+        """Return each source's share of the streams before `end` and its epochs, as a line."""
         given = self._given(end, self._phase(end))
         parts = []
         for name, source in self.sources.items():
@@ -120,11 +132,14 @@ class MixedStreams:
         return f"mixture: {', '.join(parts)}"
 
     def _phase(self, i: int) -> int:
-        """The phase of stream i."""
+        """Return the index of the phase that contains stream i."""
         return bisect_right(self.phases, i, key=lambda phase: phase.start) - 1
 
     def _given(self, i: int, n: int) -> dict[str, int]:
-        """How many streams each source has given before stream i, which is of phase n or ends it."""
+        """Return the number of streams that each source gave before stream i.
+
+        Phase n contains stream i or ends there.
+        """
         given = dict(self._before[n])
         counts = self._turns[n].counts(i - self.phases[n].start)
         for name, count in zip(self.phases[n].weights, counts, strict=True):
@@ -132,39 +147,45 @@ class MixedStreams:
         return given
 
     def padding(self) -> Stream:
-        """A stream of padding only: it gives a rank as many streams as the others have."""
+        """Return a stream of padding only, for ranks that have fewer streams than others."""
         return next(iter(self.sources.values())).padding()
 
 
 class Interleaving:
-    """0, 2, 0, 1, 0, …: places in `weights`, each as often as its weight says.
+    """Sequence of indices into `weights`, each as frequent as its weight: 0, 2, 0, 1, 0, …
 
-    weights: decimal numbers count as they are written, not as the nearest binary ones. start: it varies the order.
-    finite: weights are counts, and the sequence ends where each place has come that many times.
+    Args:
+        weights: relative frequencies. Decimal numbers count as written, not as the nearest
+            binary numbers.
+        start: varies the order.
+        finite: the weights are counts, and the sequence ends once each index has come that
+            many times.
     """
 
     def __init__(
         self, weights: Sequence[float], seed: int, start: int = 0, *, finite: bool = False
     ):
+        # Convert the weights to integers over their common denominator.
         exact = [Fraction(str(weight)) for weight in weights]
         common = math.lcm(*(weight.denominator for weight in exact))
         counts = [int(weight * common) for weight in exact]
         self.sums = [sum(counts[:n]) for n in range(len(counts) + 1)]
         self.end = self.sums[-1] if finite else None
-        least = -(-self.sums[-1] // min(counts))  # streams of which each source has one
+        # Number of streams in which each source has at least one.
+        least = -(-self.sums[-1] // min(counts))
         self.cycle = max(CYCLE, 1 << (least - 1).bit_length())
         self.seed, self.start = seed, start
         self._cycle = lru_cache(maxsize=2)(self._drawn)
 
     def place(self, i: int) -> tuple[int, int]:
-        """Which weight has its turn at i, and how many turns it had before."""
+        """Return the index whose turn it is at i, and the number of turns it had before."""
         cycle, rest = divmod(i, self.cycle)
         order = self._cycle(cycle)
         mine = int(order[rest])
         return mine, self._at_edge(cycle)[mine] + int(np.count_nonzero(order[:rest] == mine))
 
     def counts(self, i: int) -> list[int]:
-        """How many turns each weight had before i."""
+        """Return the number of turns that each index had before position i."""
         cycle, rest = divmod(i, self.cycle)
         within = (
             np.bincount(self._cycle(cycle)[:rest], minlength=len(self.sums) - 1)
@@ -174,18 +195,25 @@ class Interleaving:
         return [edge + int(more) for edge, more in zip(self._at_edge(cycle), within)]
 
     def _at_edge(self, cycle: int) -> list[int]:
-        """Each weight's turns before a cycle. The running sums of weights are rounded, so that all turns add up to the
-        cycle's edge."""
+        """Return the number of turns of each index before a cycle.
+
+        Running sums of the weights are rounded, so that all turns add up to the cycle's
+        edge.
+        """
         edge = cycle * self.cycle if self.end is None else min(cycle * self.cycle, self.end)
         sums = [edge * weight // self.sums[-1] for weight in self.sums]
         return [high - low for low, high in pairwise(sums)]
 
     def _drawn(self, cycle: int) -> np.ndarray:
-        """A cycle's order, [cycle] int64 (a finite sequence's last one is shorter)."""
+        """Draw the order of a cycle, [cycle] int64.
+
+        The last cycle of a finite sequence is shorter.
+        """
         turns = [
             after - before for before, after in zip(self._at_edge(cycle), self._at_edge(cycle + 1))
         ]
         order = np.repeat(np.arange(len(turns)), turns)
+        # Sort by a random draw for each turn, keyed by seed, cycle and start.
         key = np.array([self.seed % 2**64, cycle], dtype=np.uint64)
         counter = np.array([0, 0, 1, self.start], dtype=np.uint64)
         draws = np.random.Philox(key=key, counter=counter).random_raw(len(order))

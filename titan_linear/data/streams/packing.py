@@ -1,19 +1,23 @@
-"""Packed streams: documents laid end to end, cut into streams of `seq_len` tokens, each a function of its index.
+"""Packed streams: documents laid end to end, cut into streams of `seq_len` tokens.
 
     line     | d5        |d0 |d3            |d1  |d4   | d2 |d1  |d2 | d5   …     epoch 0 ends after d2
     streams  |---- 0 ----|---- 1 ----|---- 2 ----|---- 3 ----|---- 4 ----|  …     T tokens each
 
-Stream i is found without looking at those before it: i·T gives the epoch and the place in it, and binary searches find
-the document there. For a corpus of any size this takes little memory, and never a copy of its tokens.
+Each stream is a function of its index, found without reading the streams before it: i·T
+gives the epoch and the place in it, and binary searches find the document there. This takes
+little memory for a corpus of any size, and never a copy of its tokens.
 
-Streams may become longer at some index: the line goes on where the last shorter one ended.
+Streams may become longer at some index: the line continues where the last shorter stream
+ended.
 
-The order of an epoch: bundles of 128 consecutive documents stand in an order that a keyed permutation gives; 128
-bundles that follow each other in it are a pool, whose documents are sorted by a random draw for each. All that is kept
-is how many tokens are before each pool, 8 bytes for 16,384 documents, and the few pools in use. The order of a seed may
-never change: runs would not resume as they began.
+The order of an epoch has two levels. A keyed permutation orders bundles of 128 consecutive
+documents. Each 128 bundles that follow each other in that order form a pool, and the
+documents of a pool are sorted by one random draw each. Memory holds only the number of
+tokens before each pool (8 bytes for 16,384 documents) and the few pools in use. The order
+that a seed gives must never change: runs could not resume where they stopped.
 
-Random draws are those of the counter-based generator Philox(key=(seed, epoch)), whose bits numpy keeps for good.
+Random draws come from the counter-based generator Philox(key=(seed, epoch)), whose bits
+numpy guarantees never to change.
 """
 
 from __future__ import annotations
@@ -37,7 +41,8 @@ from titan_linear.ops.layout.nodes import Nodes
 
 # --- The order of documents ------------------------------------------------------------------------------------------
 
-POOL = 128  # bundles
+# Number of bundles in a pool.
+POOL = 128
 ROUNDS = 8
 POOLS_KEPT = 8
 
@@ -45,11 +50,15 @@ POOLS_KEPT = 8
 class Line(Protocol):
     """Documents laid end to end, epoch after epoch."""
 
-    num_tokens: int  # of an epoch
+    # Number of tokens in one epoch.
+    num_tokens: int
 
     def around(self, epoch: int, first: int, last: int) -> tuple[ndarray, ndarray]:
-        """Documents [n] int64 that follow each other in this epoch and hold its tokens [first, last), and perhaps more;
-        and where each ends in the epoch, [n] int64."""
+        """Find documents [n] int64 of an epoch that hold its tokens [first, last).
+
+        They follow each other in the epoch, and there may be more than necessary. Also
+        returns where each document ends in the epoch, [n] int64.
+        """
 
 
 class InPlace:
@@ -70,14 +79,16 @@ class InPlace:
 class Pooled:
     """A side's documents in the order of each epoch. Threads may share it.
 
-    A corpus of at most POOL bundles is one pool: every order of its documents is equally likely.
+    A corpus of at most POOL bundles is one pool, so every order of its documents is equally
+    likely.
     """
 
     def __init__(self, side: Side, seed: int):
         self.side = side
         self.seed = seed
         self.num_tokens = side.num_tokens
-        self._ends = lru_cache(maxsize=2)(self._pool_ends)  # a stream can lie across two epochs
+        # Two epochs, since a stream can lie across an edge between them.
+        self._ends = lru_cache(maxsize=2)(self._pool_ends)
         self._kept = lru_cache(maxsize=POOLS_KEPT)(self._pool)
 
     def around(self, epoch: int, first: int, last: int) -> tuple[ndarray, ndarray]:
@@ -92,15 +103,16 @@ class Pooled:
         return np.concatenate(documents), np.concatenate(document_ends)
 
     def _pool(self, epoch: int, pool: int) -> tuple[ndarray, ndarray]:
-        """A pool's documents in their order [n], and their lengths [n]."""
+        """Return a pool's documents in their order [n], and their lengths [n]."""
         documents = self.side.documents(self._bundles(epoch, pool * POOL, (pool + 1) * POOL))
         groups = documents.reshape(-1, self.side.corpus.group)
+        # Sort groups by a random draw each; documents that belong together stay together.
         order = np.argsort(_draws(self.seed, epoch, len(groups), stream=pool + 1), kind="stable")
         order = groups[order].ravel()
         return order, document_lengths(self.side.corpus, order)
 
     def _pool_ends(self, epoch: int) -> ndarray:
-        """Where each pool ends in this epoch, [pools] int64."""
+        """Return where each pool ends in this epoch, [pools] int64."""
         sums = []
         step = 512 * POOL
         for first in range(0, self.side.num_bundles, step):
@@ -110,17 +122,21 @@ class Pooled:
         return np.cumsum(np.concatenate(sums))
 
     def _bundles(self, epoch: int, first: int, last: int) -> ndarray:
-        """The bundles at places [first, last) of this epoch, [n] int64."""
+        """Return the bundles at places [first, last) of this epoch, [n] int64."""
         count = self.side.num_bundles
         return permuted(np.arange(first, min(last, count)), count, _draws(self.seed, epoch, ROUNDS))
 
 
 def permuted(places: ndarray, count: int, keys: ndarray) -> ndarray:
-    """The values at these places, [n] int64, of a permutation of range(count) that `keys` choose, without the others.
+    """Return the values at these places, [n] int64, of a permutation of range(count).
 
-    A Feistel network permutes the numbers that have at most the bits of count − 1; a value outside of range(count) goes
-    through it again until it is inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
-    keys: [ROUNDS] uint64.
+    `keys` choose the permutation, and none of its other values is computed. A Feistel
+    network permutes all numbers with at most as many bits as count − 1. A value outside
+    range(count) goes through it again until it is inside (Black and Rogaway, "Ciphers with
+    arbitrary finite domains", 2002).
+
+    Args:
+        keys: [ROUNDS] uint64.
     """
     bits = (count - 1).bit_length()
     values = _network(places.astype(np.uint64), bits, keys)
@@ -132,7 +148,10 @@ def permuted(places: ndarray, count: int, keys: ndarray) -> ndarray:
 
 
 def _network(values: ndarray, bits: int, keys: ndarray) -> ndarray:
-    """A Feistel network: each round changes one part of the bits by a function of the other."""
+    """Apply a Feistel network.
+
+    Each round changes one part of the bits by a function of the other.
+    """
     below = np.uint64(bits // 2)
     low_mask = np.uint64((1 << bits // 2) - 1)
     high_mask = np.uint64((1 << bits - bits // 2) - 1)
@@ -147,7 +166,7 @@ def _network(values: ndarray, bits: int, keys: ndarray) -> ndarray:
 
 
 def _scrambled(values: ndarray, key: np.uint64) -> ndarray:
-    """32 well-mixed bits of each value and the key. (The multipliers are those of splitmix64.)"""
+    """Return 32 well-mixed bits of each value and the key (multipliers of splitmix64)."""
     mixed = (values ^ key) * np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(0x94D049BB133111EB)
@@ -155,7 +174,7 @@ def _scrambled(values: ndarray, key: np.uint64) -> ndarray:
 
 
 def _draws(seed: int, epoch: int, count: int, stream: int = 0) -> ndarray:
-    """[count] uint64 random draws; those for different values of `stream` are independent of each other."""
+    """Return [count] uint64 random draws, independent for different values of `stream`."""
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     return np.random.Philox(
         key=key, counter=np.array([0, stream, 0, 0], dtype=np.uint64)
@@ -163,7 +182,7 @@ def _draws(seed: int, epoch: int, count: int, stream: int = 0) -> ndarray:
 
 
 def document_lengths(corpus: Corpus, documents: ndarray) -> ndarray:
-    """Number of tokens of each of these documents, [n] int64."""
+    """Return the number of tokens of each of these documents, [n] int64."""
     return corpus.offsets[documents + 1] - corpus.offsets[documents]
 
 
@@ -172,23 +191,30 @@ def document_lengths(corpus: Corpus, documents: ndarray) -> ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """T tokens of packed documents. A document that the stream's edge cuts goes on in the next as a new document."""
+    """T tokens of packed documents.
+
+    If the stream's edge cuts a document, its rest begins the next stream as a new document.
+    """
 
     tokens: ndarray  # [T] int64
-    # [T] int64: the next token of the same document, where it is trained on; else IGNORE
+    # [T] int64: the next token of the same document where it is trained on, else IGNORE.
     labels: ndarray
     cu_seqlens: ndarray  # [N+1] int32, from 0 to T
     position_ids: ndarray  # [T] int64, from 0 in each document
-    columns: dict[str, ndarray]  # [T] or [T, n] each: numbers of the labels, "weights" always
+    # Per-label values, [T] or [T, n] each; always includes "weights".
+    columns: dict[str, ndarray]
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What a loss reads beside tokens and labels.
+    """Inputs of a loss in addition to tokens and labels.
 
-    normalise: what weights of labels are divided by: the number of labels in their document or stream, or nothing.
-    columns: of the corpus.
-    group: number of documents that follow each other and are whole in one stream; 0: streams cut documents.
+    Args:
+        normalise: divides the weights of labels by the number of labels in their "document"
+            or "stream", or ("token") by nothing.
+        columns: names of the corpus's columns to read.
+        group: number of consecutive documents that lie whole in one stream. With 0, streams
+            cut documents.
     """
 
     normalise: str = "token"
@@ -198,18 +224,22 @@ class Targets:
 
 @dataclass(frozen=True)
 class Length:
-    """From stream `start` on, streams have `seq_len` tokens."""
+    """Number of tokens per stream, `seq_len`, from stream `start` on."""
 
     start: int
     seq_len: int
 
 
 class PackedStreams:
-    """streams[i]: stream i of the endless line of these documents; random access, the same everywhere.
+    """Streams of an endless line of documents, with random access.
 
-    Each epoch lays the documents in an order of its own, drawn from (seed, epoch). Epochs follow without a
-    gap. Threads may share the streams.
-    repeat=False: one pass in the corpus's order, in len(streams) streams; padding, as a document, fills up the last.
+    Stream i is the same everywhere. Each epoch lays the documents in its own order, drawn
+    from (seed, epoch). Epochs follow each other without a gap. Threads may share the
+    streams.
+
+    Args:
+        repeat: False makes one pass in the corpus's order, in len(streams) streams.
+            Padding, as a separate document, fills the last.
     """
 
     def __init__(
@@ -225,11 +255,12 @@ class PackedStreams:
         self.targets = targets
         self.repeat = repeat
         self.line: Line = Pooled(side, seed) if repeat else InPlace(side)
-        self.num_tokens = side.num_tokens  # of one epoch
+        # Number of tokens in one epoch.
+        self.num_tokens = side.num_tokens
         self._set_lengths([Length(0, seq_len)])
 
     def of_lengths(self, lengths: Sequence[Length]) -> PackedStreams:
-        """The same line in streams of these lengths, the first of which begins at stream 0."""
+        """Return the same line cut into streams of these lengths, beginning at stream 0."""
         assert self.repeat and lengths[0].start == 0, lengths
         other = copy(self)
         other._set_lengths(lengths)
@@ -238,18 +269,19 @@ class PackedStreams:
     def _set_lengths(self, lengths: Sequence[Length]) -> None:
         self.lengths = list(lengths)
         self.seq_len = lengths[-1].seq_len
-        self._begin = [0]  # for each length: its first token in the line
+        # For each length: its first token in the line.
+        self._begin = [0]
         for length, following in pairwise(lengths):
             self._begin.append(self._begin[-1] + (following.start - length.start) * length.seq_len)
 
     def place(self, i: int) -> tuple[int, int]:
-        """The first token of stream i in the line, and how many it has."""
+        """Return the first token of stream i in the line, and the number of its tokens."""
         n = bisect_right([length.start for length in self.lengths], i) - 1
         start = self.lengths[n].start
         seq_len = self.lengths[n].seq_len
         return self._begin[n] + (i - start) * seq_len, seq_len
 
-    # As a mixture of one source, which has no name.
+    # The interface of a mixture, with one source that has no name.
 
     @property
     def sources(self) -> dict[str, PackedStreams]:
@@ -274,7 +306,7 @@ class PackedStreams:
         return self._stream(self.place(i)[1], *self._parts(i))
 
     def padding(self) -> Stream:
-        """A stream of padding only: it gives a rank as many streams as the others have."""
+        """Return a stream of padding only, for ranks that have fewer streams than others."""
         none = np.zeros(0, dtype=np.int64)
         return self._stream(self.seq_len, none, none, IGNORE)
 
@@ -286,23 +318,36 @@ class PackedStreams:
         next_token: int,
         parents: Sequence[int] = (),
     ) -> Stream:
-        """Of these runs of the corpus's tokens, then the token that follows; padding, a document of zeros, fills it.
-        parents: of runs that continue others, as in `Nodes`; by default none does."""
+        """Build a stream from runs of the corpus's tokens, and fill it with padding.
+
+        Padding is one document of zeros.
+
+        Args:
+            starts, lengths: the runs' places in the corpus's tokens.
+            next_token: the token that follows the last run in its document, else IGNORE.
+            parents: parents of runs that continue other runs, as in `Nodes`. Runs without
+                an entry continue none.
+        """
         end = lengths.sum()
+        # Padding is a last run, with token 0.
         if end < seq_len:
             starts, lengths = np.append(starts, 0), np.append(lengths, seq_len - end)
+        # Gather the tokens of all runs.
         edges = np.concatenate([[0], np.cumsum(lengths)])
         within = np.arange(seq_len) - np.repeat(edges[:-1], lengths)
         positions = np.repeat(starts, lengths) + within
         positions[end:] = 0
         tokens = self.corpus.tokens[positions].astype(np.int64)
         tokens[end:] = 0
+        # Label each token with the next one, if that continues it and has a weight. Where
+        # the next token continues an earlier one, only the columns hold its values.
         nodes = Nodes(edges, np.array([*parents, *[-1] * (len(lengths) - len(parents))]))
         behind = np.append(nodes.back[1:], next_token != IGNORE)
         behind[end:] = 0
         following = np.append(positions[1:], positions[-1] + 1)
         weights = self.corpus.column("weights", following) * (behind > 0)
         labels = np.where((behind == 1) & (weights > 0), np.append(tokens[1:], next_token), IGNORE)
+        # Columns hold the values of the next token, as labels do.
         columns = self._weighted(weights, nodes)
         for name in self.targets.columns:
             column = self.corpus.column(name, following)
@@ -313,13 +358,13 @@ class PackedStreams:
         return Stream(tokens, labels, edges.astype(np.int32), nodes.positions, columns)
 
     def _parts(self, i: int) -> tuple[Any, ...]:
-        """What `_stream` reads of stream i: `_runs`, and the parents of those that continue others."""
+        """Return the arguments of `_stream` after `seq_len` for stream i."""
         start, seq_len = self.place(i)
         stop = start + seq_len
         return self._runs(start, stop if self.repeat else min(stop, self.num_tokens))
 
     def _weighted(self, weights: ndarray, nodes: Nodes) -> dict[str, ndarray]:
-        """The column of the weights of labels [T], divided as `targets.normalise` says."""
+        """Return the column of label weights [T], divided according to `targets.normalise`."""
         if self.targets.normalise == "token":
             return {"weights": weights}
         edges = nodes.edges if self.targets.normalise == "document" else np.array([0, len(weights)])
@@ -327,28 +372,35 @@ class PackedStreams:
         return {"weights": weights / np.repeat(np.maximum(counts, 1), np.diff(edges))}
 
     def runs(self, i: int) -> tuple[ndarray, ndarray]:
-        """Where the documents of stream i begin in the corpus's tokens [n], and how many tokens of each it has [n]."""
+        """Return the documents of stream i as runs of the corpus's tokens.
+
+        Returns where each begins [n], and the number of its tokens in the stream [n].
+        """
         return self._parts(i)[:2]
 
     def _runs(self, start: int, stop: int) -> tuple[ndarray, ndarray, int]:
-        """The line's [start, stop) as runs of corpus.tokens, one per document: where each begins [n], its length [n].
+        """Return the line's [start, stop) as runs of corpus.tokens, one per document.
 
-        Also the token that follows in the last one's document, or IGNORE if that document ends here.
+        Returns where each run begins [n] and its length [n]. Also returns the token that
+        follows in the last run's document, or IGNORE if the document ends there.
         """
         starts = []
         lengths = []
         while start < stop:
             epoch, first = divmod(start, self.num_tokens)
-            last = min(first + stop - start, self.num_tokens)  # [first, last) of this epoch
+            # One epoch at a time: its tokens [first, last).
+            last = min(first + stop - start, self.num_tokens)
             documents, ends = self.line.around(epoch, first, last)
             low, high = np.searchsorted(ends, [first, last - 1], side="right")
             documents = documents[low : high + 1]
             document_ends = ends[low : high + 1]
             document_starts = document_ends - document_lengths(self.corpus, documents)
+            # The range may cut the first and the last document.
             begin = np.maximum(document_starts, first)
             starts.append(self.corpus.offsets[documents] + begin - document_starts)
             lengths.append(np.minimum(document_ends, last) - begin)
             start += last - first
+        # The last document may continue after the range.
         end = int(starts[-1][-1] + lengths[-1][-1])
         goes_on = end < self.corpus.offsets[documents[-1] + 1]
         return (

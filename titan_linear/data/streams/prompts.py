@@ -1,7 +1,8 @@
-"""Streams of prompts: each a document of exactly as many tokens as are asked for, its answers last, with labels there.
+"""Streams of prompts: documents of an exact length with labels on the answers at the end.
 
-Streams are laid by the prompts' lengths alone; a prompt is made when its stream is read, from (seed, task, length,
-number), the tokenizer and the text. So it does not depend on what else is evaluated, nor on where.
+The layout of streams depends only on the prompts' lengths. A prompt is made when its stream
+is read, from (seed, task, length, number), the tokenizer and the text. So it depends
+neither on what else is evaluated nor on which rank evaluates it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from titan_linear.data.streams.packing import IGNORE, Stream
 from titan_linear.data.streams.split import Side
 from titan_linear.data.tasks import LOSS, TASKS, Draw, Question
 
-OTHERS = 3  # that an answer is compared with
-PIECE = re.compile(r"[^\n]{1,80}\n?|\n")  # of a text
-DECODED = 1 << 14  # tokens of a text that are decoded at a time
+# Number of wrong answers that an answer is compared with.
+OTHERS = 3
+# A piece of a text: a line, or up to 80 characters of a longer one.
+PIECE = re.compile(r"[^\n]{1,80}\n?|\n")
+# Tokens of a text that are decoded at a time.
+DECODED = 1 << 14
 NONE = -1
 
 
@@ -34,8 +38,11 @@ class Sample(NamedTuple):
 
 
 def rows_of(tokens: Sequence[int] | np.ndarray, answer: int = NONE, begin: int = 0) -> np.ndarray:
-    """Of each token [n, 2 + OTHERS] int64: the token, which answer's it is, and those in its place where other answers
-    part from this one; NONE elsewhere. The answer begins at `begin`."""
+    """Return a row for each token, [n, 2 + OTHERS] int64, NONE where nothing applies.
+
+    A row holds the token, the index of its answer, and the tokens that other answers have
+    instead of it where they first differ from this one. The answer begins at `begin`.
+    """
     rows = np.full((len(tokens), 2 + OTHERS), NONE)
     rows[:, 0] = tokens
     rows[begin:, 1] = answer
@@ -44,14 +51,19 @@ def rows_of(tokens: Sequence[int] | np.ndarray, answer: int = NONE, begin: int =
 
 @dataclass(eq=False)
 class Prompts:
-    """streams[i]: prompts that are whole in it. Threads may share them. prompt: gives the rows of a sample's."""
+    """Streams of whole prompts. Threads may share them.
+
+    Args:
+        prompt: returns a sample's rows (`rows_of`).
+    """
 
     samples: Sequence[Sample]
     prompt: Callable[[Sample], np.ndarray]
     seq_len: int
 
     def __post_init__(self) -> None:
-        self.laid: list[list[int]] = []  # samples by stream
+        # The indices of each stream's samples. The longest samples come first.
+        self.laid: list[list[int]] = []
         left = 0
         for i in sorted(range(len(self.samples)), key=lambda i: -self.samples[i].length):
             length = self.samples[i].length
@@ -73,13 +85,15 @@ class Prompts:
     def _stream(self, samples: list[int]) -> Stream:
         prompts = [self.prompt(self.samples[i]) for i in samples]
         lengths = [*map(len, prompts), self.seq_len - sum(map(len, prompts))]
+        # Concatenate the prompts and the padding; positions begin at 0 in each.
         rows = np.concatenate([*prompts, rows_of([0] * lengths[-1])])
         positions = np.concatenate([*map(np.arange, lengths)])
         tokens, answers = (
             rows[:, 0],
             np.c_[np.repeat([*samples, NONE], lengths), positions, rows[:, 1:]],
         )
-        answers = np.roll(answers, -1, 0)  # of the labels; no prompt begins with an answer
+        # Shift to the labels. No prompt begins with an answer, so nothing wraps around.
+        answers = np.roll(answers, -1, 0)
         labels = np.where(answers[:, 2] == NONE, IGNORE, np.roll(tokens, -1))
         edges = np.unique(np.cumsum([0, *lengths])).astype(np.int32)
         columns = {"weights": np.float32(labels != IGNORE), "answers": answers}
@@ -87,7 +101,12 @@ class Prompts:
 
 
 class Questions:
-    """Prompts of tasks. side: has their texts. around: what a chat template has before and after a question."""
+    """Prompts of tasks.
+
+    Args:
+        side: the documents that give tasks their texts.
+        around: the text that a chat template places before and after a question.
+    """
 
     def __init__(self, tokenizer: Tokenizer, side: Side, seed: int, around: tuple[str, str]):
         self.tokenizer, self.side, self.seed, self.around = tokenizer, side, seed, around
@@ -98,6 +117,8 @@ class Questions:
         if sample.task == LOSS:
             return rows_of(self._document(rng, sample.length), 0, 1)
         question = TASKS[sample.task](Draw(rng), self._text(rng), sample.depth)
+        # The question and the answers have fixed tokens; the context fills the rest of the
+        # length.
         before, after = self.encode(
             [self.around[0] + question.head, question.question + self.around[1]]
         )
@@ -108,9 +129,10 @@ class Questions:
         return np.concatenate([rows_of(np.concatenate([before, *context, after])), answers])
 
     def _answer(self, number: int, lead: str, text: str, others: list[str]) -> np.ndarray:
-        """Rows of what is before it, and its own."""
+        """Return the rows of an answer's lead and of its own tokens."""
         before, *texts = self.encode([lead, text, *others])
         own, *rest = [tokens.tolist() for tokens in texts]
+        # The first place where any of the other answers differs from this one.
         place = next(i for i, tokens in enumerate(zip(own, *rest)) if len({*tokens}) > 1)
         there = [*dict.fromkeys(tokens[place] for tokens in rest if tokens[place] != own[place])][
             :OTHERS
@@ -120,7 +142,7 @@ class Questions:
         return np.concatenate([rows_of(before), rows])
 
     def _context(self, question: Question, sample: Sample, fixed: int) -> list[np.ndarray]:
-        """The needles between pieces of the context, as many tokens as are left."""
+        """Return the needles between pieces of the context, with as many tokens as remain."""
         depths = sorted(question.needles)
         needles = self.encode([needle for _, needle in depths])
         count = sample.length - fixed - sum(map(len, needles))
@@ -129,6 +151,8 @@ class Questions:
                 f"evaluation.lengths: {sample.length} is too short for the task {sample.task!r}, which takes "
                 f"{sample.length - count:,} tokens; give at least that"
             )
+        # Read pieces of the context until there are enough tokens. Pieces that contain an
+        # answer are left out.
         pieces = [np.zeros(0, dtype=np.int64)]
         total = 0
         while total < count:
@@ -143,6 +167,7 @@ class Questions:
             )
             pieces += more
             total += sum(map(len, more))
+        # Insert each needle at the edge of a piece that is nearest to its depth.
         between = np.cumsum([len(piece) for piece in pieces])
         between = between[between <= count]
         places = [between[np.abs(between - depth * count).argmin()] for depth, _ in depths]
@@ -152,14 +177,14 @@ class Questions:
     # --- The text ----------------------------------------------------------------------------------------------------
 
     def _documents(self, rng: random.Random) -> Iterator[np.ndarray]:
-        """The tokens of each, from a random one on."""
+        """Yield the tokens of each document, beginning at a random bundle."""
         first, corpus = rng.randrange(self.side.num_bundles), self.side.corpus
         for i in range(self.side.num_bundles):
             for n in self.side.documents(np.array([(first + i) % self.side.num_bundles])):
                 yield corpus.tokens[corpus.offsets[n] : corpus.offsets[n + 1]]
 
     def _text(self, rng: random.Random) -> Iterator[str]:
-        """Lines, of which long ones are cut."""
+        """Yield the lines of the text; long lines are cut."""
         for tokens in self._documents(rng):
             for at in range(0, len(tokens), DECODED):
                 text = self.tokenizer.decode(tokens[at : at + DECODED].tolist())

@@ -1,12 +1,13 @@
 """The held-out split of a corpus, and where each side's tokens lie, at any size.
 
-A document is held out if its hash, as a fraction of 2⁶⁴, is below `holdout`: this depends on its tokens alone, so equal
-documents are never on both sides, and documents that join the corpus move no others.
+A document is held out if its hash, as a fraction of 2⁶⁴, is below `holdout`. This depends
+on its tokens alone: equal documents are never on both sides, and adding documents to the
+corpus moves no others.
 
-A `Side` finds its documents by bundles: BUNDLE consecutive documents of the corpus, less those of the other side. All
-that is kept is how many tokens of the side are before each bundle, 8 bytes for BUNDLE documents. If there are more than
-SMALL documents, these numbers are computed from the corpus once and kept in a file beside the token caches, which all
-processes of a machine map:
+A `Side` finds its documents by bundles: BUNDLE consecutive documents of the corpus, without
+the documents of the other side. It stores only the number of the side's tokens before each
+bundle, 8 bytes for BUNDLE documents. For more than SMALL documents, these sums are computed
+once and kept in a file next to the token caches, which all processes of a machine map:
 
     split-<fingerprint of the corpus>-<threshold>.bin     int64 [2, bundles + 1]: to train on, held out; then a CRC-32
 """
@@ -29,14 +30,16 @@ from titan_linear.data.corpus.corpus import SMALL, Corpus, check_lengths, read
 from titan_linear.data.corpus.writing import locked
 from titan_linear.storage.files import default_cache_dir, write_whole
 
-BUNDLE = 128  # documents
-SPAN = 512  # bundles that are summed at once: their numbers stay in a core's cache
+# Number of documents in a bundle.
+BUNDLE = 128
+# Bundles summed at once: their numbers stay in a core's cache.
+SPAN = 512
 SPLITS = ("train", "validation")
 
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """The documents of a corpus that are trained on, or those held out."""
+    """The documents of a corpus that are trained on, or the documents held out."""
 
     corpus: Corpus
     holdout: float
@@ -52,12 +55,13 @@ class Side:
         return len(self.ends) - 1
 
     def documents(self, bundles: ndarray) -> ndarray:
-        """Indices [n] int64 of this side's documents in these bundles, [m] int64."""
+        """Return the indices [n] int64 of this side's documents in these bundles [m] int64."""
         documents = (bundles[:, None] * BUNDLE + np.arange(BUNDLE)).ravel()
         documents = documents[documents < self.corpus.num_documents]
-        if not self.holdout:  # all are trained on
+        # Nothing is held out: all documents are trained on.
+        if not self.holdout:
             return documents
-        # of a pair, both go with the first
+        # Both documents of a pair go to the side of the first.
         first = documents // self.corpus.group * self.corpus.group
         return documents[
             (self.corpus.hashes[first] < _threshold(self.holdout)) == (self.split == "validation")
@@ -65,9 +69,11 @@ class Side:
 
 
 def split_corpus(corpus: Corpus, holdout: float, split: str) -> Side:
-    """The documents of "train" or "validation".
+    """Return the documents of "train" or "validation".
 
-    ValueError: nothing is left on this side (naming validation.holdout); the sums of a large corpus cannot be written.
+    Raises:
+        ValueError: nothing is left on this side (naming validation.holdout), or the sums of
+            a large corpus cannot be written.
     """
     assert split in SPLITS, split
     ends = _ends(corpus, _threshold(holdout))[SPLITS.index(split)]
@@ -80,12 +86,19 @@ def split_corpus(corpus: Corpus, holdout: float, split: str) -> Side:
 
 
 def _threshold(holdout: float) -> np.uint64:
-    """Documents whose hash is below it are held out. The top 53 bits of a hash decide, as many as a float64 holds."""
+    """Return the hash below which documents are held out.
+
+    The top 53 bits of a hash decide, because a float64 holds as many.
+    """
     return np.uint64(math.ceil(holdout * 2**53) << 11)
 
 
 def _better_holdout(hashes: ndarray, split: str) -> str:
-    """What to do if one side has no documents. hashes: those of all documents, [n] uint64."""
+    """Return the remedy for a side without documents.
+
+    Args:
+        hashes: the hashes of all documents, [n] uint64.
+    """
     low, high = ((int(x) >> 11) * 2.0**-53 for x in (hashes.min(), hashes.max()))
     if low == high:
         return "all are the same: give validation.dataset_path, or train on more documents"
@@ -100,7 +113,10 @@ def _better_holdout(hashes: ndarray, split: str) -> str:
 
 
 def _ends(corpus: Corpus, threshold: np.uint64) -> ndarray:
-    """Tokens before each bundle of the documents to train on and of those held out, [2, bundles + 1] int64."""
+    """Return the tokens before each bundle on each side, [2, bundles + 1] int64.
+
+    Row 0 counts the documents to train on, row 1 the documents held out.
+    """
     if corpus.num_documents <= SMALL:
         return _sums(corpus, threshold)
     path = default_cache_dir() / f"split-{corpus.fingerprint}-{threshold:016x}.bin"
@@ -115,7 +131,7 @@ def _ends(corpus: Corpus, threshold: np.uint64) -> ndarray:
 def _keep(
     path: Path, kept: Callable[[], ndarray | None], corpus: Corpus, threshold: np.uint64
 ) -> ndarray:
-    """Write the sums, unless another process has just done it, and map them."""
+    """Write the sums, unless another process has just written them, and map them."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path):
@@ -132,7 +148,7 @@ def _keep(
 
 
 def _mapped(path: Path, corpus: Corpus) -> ndarray | None:
-    """The sums in this file, if it is there and whole. A damaged one is written again, from the corpus."""
+    """Return the sums in this file, or None if it is missing or damaged."""
     with suppress(OSError, ValueError):
         numbers = np.asarray(np.memmap(path, "<i8", mode="r"))
         if (
@@ -152,6 +168,7 @@ def _sums(corpus: Corpus, threshold: np.uint64) -> ndarray:
     bundles = _num_bundles(corpus)
     ends = np.zeros((2, bundles + 1), dtype=np.int64)
 
+    # Threads sum SPAN bundles each.
     def add(first: int) -> None:
         low = first * BUNDLE
         high = min((first + SPAN) * BUNDLE, count)

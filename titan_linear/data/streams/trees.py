@@ -1,9 +1,12 @@
-"""Streams of prefix trees (data/corpus/trees.py), each whole in one stream. A tree that is longer than a stream is cut
-into trees that together repeat the fewest tokens, of all ways that keep the order of its leaves.
+"""Streams of prefix trees (data/corpus/trees.py), each whole in one stream.
 
-A stream's documents are its nodes. The column BACK says how many tokens before each one that lies which it continues
-(0: none), and SHARE how much the documents that hold it count together. Columns of labels have at each token the
-numbers of the token behind it, also where that continues another one: the token is then a further label of that one.
+A tree that is longer than a stream is cut into trees that keep the order of its leaves and
+together repeat as few tokens as possible.
+
+A stream's documents are the nodes of trees. The column BACK is the offset from each token
+to its parent token (0: no parent), and SHARE is the total weight of the documents that
+contain the token. Label columns hold, at each token, the values of the token after it, even
+if that token has another parent: it is then a further label of its parent.
 """
 
 from __future__ import annotations
@@ -21,11 +24,15 @@ from titan_linear.ops.layout.nodes import Nodes
 
 
 class TreeStreams(WholeStreams):
-    """streams[i] holds trees, whole or cut. ValueError: a path is longer than a stream."""
+    """Streams of trees, whole or cut.
+
+    Raises:
+        ValueError: a path is longer than a stream.
+    """
 
     @property
     def summary(self) -> str:
-        """For the console, if trees are cut; else ""."""
+        """Return a line about how many tokens are repeated because trees are cut, or ""."""
         units, _ = self._laid(0)
         computed = int(units[:, 3].sum())
         if computed == self.num_tokens:
@@ -36,23 +43,31 @@ class TreeStreams(WholeStreams):
         )
 
     def _parts(self, i: int) -> tuple[Any, ...]:
-        """The nodes of stream i as runs of the corpus's tokens, and their parents."""
+        """Return the nodes of stream i as runs of the corpus's tokens, and their parents."""
         starts, lengths = [], []
         parents: list[int] = []
         for document, first, last, _ in self._documents(i).tolist():
             nodes = self._nodes(document)
+            # Keep the nodes on the paths to this part's leaves.
             held = np.unique(nodes.on_paths(nodes.leaves[first:last])[1])
             starts.append(self.corpus.offsets[document] + nodes.edges[held])
             lengths.append(np.diff(nodes.edges)[held])
+            # Renumber the parents within the stream.
             above = nodes.parents[held]
             parents += np.where(above < 0, -1, len(parents) + np.searchsorted(held, above)).tolist()
         return np.concatenate(starts), np.concatenate(lengths), IGNORE, parents
 
     def _weighted(self, weights: ndarray, nodes: Nodes) -> dict[str, ndarray]:
-        """By how many documents hold each token: each counts 1, or if they are normalised, 1 over its targets."""
+        """Multiply each token's weight by the number of documents that contain it.
+
+        With weights normalised by document, a document counts 1 over its number of targets
+        instead of 1.
+        """
         number, node = nodes.on_paths(nodes.leaves)
+        # Count the targets of each document, from the targets of the nodes on its path.
         targets = np.add.reduceat(np.roll(weights, 1) > 0, nodes.edges[:-1], dtype=np.int64)
         targets = np.maximum(np.bincount(number, targets[node]), 1)
+        # Sum over the documents that contain each node.
         each = 1 / targets[number] if self.targets.normalise == "document" else None
         share = np.repeat(np.bincount(node, each), np.diff(nodes.edges))
         return {"weights": weights * np.roll(share, -1), BACK: nodes.back, SHARE: share}
@@ -63,8 +78,11 @@ class TreeStreams(WholeStreams):
         )
 
     def _lay(self, epoch: int) -> tuple[ndarray, list[int]]:
-        """The epoch's trees in their order, [., 4]: document, its first leaf, one after its last, and
-        tokens; and where each stream begins, and the last one's end."""
+        """Lay out the epoch's trees, in their order.
+
+        Returns [n, 4] with document, first leaf, one after the last leaf, and tokens. Also
+        returns where each stream begins, and where the last one ends.
+        """
         order, _ = self.line.around(epoch, 0, self.num_tokens)
         units: list[tuple[int, ...]] = []
         for document, tokens in zip(order.tolist(), document_lengths(self.corpus, order).tolist()):
@@ -75,13 +93,15 @@ class TreeStreams(WholeStreams):
         return laid, self._filled(laid[:, 3])
 
     def _cut(self, document: int) -> list[tuple[int, ...]]:
-        """Runs of leaves whose trees have at most `seq_len` tokens each, and the fewest together.
+        """Split a tree into runs of leaves whose trees have at most `seq_len` tokens each.
 
-        Of several ways, the one whose first runs are shortest.
+        The runs together have as few tokens as possible. Among equal ways, the first runs
+        are shortest.
         """
         nodes = self._nodes(document)
         ends = nodes.edges[nodes.leaves + 1]
-        whole = ends - nodes.begins[nodes.leaves]  # tokens of each path
+        # Tokens of each path.
+        whole = ends - nodes.begins[nodes.leaves]
         pair = self.targets.group == 2
         most, what = (ends[-1], "pair") if pair else (whole.max(), f"path to leaf {whole.argmax()}")
         if most > self.seq_len:
@@ -92,12 +112,14 @@ class TreeStreams(WholeStreams):
         # Leaves [first, last) have ends[last - 1] - begins[first] tokens together.
         begins = ends - whole
         reach = np.searchsorted(ends, begins + self.seq_len, side="right")
-        # From the last leaf back: the fewest tokens from each leaf on, and where its run ends.
+        # Dynamic programming from the last leaf back: the fewest tokens for the leaves from
+        # each one on, and where its run ends.
         fewest, run_end = np.zeros(len(ends) + 1, np.int64), np.zeros(len(ends), np.int64)
         for first in reversed(range(len(ends))):
             costs = ends[first : reach[first]] + fewest[first + 1 : reach[first] + 1]
             run_end[first] = first + 1 + costs.argmin()
             fewest[first] = costs.min() - begins[first]
+        # Follow the best run ends from the first leaf.
         units, first = [], 0
         while first < len(ends):
             last = run_end[first]
@@ -107,7 +129,7 @@ class TreeStreams(WholeStreams):
 
 
 def streams_of(side: Side, *, targets: Targets, **options: Any) -> PackedStreams:
-    """Of trees, of whole documents, or of documents that streams cut."""
+    """Build streams of trees, of whole documents, or of documents that streams may cut."""
     kind = (
         TreeStreams
         if BACK in side.corpus.columns

@@ -1,7 +1,8 @@
-"""Streams of whole documents: what belongs together (the two of a pair) lies in one stream, and padding fills it up.
+"""Streams of whole documents: documents that belong together (a pair) share a stream.
 
-Documents are laid as they follow in the epoch, as many as fit. So stream i depends on those before it in the epoch: an
-epoch's streams are found together, once, and how many streams the epochs before had.
+Padding fills each stream. Documents are laid in the epoch's order, as many per stream as
+fit. So stream i depends on the earlier documents of its epoch, and on how many streams the
+epochs before had. The streams of an epoch are found together, once.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from titan_linear.data.streams.packing import IGNORE, PackedStreams, document_le
 
 
 class WholeStreams(PackedStreams):
-    """streams[i] holds the documents that are whole in it; `targets.group` of them belong together.
+    """Streams that hold documents whole; each `targets.group` documents share a stream.
 
-    ValueError: one is longer than a stream.
+    Raises:
+        ValueError: a document, or a group of them, is longer than a stream.
     """
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        self._ends = [0]  # streams before each epoch
+        # Number of streams before each epoch.
+        self._ends = [0]
         self._laid = lru_cache(maxsize=2)(self._lay)
         self._lock = Lock()
 
@@ -33,7 +36,7 @@ class WholeStreams(PackedStreams):
         return len(self._laid(0)[1]) - 1 if not self.repeat else super().__len__()
 
     def _documents(self, i: int) -> ndarray:
-        """Those of stream i."""
+        """Return the documents of stream i."""
         with self._lock:
             while self._ends[-1] <= i:
                 self._ends.append(self._ends[-1] + len(self._laid(len(self._ends) - 1)[1]) - 1)
@@ -47,7 +50,10 @@ class WholeStreams(PackedStreams):
         return self.corpus.offsets[documents], document_lengths(self.corpus, documents), IGNORE
 
     def _lay(self, epoch: int) -> tuple[ndarray, list[int]]:
-        """The epoch's documents in their order, and where in it each stream begins, and the last one's end."""
+        """Return the epoch's documents in order, and where each stream begins among them.
+
+        The last edge is the end of the last stream.
+        """
         order, _ = self.line.around(epoch, 0, self.num_tokens)
         group = self.targets.group
         lengths = document_lengths(self.corpus, order).reshape(-1, group).sum(1)
@@ -61,7 +67,7 @@ class WholeStreams(PackedStreams):
         return order, [edge * group for edge in self._filled(lengths)]
 
     def _filled(self, lengths: ndarray) -> list[int]:
-        """Where each stream begins among what has these lengths, and the last one's end."""
+        """Return where streams begin among units of these lengths, and the end of the last."""
         ends = np.cumsum(lengths)
         edges = [0]
         while edges[-1] < len(ends):

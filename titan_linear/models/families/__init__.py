@@ -1,7 +1,8 @@
-"""The Hugging Face families that we read and write: their tensors and their config.json.
+"""Hugging Face families that we read and write: their tensors and their config.json.
 
-A new family takes a file here, its line in this table, and tensors/ARCHITECTURE.json. configs/NAME.json is model.name =
-NAME: the config.json of each flavor, trimmed to the keys that decide the model.
+A new family takes a file here, its line in this table, and tensors/ARCHITECTURE.json.
+configs/NAME.json belongs to model.name = NAME: it has the config.json of each flavor,
+trimmed to the keys that determine the model.
 """
 
 from titan_linear.models.families import (
@@ -22,7 +23,8 @@ from titan_linear.models.families import (
 )
 from titan_linear.models.families.layout import Family, read_family
 
-_KEYS = {  # by architecture
+# Tables of config.json, by architecture.
+_KEYS = {
     "Qwen3_5ForCausalLM": qwen.QWEN3_5,
     "Qwen3_5MoeForCausalLM": qwen.QWEN3_5_MOE,
     "Qwen3NextForCausalLM": qwen.QWEN3_NEXT,

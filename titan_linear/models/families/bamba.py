@@ -20,7 +20,7 @@ from titan_linear.models.mixers import Attention
 
 
 def _softmax_layers(model: ModelConfig) -> Json:
-    """From them transformers derives the types of layers."""
+    """Write the indices of softmax layers: transformers derives the layer types from them."""
     return dict(
         attn_layer_indices=[i for i, layer in enumerate(model.layers) if not layer.mixers[0].linear]
     )

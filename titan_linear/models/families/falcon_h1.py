@@ -1,4 +1,7 @@
-"""Falcon-H1: Mamba-2 and attention side by side, then a SwiGLU; constant factors on most projections (muP)."""
+"""Falcon-H1: parallel Mamba-2 and attention, then a SwiGLU; muP factors.
+
+Constant factors scale most projections.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from titan_linear.models.mixers import Attention, Mamba2
 
 
 def _factors(theirs: str, *ours: str) -> Row:
-    """A list of numbers: our options."""
+    """Map one key, a list of numbers, to several of our options."""
 
     def read(key: Keys) -> Json:
         given = key(theirs, None) or [1.0] * len(ours)
@@ -37,6 +40,7 @@ def _factors(theirs: str, *ours: str) -> Row:
     return Row(read, lambda part: {theirs: [getattr(part, name) for name in ours]})
 
 
+# The factors of the inputs of Mamba-2, in the order of the list.
 INPUTS = _factors("ssm_multipliers", "z_factor", "x_factor", "b_factor", "c_factor", "dt_factor")
 
 
@@ -48,7 +52,10 @@ def _head_dim(key: Keys) -> int:
 
 
 def _read_norm(key: Keys) -> Json:
-    """A norm comes after the gate, which is not transformers' default."""
+    """Read whether the output has a norm.
+
+    The norm must follow the gate, which is not the default of transformers.
+    """
     if normed := key("mamba_rms_norm", False):
         only("mamba_norm_before_gate", False).read(
             Keys({"mamba_norm_before_gate": True, **key.config})
@@ -57,7 +64,7 @@ def _read_norm(key: Keys) -> Json:
 
 
 def _read_attention_factors(key: Keys) -> Json:
-    """A factor on its input is one on queries, on keys and on values."""
+    """Read factors of attention. A factor on its input acts on queries, keys and values."""
     factor = key("attention_in_multiplier", 1.0)
     return dict(
         key_factor=factor**2 * key("key_multiplier", 1.0),
@@ -65,6 +72,7 @@ def _read_attention_factors(key: Keys) -> Json:
     )
 
 
+# A factor on the input of Mamba-2 multiplies the factors of all its inputs.
 def _read_inputs(key: Keys) -> Json:
     return {name: key("ssm_in_multiplier", 1.0) * x for name, x in INPUTS.read(key).items()}
 

@@ -1,6 +1,9 @@
-"""flash-linear-attention's models: KDA or Gated DeltaNet, with softmax layers where `attn` says so.
+"""Models of flash-linear-attention: KDA or Gated DeltaNet, with optional softmax layers.
 
-The folders that we write also open without that library, through modeling_titan_linear.py (see remote.py).
+Softmax layers are listed in `attn`.
+
+The folders that we write also open without that library, with this package installed, by
+modeling_titan_linear.py (see remote.py).
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from titan_linear.models.mixers import GDN, KDA, Attention
 
 
 def _read_spec(key: Keys) -> Json:
-    """attn: what softmax layers are, and their indices."""
+    """Read `attn`: the options of softmax layers, and their indices."""
     specs = key("attn", None) or []
     specs = [specs] if isinstance(specs, dict) else specs
     kinds = [{**spec, "layers": None} for spec in specs]
@@ -53,11 +56,13 @@ SOFTMAX = Part(
 )
 
 
+# All softmax layers are of one kind.
 def _write_softmax(model: ModelConfig) -> Json:
     layers = [i for i, layer in enumerate(model.layers) if isinstance(layer.mixers[0], Attention)]
     return dict(attn=dict(layers=layers, **mixer(SOFTMAX).write(model)) if layers else None)
 
 
+# Softmax layers at the indices of `attn`, linear ones elsewhere.
 def _pattern(linear: Part) -> Row:
     def read(key: Keys) -> Json:
         layers = range(key("num_hidden_layers"))
@@ -73,10 +78,11 @@ def _pattern(linear: Part) -> Row:
 
 
 def _hidden_dim(key: Keys) -> int:
-    """The multiple of 256 at or above 2/3 · hidden_ratio · hidden_size."""
+    """Return the multiple of 256 at or above 2/3 · hidden_ratio · hidden_size."""
     return 256 * -(-int(key("hidden_size") * (key("hidden_ratio", None) or 4) * 2 / 3) // 256)
 
 
+# The options that KDA and Gated DeltaNet share.
 def _linear(kind: type[KDA] | type[GDN], expand: float, *rows: Row) -> Part:
     return Part(
         kind,
@@ -93,6 +99,7 @@ def _linear(kind: type[KDA] | type[GDN], expand: float, *rows: Row) -> Part:
     )
 
 
+# Everything outside the linear layer is the same for both.
 def _keys(name: str, model_type: str, linear: Part) -> Part:
     return table(
         model_type,
@@ -109,6 +116,7 @@ def _keys(name: str, model_type: str, linear: Part) -> Part:
     )
 
 
+# KDA's gate has a lower bound if `safe_gate` is set.
 BOUND = Row(
     lambda key: dict(lower_bound=key("lower_bound", None)),
     lambda kda: dict(safe_gate=kda.lower_bound is not None, lower_bound=kda.lower_bound),

@@ -1,4 +1,7 @@
-"""Granite 4 hybrids: Mamba-2 or attention, then experts beside a shared MLP, or that MLP alone; constant factors."""
+"""Granite 4 hybrids: Mamba-2 or attention, then experts and a shared MLP.
+
+Some have the MLP alone. Constant factors scale embedding, branches and logits.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ MAMBA2 = Part(
 
 
 def _write_expand(model: ModelConfig) -> Json:
-    """A whole number in transformers."""
+    """Write Mamba-2's width divided by the model's, an integer in transformers."""
     widths = [mixer.heads * mixer.head_dim for mixer in model.mixers if isinstance(mixer, Mamba2)]
     return {"mamba_expand": widths[0] // model.dim} if widths else {}
 
@@ -44,6 +47,7 @@ def _write_expand(model: ModelConfig) -> Json:
 EXPAND = Row(write=_write_expand)
 
 
+# The usual scale is None in our options.
 def _read_scale(key: Keys) -> Json:
     scale = float(key("attention_multiplier", 1.0))
     return dict(scale=None if scale == share_of_width(key) ** -0.5 else scale)
@@ -57,6 +61,7 @@ def _write_scale(attention: Attention) -> Json:
     )
 
 
+# Positions exist only if `position_embedding_type` is "rope".
 def _read_positions(key: Keys) -> Json:
     return (
         POSITIONS.read(key)

@@ -1,8 +1,9 @@
-"""A family's config.json: one table of keys, by which it is read and written.
+"""A family's config.json: one table of keys, by which it is both read and written.
 
-A part of a model (the model itself, a mixer, its experts) has rows; a row reads some keys to options of ours and writes
-them back. Reading raises ValueError, which names the key, for whatever a family does that our modules cannot. Keys are
-written in the order of the rows.
+A part of a model (the model itself, a mixer, its experts) has rows. A row converts some
+keys into options of ours, and writes them back. Reading raises ValueError, which names the
+key, for whatever a family supports and our modules do not. Keys are written in the order of
+the rows.
 """
 
 from __future__ import annotations
@@ -31,16 +32,23 @@ class Keys:
         raise ValueError(f"config.json: {key!r} is missing; fetch it again")
 
     def rope(self, theta: float, fraction: float | None = None) -> Json:
-        """Attention's options of positions; the arguments are defaults. NaN: there is no theta by default, and none
-        may be given. No fraction: heads are rotated as a whole.
-        These keys have had two names; the older one takes precedence, as in transformers. They may be given by type
-        of layer."""
+        """Read attention's options of positions.
+
+        These keys have had two names; the older one takes precedence, as in transformers.
+        They may be given per type of layer.
+
+        Args:
+            theta: default of rope_theta. NaN: it has no default, and may be null.
+            fraction: default share of each head that is rotated; None: whole heads.
+        """
         rope = self("rope_scaling", None) or self("rope_parameters", None) or {}
         rope = rope.get("full_attention", rope)
+        # Other tables per type of layer are not supported.
         if by_type := [name for name, value in rope.items() if isinstance(value, dict)]:
             raise ValueError(
                 f"config.json: rope_parameters has {by_type}, and no 'full_attention'; set that"
             )
+        # Base, and share of each head.
         read = {"rope_theta": rope.get("rope_theta", self("rope_theta", theta))}
         if read["rope_theta"] is None and not math.isnan(theta):
             raise ValueError(
@@ -50,6 +58,7 @@ class Keys:
             read["rotary_fraction"] = rope.get(
                 "partial_rotary_factor", self("partial_rotary_factor", fraction)
             )
+        # Scaling to longer contexts: keep the keys that its type uses.
         kind = rope.get("rope_type", rope.get("type")) or "default"
         if kind != "default":
             longest = self("max_position_embeddings", None)
@@ -60,18 +69,24 @@ class Keys:
         return read
 
 
-# --- Rows -------------------------------------------------------------------------------------------------------------
+# --- Rows -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Row:
-    read: Callable[[Keys], Json] = lambda key: {}  # options of the part
-    write: Callable[[Any], Json] = lambda part: {}  # keys
+    # From keys to options of the part.
+    read: Callable[[Keys], Json] = lambda key: {}
+    # From the part to keys.
+    write: Callable[[Any], Json] = lambda part: {}
 
 
 class Part:
     def __init__(self, kind: type, *rows: Row, **fixed: object):
-        """fixed: options that no key gives."""
+        """Describe a part of class `kind`.
+
+        Args:
+            fixed: options that no key determines.
+        """
         self.kind = kind
         self.rows = rows
         self.fixed = fixed
@@ -85,21 +100,25 @@ class Part:
 
 
 def table(model_type: str, *rows: Row, **fixed: object) -> Part:
-    """Of the whole model."""
+    """Return the table of a whole model."""
     return Part(ModelConfig, written(model_type=model_type), *rows, **fixed)
 
 
 def plain(**names: str | tuple[str, object]) -> Row:
-    """Our options = their key, or (key, default): one without a default must be there. Of several names in one string
-    the first that is there is read, and the first is written."""
+    """Map our options to their keys: ours = key, or (key, default).
+
+    A key without a default is required. If a string has several names, the first that
+    exists is read, and the first is written.
+    """
     return _by_name(0, names)
 
 
 def overruled(**names: str | tuple[str, object]) -> Row:
-    """As `plain`, but the last name is written."""
+    """Do the same as `plain`, but write the last name."""
     return _by_name(-1, names)
 
 
+# `place` is the index of the name that is written.
 def _by_name(place: int, names: dict[str, str | tuple[str, object]]) -> Row:
     keys = {ours: (name,) if isinstance(name, str) else name for ours, name in names.items()}
 
@@ -114,12 +133,15 @@ def _by_name(place: int, names: dict[str, str | tuple[str, object]]) -> Row:
 
 
 def derived(**options: Callable[[Keys], object]) -> Row:
-    """Options that follow from keys which other rows write."""
+    """Derive options from keys that other rows write."""
     return Row(lambda key: {ours: read(key) for ours, read in options.items()})
 
 
 def either(ours: str, theirs: str, other: Callable[[Keys], object], *default: object) -> Row:
-    """A key that may be null or 0: `other` says what it then is. Without a default it must be there."""
+    """Map a key that may be null or 0; `other` then returns its value.
+
+    Without a default, the key is required.
+    """
     return Row(
         lambda key: {ours: key(theirs, *default) or other(key)},
         lambda part: {theirs: getattr(part, ours)},
@@ -133,7 +155,7 @@ def changed(
     write: Callable[[Any], Any],
     *default: object,
 ) -> Row:
-    """A key that says our option in another way."""
+    """Map a key that expresses our option in another way."""
     return Row(
         lambda key: {ours: read(key(theirs, *default))},
         lambda part: {theirs: write(getattr(part, ours))},
@@ -141,7 +163,7 @@ def changed(
 
 
 def only(names: str, *known: object) -> Row:
-    """Keys that must have a value in `known`, of which the first is the default."""
+    """Require keys to have a value in `known`, of which the first is the default."""
 
     def read(key: Keys) -> Json:
         for name in names.split():
@@ -155,17 +177,17 @@ def only(names: str, *known: object) -> Row:
 
 
 def always(name: str, *known: object) -> Row:
-    """As `only`, and the first is written."""
+    """Do the same as `only`, and write the first value."""
     return Row(only(name, *known).read, lambda part: {name: known[0]})
 
 
 def written(**keys: object) -> Row:
-    """Keys that say nothing to us."""
+    """Write keys that mean nothing to us."""
     return Row(write=lambda part: keys)
 
 
 def beta_range(theirs: str, default: bool) -> Row:
-    """Whether eigenvalues may be negative."""
+    """Map a boolean: whether eigenvalues may be negative."""
     return changed(
         "beta_range",
         theirs,
@@ -176,8 +198,10 @@ def beta_range(theirs: str, default: bool) -> Row:
 
 
 def mixer(options: Part) -> Row:
-    """The keys of the model's first layer of a kind, if it has any; a family's layers of one kind are alike. Rows of a
-    pattern read them."""
+    """Write the keys of the model's first mixer of a kind, if it has any.
+
+    All layers of one kind are equal in a family. Rows of a pattern read the keys.
+    """
 
     def write(model: ModelConfig) -> Json:
         mixers = [
@@ -194,7 +218,7 @@ def experts(
     otherwise: Callable[[ModelConfig], Json] = lambda model: {},
     **fixed: object,
 ) -> Row:
-    """The experts, if `given`; else the keys `otherwise`."""
+    """Map the experts if `given`; otherwise write the keys of `otherwise`."""
     options = Part(MoEConfig, *rows, **fixed)
     return Row(
         lambda key: {"moe": options.read(key)} if given(key) else {},
@@ -202,9 +226,10 @@ def experts(
     )
 
 
-# --- Rows of several families ----------------------------------------------------------------------------------------
+# --- Rows of several families -----------------------------------------------------------
 
 
+# The usual size of a head.
 def share_of_width(key: Keys) -> int:
     return key("hidden_size") // key("num_attention_heads")
 
@@ -228,8 +253,9 @@ USUAL = (
     only("quantization_config", None),
 )
 COMMON = (names_of_model("rms_norm_eps"), *USUAL)
-HEADS = plain(heads="num_attention_heads", kv_heads="num_key_value_heads")  # of softmax attention
-# heads share the width unless a key says otherwise
+# Heads of softmax attention.
+HEADS = plain(heads="num_attention_heads", kv_heads="num_key_value_heads")
+# Heads share the width unless a key differs.
 HEAD_DIM = either("head_dim", "head_dim", share_of_width, None)
 HIDDEN_DIM = plain(hidden_dim="intermediate_size")
 MAMBA2_DIMS = plain(
@@ -240,7 +266,8 @@ MAMBA2_DIMS = plain(
     conv_size=("mamba_d_conv", 4),
     conv_bias=("mamba_conv_bias", True),
 )
-UNGROUPED = (  # heads that share the width, each with keys of its own unless one key says otherwise
+# Heads share the width; key heads are as many as query heads unless a key differs.
+UNGROUPED = (
     plain(heads="num_attention_heads"),
     either("kv_heads", "num_key_value_heads", lambda key: key("num_attention_heads"), None),
     derived(head_dim=share_of_width),
@@ -252,7 +279,7 @@ def rope(theta: float, fraction: float | None = None) -> Row:
 
 
 def write_rope(attention: Attention) -> Json:
-    """`rope_parameters`, and the context of YaRN."""
+    """Write `rope_parameters`, and the context length of YaRN."""
     positions = dict(
         rope_theta=attention.rope_theta, partial_rotary_factor=attention.rotary_fraction
     )
@@ -266,6 +293,7 @@ def write_rope(attention: Attention) -> Json:
     )
 
 
+# A limit may be an object that stands for Infinity.
 def _read_time_step_limit(key: Keys) -> Json:
     given = key("time_step_limit", None) or (0.0, math.inf)
     limits = [float(x["__float__"]) if isinstance(x, dict) else 1.0 * x for x in given]
@@ -282,7 +310,8 @@ def _write_time_step_limit(mamba: Mamba2) -> Json:
     return {} if limits == (0.0, math.inf) else {"time_step_limit": shown}
 
 
-# Mamba-2's limits of time steps. Folders have Infinity there, which JSON lacks, or an object for it.
+# Mamba-2's limits of time steps. Folders contain Infinity, which JSON lacks, or an object
+# in its place.
 TIME_STEP_LIMIT = Row(_read_time_step_limit, _write_time_step_limit)
 
 
@@ -299,15 +328,20 @@ def layer_types(
     write: Callable[[ModelConfig], Json] = write_layer_types,
     **names: str,
 ) -> Row:
-    """The mixers of one period of the layers, and their keys. Only those of mixers that occur are required.
+    """Map the mixers of one period of the layers, and their keys.
 
-    is_full: which layers are, without layer_types; names: further ones of the two types.
+    Only the keys of mixers that occur are required.
+
+    Args:
+        is_full: whether a layer has full attention, if the folder has no layer_types.
+        names: further names of the two types.
     """
     parts = {"full_attention": full, "linear_attention": linear}
 
     def read(key: Keys) -> Json:
         count = key("num_hidden_layers")
         types = key("layer_types", None)
+        # Types as listed, or by index, under their usual names.
         if not types:
             types = [
                 "full_attention" if is_full(key, i) else "linear_attention" for i in range(count)
@@ -317,6 +351,7 @@ def layer_types(
             raise ValueError(
                 f"config.json: layer_types has {sorted(unknown)}; known are {sorted(parts)}"
             )
+        # One mixer for each type, arranged in the shortest pattern.
         as_many_as_layers("layer_types", types, count)
         mixers = {t: parts[t].read(key) for t in set(types)}
         return {"pattern": shortest([mixers[t] for t in types])}
@@ -334,7 +369,7 @@ def as_many_as_layers(name: str, listed: list[str], count: int) -> None:
 
 
 def shortest(layers: list[MixerOptions]) -> tuple[MixerOptions, ...]:
-    """The shortest pattern whose repetition gives these layers."""
+    """Return the shortest pattern whose repetition gives these layers."""
     periods = (
         n
         for n in range(1, len(layers) + 1)
@@ -344,6 +379,6 @@ def shortest(layers: list[MixerOptions]) -> tuple[MixerOptions, ...]:
 
 
 def check_values(model: ModelConfig) -> None:
-    """ValueError: the values from config.json are of no model."""
+    """Raise ValueError if no model can have the values of config.json."""
     if wrong := mistake(model):
         raise ValueError(f"config.json gives {wrong}; fetch it again")

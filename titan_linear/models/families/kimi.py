@@ -1,4 +1,4 @@
-"""Kimi-Linear: Kimi Delta Attention and latent attention without positions, with experts."""
+"""Kimi-Linear: Kimi Delta Attention, and latent attention without positions, with experts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from titan_linear.models.mixers import KDA, MLA
 
 
 def _linear(theirs: str, inner: str, default: int, *ours: str) -> Row:
-    """A key of linear layers, which published folders have in a table of its own, by another name."""
+    """Map a key of linear layers.
+
+    Published folders have these keys in a table of their own, under other names.
+    """
 
     def read(key: Keys) -> Json:
         size = (key("linear_attn_config", None) or {}).get(inner, key(theirs, default))
@@ -32,11 +35,13 @@ def _linear(theirs: str, inner: str, default: int, *ours: str) -> Row:
 
 def _is_full(key: Keys, layer: int) -> bool:
     linear = key("linear_attn_config", None) or {}
-    if "full_attn_layers" in linear:  # counted from 1
+    # Its indices count from 1.
+    if "full_attn_layers" in linear:
         return layer + 1 in linear["full_attn_layers"]
     return layer > 0 and layer % 4 == 0
 
 
+# Latent attention has as many key heads as query heads.
 def _read_kv_heads(key: Keys) -> Json:
     heads = key("num_attention_heads")
     if key("num_key_value_heads") not in (None, heads):
@@ -46,6 +51,7 @@ def _read_kv_heads(key: Keys) -> Json:
     return {}
 
 
+# Sizes of latent attention.
 LATENT = (
     Row(_read_kv_heads, lambda mla: dict(num_key_value_heads=mla.heads)),
     plain(
@@ -58,6 +64,7 @@ LATENT = (
 )
 
 
+# Layers without experts: listed by type, or the first ones.
 def _dense_layers(key: Keys, first_sparse: int) -> tuple[int, ...]:
     layers = key("num_hidden_layers")
     first = key("first_k_dense_replace", first_sparse)
@@ -75,14 +82,20 @@ def _write_mlp_types(model: ModelConfig) -> Json:
     )
 
 
+# Shared experts form one wide expert.
 def _read_shared(key: Keys) -> Json:
     count = plain(count="num_shared_experts n_shared_experts").read(key)["count"]
     return dict(shared_hidden_dim=key("moe_intermediate_size") * (count or 0))
 
 
 def mlps(first_sparse: int) -> tuple[Row, ...]:
-    """MLPs and experts. first_sparse: the first layer with experts, unless a key says so. Of two names the second is
-    that of transformers and of Ling's folders."""
+    """Map MLPs and experts.
+
+    If a string has two names, the second is the name in transformers and in Ling's folders.
+
+    Args:
+        first_sparse: the first layer with experts, unless a key differs.
+    """
 
     def sparse(key: Keys) -> bool:
         return len(_dense_layers(key, first_sparse)) < key("num_hidden_layers")

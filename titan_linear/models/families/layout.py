@@ -1,7 +1,10 @@
-"""What Hugging Face families are made of: layouts of tensors, and a table of the keys of config.json (keys.py).
+"""Building blocks of Hugging Face families: layouts of tensors, and a table of keys.
 
-Our names are those in `Decoder`; those of a layer's parameters are relative to the layer. A part of a model that
-folders spell in several ways has several layouts: the first is written, any is read.
+The table of the keys of config.json is described in keys.py.
+
+Our names are the names in `Decoder`; names of a layer's parameters are relative to the
+layer. Folders may spell a part of a model in several ways. It then has several layouts: the
+first is written, and any is read.
 """
 
 from __future__ import annotations
@@ -18,14 +21,17 @@ from titan_linear.models.mixers import MIXERS
 
 @dataclass(frozen=True)
 class Layout:
-    """Our parameters `ours`, interleaved group by group, are the tensors `theirs`, concatenated."""
+    """Equality of our parameters, interleaved by group, with concatenated tensors."""
 
     ours: tuple[str, ...]
-    theirs: tuple[str, ...]  # a name with {e} stands for one tensor per expert
-    # the first mixer's option that is the number of groups; None: one group
+    # A name with {e} stands for one tensor per expert.
+    theirs: tuple[str, ...]
+    # The first mixer's option with the number of groups; None: one group.
     groups: str | None = None
-    form: str = "matrix"  # the shape on disk: a key of `shape_on_disk`
-    # `theirs` are of equal size (the last may be smaller), whatever the sizes of `ours`
+    # The shape on disk: a key of `shape_on_disk`.
+    form: str = "matrix"
+    # Whether `theirs` are of equal size (the last may be smaller), whatever the sizes of
+    # `ours`.
     equal: bool = False
 
     def shape_on_disk(
@@ -42,62 +48,79 @@ class Layout:
         }[self.form]
 
 
-Spellings = tuple[Layout, ...]  # the layouts that one part of a model may have
+# The possible layouts of one part of a model.
+Spellings = tuple[Layout, ...]
 
 
 @dataclass(frozen=True)
 class OwnTokenizer:
-    """`transformers` reads folders of these model types as if tokenizer.json were the family's own except for its
-    vocabulary."""
+    """The family's own tokenizer.
+
+    `transformers` reads folders of these model types as if tokenizer.json were the family's
+    own, except for its vocabulary.
+    """
 
     model_types: tuple[str, ...]
-    # whether a tokenizer.json is the family's except for its vocabulary
+    # Whether a tokenizer.json is the family's own, except for its vocabulary.
     fits: Callable[[Json], bool]
 
 
 @dataclass(frozen=True)
 class MTP:
-    """The layers that predict further tokens."""
+    """Layers that predict further tokens."""
 
-    key: str  # of config.json: for how many
-    parts: tuple[Spellings, ...]  # of what they have beside layers
-    place: str = "mtp.layers.{j}."  # of the j-th of them; "": numbered on after the others
-    most: int | None = None  # of such tokens
-    implied: int = 0  # their number without the key
+    # The key of config.json with the number of further tokens.
+    key: str
+    # Parts that these layers have in addition to a layer's usual parts.
+    parts: tuple[Spellings, ...]
+    # Prefix of the j-th of these layers; "": their numbers continue after the other layers.
+    place: str = "mtp.layers.{j}."
+    # Most further tokens that the family allows.
+    most: int | None = None
+    # Their number without the key.
+    implied: int = 0
 
 
 @dataclass(frozen=True)
 class Family:
-    keys: Part  # of config.json
+    # The table of config.json.
+    keys: Part
     model: tuple[Spellings, ...]
-    layers: Mapping[tuple[type, ...], tuple[Spellings, ...]]  # by `Layer.kinds`, norms included
+    # By `Layer.kinds`, norms included.
+    layers: Mapping[tuple[type, ...], tuple[Spellings, ...]]
     mlp: tuple[Spellings, ...]
     experts: tuple[Spellings, ...]
-    prefixes: tuple[str, ...] = ("model.",)  # possible ones of every name but lm_head's
-    # tensors that are no part of the language model, as regular expressions
+    # Possible prefixes of every name except lm_head's.
+    prefixes: tuple[str, ...] = ("model.",)
+    # Regular expressions of tensors outside the language model.
     ignored: tuple[str, ...] = ()
-    # architectures that contain this one as their language model, or are it
+    # Architectures that contain this one as their language model, or are equal to it.
     wrappers: tuple[str, ...] = ()
-    # whether transformers ties the head where config.json says so; if not, folders have the head too
+    # Whether transformers ties the head if config.json says so. If not, folders contain the
+    # head too.
     ties: bool = True
     mtp: MTP | None = None
-    # modules of which `peft` takes no adapter in this architecture
+    # Modules for which `peft` accepts no adapter in this architecture.
     peft_refuses: tuple[str, ...] = ()
-    # those that it takes for experts', unless their weights are named
+    # Modules that `peft` mistakes for experts, unless their weights are named.
     peft_weights: tuple[str, ...] = ()
-    # ends of names of our parameters that transformers keeps in float32 or wider
+    # Name endings of our parameters that transformers keeps in float32 or wider.
     float32: tuple[str, ...] = ()
     own_tokenizer: OwnTokenizer | None = None
 
 
 def read_family(name: str, keys: Part, own_tokenizer: OwnTokenizer | None) -> Family:
-    """A family with what is in tensors/NAME.json: fields of `Family`. A table there has, for our parameters, each
-    spelling of the tensors that they are: names, alone or in a table of fields of `Layout`."""
+    """Read a family's fields from tensors/NAME.json.
+
+    A table in this file lists, for our parameters, each spelling of their tensors: names,
+    alone or in a table of fields of `Layout`.
+    """
     file = Path(__file__).with_name("tensors") / f"{name}.json"
     has: dict[str, Any] = {
         field: tuple(x) if isinstance(x, list) else x
         for field, x in json.loads(file.read_text()).items()
     }
+    # Layouts: outside the layers, of MLPs and experts, and of each kind of layer.
     has |= {part: _parts(has[part]) for part in ("model", "mlp", "experts")}
     has["layers"] = {
         tuple(MIXERS[kind] for kind in kinds.split()): _parts(parts)

@@ -23,13 +23,14 @@ from titan_linear.models.families.keys import (
 from titan_linear.models.mixers import Attention, ShortConv
 
 
+# Without indices, all layers have attention.
 def _is_full(key: Keys, layer: int) -> bool:
     full = key("full_attn_idxs", None)
     return full is None or layer in full
 
 
 def _hidden_dim(key: Keys) -> int:
-    """What their key says, or two thirds of it times a factor, rounded up."""
+    """Return their key's value, or two thirds of it times a factor, rounded up."""
     given = key("block_ff_dim", None) or key("intermediate_size")
     if not key("block_auto_adjust_ff_dim", True):
         return given

@@ -18,7 +18,7 @@ from titan_linear.models.families.lfm2 import ATTENTION, COMMON, CONVOLUTION, NO
 
 
 def _is_full(key: Keys, layer: int) -> bool:
-    """Without types of layers transformers has no model."""
+    """Read the type of a layer, without which transformers has no model."""
     return key("layer_types")[layer] == "full_attention"
 
 
@@ -31,7 +31,7 @@ def _read_dense_layers(key: Keys) -> Json:
 
 
 def _write_dense_layers(model: ModelConfig) -> Json:
-    """They are the first ones."""
+    """Write the number of layers without experts, which come first."""
     return dict(num_dense_layers=len(model.dense_layers) if model.moe else model.num_layers)
 
 

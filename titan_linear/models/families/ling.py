@@ -1,4 +1,7 @@
-"""Ling 3: Kimi Delta Attention with bounded gates, latent attention with positions and gated heads, experts."""
+"""Ling 3: Kimi Delta Attention with bounded gates, latent attention, and experts.
+
+Latent attention has positions and gated heads.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from titan_linear.models.mixers import KDA, MLA
 
 def _read_positions(key: Keys) -> Json:
     positions = key.rope(6e6, 1.0)
-    # a published fraction is of heads of linear layers
+    # Published folders give the fraction for heads of linear layers.
     of_head = key("qk_rope_head_dim") / key("head_dim", 128)
     if positions.get("rope_scaling") or positions["rotary_fraction"] not in (1, of_head):
         raise ValueError(
@@ -33,6 +36,7 @@ def _write_positions(mla: MLA) -> Json:
     return dict(rope_parameters=dict(rope_type="default", rope_theta=mla.rope_theta))
 
 
+# Only safe gates have a bound.
 def _read_bound(key: Keys) -> Json:
     return dict(lower_bound=key("kda_lower_bound", -5.0) if key("kda_safe_gate", True) else None)
 

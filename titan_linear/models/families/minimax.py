@@ -1,4 +1,7 @@
-"""MiniMax-01: Lightning and softmax attention, each followed by experts; a branch adds to its normed input."""
+"""MiniMax-01: Lightning and softmax attention, each followed by experts.
+
+A branch adds to its normalized input.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from titan_linear.models.mixers import Attention, Lightning
 
 
 def _of_all(ours: str, factor: str) -> Row:
-    """A factor that is the same for all kinds of branches."""
+    """Map a factor that must be the same for all kinds of branches."""
     names = [f"{branch}_{factor}_factor" for branch in ("full_attn", "linear_attn", "mlp")]
 
     def read(key: Keys) -> Json:
@@ -37,6 +40,7 @@ def _head_dim(key: Keys) -> int:
     return HEAD_DIM.read(key)["head_dim"]
 
 
+# The number of rotated channels, in place of a share.
 ROTARY_DIM = Row(
     lambda key: key.rope(1e6, key("rotary_dim", _head_dim(key)) / _head_dim(key)),
     lambda attention: dict(rotary_dim=int(attention.head_dim * attention.rotary_fraction)),

@@ -1,4 +1,7 @@
-"""Nemotron-H, and Nemotron 3: Mamba-2, attention, squared-ReLU MLPs and experts, one of them a layer."""
+"""Nemotron-H and Nemotron 3, whose layers have one branch each.
+
+A layer is Mamba-2, attention, a squared-ReLU MLP or experts.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,10 @@ from titan_linear.models.families.keys import (
 from titan_linear.models.mixers import Attention, Mamba2
 from titan_linear.models.mlps import Dense
 
-LETTERS = {"M": "mamba2", "*": "attention", "-": Dense.name, "E": MoEConfig.name}  # of a pattern
-WORDS = {  # of a list of layers, in transformers and before
+# Letters of `hybrid_override_pattern`.
+LETTERS = {"M": "mamba2", "*": "attention", "-": Dense.name, "E": MoEConfig.name}
+# Words of `layers_block_type`, in transformers and in earlier folders.
+WORDS = {
     "linear_attention": "mamba2",
     "mamba": "mamba2",
     "full_attention": "attention",
@@ -46,7 +51,8 @@ MAMBA2 = Part(
         conv_bias=("use_conv_bias", True),
     ),
     TIME_STEP_LIMIT,
-    # What transformers takes for the lower limit. Its initial weights need the logarithm.
+    # Transformers reads this key as the lower limit. Its initial weights take the
+    # logarithm, so it is not 0.
     Row(write=lambda mamba: dict(time_step_min=mamba.dt_min or sys.float_info.min)),
 )
 ATTENTION = Part(
@@ -81,7 +87,7 @@ EXPERTS_KEYS = (
 
 
 def _kinds(key: Keys) -> list[str]:
-    """What each layer is."""
+    """Return the kind of each layer, from a list of words or a string of letters."""
     name = "layers_block_type" if key("layers_block_type", None) else "hybrid_override_pattern"
     known = WORDS if name == "layers_block_type" else LETTERS
     given = key(name)
@@ -98,6 +104,7 @@ def _pattern(key: Keys) -> Json:
     return dict(num_layers=len(kinds), pattern=shortest([mixers.get(kind, kind) for kind in kinds]))
 
 
+# Write both spellings.
 def _write_pattern(model: ModelConfig) -> Json:
     words, letters = (
         {kind: name for name, kind in reversed(names.items())} for names in (WORDS, LETTERS)

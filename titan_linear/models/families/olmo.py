@@ -21,7 +21,8 @@ from titan_linear.models.families.keys import (
 )
 from titan_linear.models.mixers import GDN, Attention
 
-O_NORM_EPS = 1e-5  # eps of linear layers' output norm, whatever the model's norm_eps
+# Epsilon of linear layers' output norm, whatever the model's norm_eps.
+O_NORM_EPS = 1e-5
 
 
 def _key_dim(key: Keys) -> int:
@@ -44,7 +45,8 @@ GATED_DELTA_NET = Part(
 def _positions(key: Keys) -> Json:
     positions = key.rope(math.nan)
     theta = positions["rope_theta"]
-    if theta is not None and math.isnan(theta):  # transformers and vLLM read this differently
+    # transformers and vLLM differ in how they read a missing theta.
+    if theta is not None and math.isnan(theta):
         raise ValueError(
             "config.json: rope_parameters has no 'rope_theta'; set it: null for a model without positions"
         )
@@ -57,7 +59,8 @@ TYPES = layer_types(ATTENTION, GATED_DELTA_NET, lambda key, i: i % 4 == 3)
 
 def _both_types(key: Keys) -> Json:
     pattern = TYPES.read(key)["pattern"]
-    if len(set(pattern)) < 2:  # transformers refuses it
+    # transformers refuses models with one type of layer.
+    if len(set(pattern)) < 2:
         raise ValueError(
             f"config.json: every layer is {pattern[0].name}, and this architecture has gdn and attention"
         )

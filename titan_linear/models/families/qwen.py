@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: Gated DeltaNet and gated attention, with experts in the larger models."""
+"""Qwen3-Next and Qwen3.5: Gated DeltaNet and gated attention; large models have experts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from titan_linear.models.families.keys import (
 from titan_linear.models.families.layout import OwnTokenizer
 from titan_linear.models.mixers import GDN, Attention
 
-# --- config.json -----------------------------------------------------------------------------------------------------
+# --- config.json -----------------------------------------------------------------------
 
 FULL = Part(
     Attention, plain(head_dim="head_dim"), HEADS, rope(1e4, 0.25), qk_norm="head", output_gate=True
@@ -52,6 +52,7 @@ def _read_shared(key: Keys) -> Json:
     return dict(shared_hidden_dim=shared, shared_gate=shared > 0)
 
 
+# The coefficient counts only if the router's logits are returned.
 def _read_balance(key: Keys) -> Json:
     balance = key("router_aux_loss_coef", 0.001) if key("output_router_logits", False) else 0.0
     return dict(balance_coefficient=balance)
@@ -77,6 +78,7 @@ def _experts(*rows: Row) -> Row:
     )
 
 
+# Layers without experts: listed, or all but every `decoder_sparse_step`-th.
 def _read_dense_layers(key: Keys) -> Json:
     if not _has_experts(key):
         return {}
@@ -101,7 +103,8 @@ def _keys(model_type: str, *rows: Row) -> Part:
         *COMMON,
         layer_types(FULL, LINEAR, _is_full),
         only("attn_output_gate", True),
-        only("output_gate_type", "swish", "silu"),  # of linear layers
+        # Of linear layers.
+        only("output_gate_type", "swish", "silu"),
         *rows,
         zero_centred_norm=True,
     )
@@ -112,7 +115,7 @@ WIDTH_OF_MLPS = Row(
     lambda model: dict(intermediate_size=model.hidden_dim) if model.hidden_dim else {},
 )
 
-# --- Tokenizer -------------------------------------------------------------------------------------------------------
+# --- Tokenizer -------------------------------------------------------------------------
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -131,7 +134,11 @@ _PLAIN = (
 
 
 def _is_qwens(tokenizer: Json) -> bool:
-    """Whether it has NFC, Qwen3.5's split into words, the byte level and a plain BPE, and knows <|endoftext|>."""
+    """Whether a tokenizer is Qwen3.5's, except for its vocabulary.
+
+    It must have NFC, Qwen3.5's split into words, the byte level and a plain BPE, and know
+    <|endoftext|>.
+    """
     model = tokenizer["model"]
     special = {token["content"] for token in tokenizer.get("added_tokens") or []}
     before = tokenizer.get("pre_tokenizer") or {}
@@ -151,13 +158,14 @@ def _is_qwens(tokenizer: Json) -> bool:
 
 TOKENIZER = OwnTokenizer(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"), _is_qwens)
 
-# --- The families ----------------------------------------------------------------------------------------------------
+# --- The families ----------------------------------------------------------------------
 
 QWEN3_5 = _keys("qwen3_5_text", HIDDEN_DIM)
 QWEN3_5_MOE = _keys("qwen3_5_moe_text", WIDTH_OF_MLPS, _experts())
 QWEN3_NEXT = _keys(
     "qwen3_next",
     HIDDEN_DIM,
-    _experts(plain(normalise=("norm_topk_prob", True))),  # Qwen3.5 always does, without a key
+    # Qwen3.5 always normalizes, without a key.
+    _experts(plain(normalise=("norm_topk_prob", True))),
     Row(_read_dense_layers, _write_dense_layers),
 )

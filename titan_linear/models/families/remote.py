@@ -1,4 +1,4 @@
-"""What a config.json needs for modeling_titan_linear.py, the file with which transformers alone opens our models."""
+"""What a config.json needs for modeling_titan_linear.py, by which transformers opens our models with our layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from titan_linear.models.mixers import MIXERS
 from titan_linear.models.rope import RopeScaling
 
 MODELING = Path(__file__).parents[1] / "modeling_titan_linear.py"
-ROPE = MODELING.with_name("rope.py")  # which it imports
 
 
 def remote_code(name: str) -> tuple[Row, ...]:

@@ -19,9 +19,10 @@ from titan_linear.models.families.keys import (
 )
 from titan_linear.models.mixers import RWKV7
 
-# --- config.json -----------------------------------------------------------------------------------------------------
+# --- config.json -----------------------------------------------------------------------
 
 
+# Heads cover the width exactly, and values are as wide as the model.
 def _read_heads(key: Keys) -> Json:
     dim = key("hidden_size")
     if key("value_dim", None) not in (None, dim, [dim] * key("num_hidden_layers")):
@@ -60,7 +61,8 @@ KEYS = table(
     always("norm_first", True),
     always("norm_bias", True),
     only("attn", None),
-    written(fuse_norm=False),  # FLA's fused norms add 1e-6 to the squares of keys
+    # FLA's fused norms add 1e-6 to the squares of keys.
+    written(fuse_norm=False),
     layer_norm=True,
     activation="shifted_relu2",
 )

@@ -1,6 +1,8 @@
-"""Sequence mixers, a file for one or two of a kind: options, module, initial values, cache, ops' dims, how heads split.
+"""Sequence mixers, with one or two of a kind in each file.
 
-A new mixer takes a file here and a line in MIXERS: docs/adding_a_mixer.md has a whole one.
+A file has the options, the module, initial values, the cache, the sizes of ops, and how
+heads are split. A new mixer takes a file here and a line in MIXERS; docs/adding_a_mixer.md
+contains a complete example.
 """
 
 from titan_linear.models.config import MixerOptions

@@ -29,9 +29,10 @@ from titan_linear.ops.exchange.ulysses import key_head_copies
 
 
 class AttentionMixer(nn.Module):
-    """The cache holds `k` and `v` [B, tokens, Hkv, D]."""
+    """Softmax attention. The cache holds `k` and `v` [B, tokens, Hkv, D]."""
 
-    split = {**{f"{x}_proj.weight": 0 for x in "qkvg"}, "o_proj.weight": 1}  # by heads
+    # All are split by heads.
+    split = {**{f"{x}_proj.weight": 0 for x in "qkvg"}, "o_proj.weight": 1}
     float8 = (("q_proj",), ("k_proj",), ("v_proj",), ("o_proj",))
 
     def __init__(self, options: Attention, config: ModelConfig, layer: int):
@@ -48,6 +49,8 @@ class AttentionMixer(nn.Module):
         self.q_proj = projection(config.dim, q_dim)
         self.k_proj = projection(config.dim, k_dim)
         self.v_proj = projection(config.dim, k_dim)
+        # A norm over all heads together has one weight per channel, which is split by heads
+        # too.
         if self.qk_norm is not None:
             widths = (self.head_dim, self.head_dim) if self.qk_norm == "head" else (q_dim, k_dim)
             self.q_norm, self.k_norm = (
@@ -59,7 +62,10 @@ class AttentionMixer(nn.Module):
         self.o_proj = projection(q_dim, config.dim)
 
     def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:
-        """x [B, T, dim] -> [B, T, dim]. A cache holds the keys and values of earlier tokens, and grows."""
+        """Apply attention: x [B, T, dim] -> [B, T, dim].
+
+        A cache holds the keys and values of earlier tokens, and grows.
+        """
         q, k = self._queries_and_keys(x, plan)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         k, v = grown(cache, k=k, v=v)
@@ -73,7 +79,7 @@ class AttentionMixer(nn.Module):
         return {"attention_entropy": attention_entropy(q, k, window.plan.cu_seqlens, self.scale)}
 
     def _queries_and_keys(self, x: Tensor, plan: BatchPlan) -> tuple[Tensor, Tensor]:
-        """q [B, T, H, D], k [B, T, Hkv, D], normed, scaled and rotated."""
+        """Return q [B, T, H, D] and k [B, T, Hkv, D], normalized, scaled and rotated."""
         q, k = self._normed(self.q_proj(x), self.k_proj(x))
         k = scaled(k, self.key_factor)
         if self.rotary is None:
@@ -82,7 +88,10 @@ class AttentionMixer(nn.Module):
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [B, T, H·D], k [B, T, Hkv·D] -> split by heads; "width" is normed before the split, "head" after it."""
+        """Split q [B, T, H·D] and k [B, T, Hkv·D] by heads, and normalize them.
+
+        "width" normalizes before the split, "head" after it.
+        """
         if self.qk_norm == "width":
             q, k = self.q_norm(q), self.k_norm(k)
         q = q.unflatten(-1, (-1, self.head_dim))
@@ -95,13 +104,15 @@ class Attention(MixerOptions):
     heads: Size
     kv_heads: Size  # divides heads
     head_dim: Size
-    # "head": over each head; "width": over all heads together
+    # Norm of queries and keys: "head" over each head, "width" over all heads together.
     qk_norm: Literal["head", "width"] | None = None
     rope_theta: Above0 | None = 10000.0  # None: no positions
-    rotary_fraction: AtLeast0 = 1.0  # share of head_dim that is rotated: its first channels
+    # Share of head_dim that is rotated: its first channels.
+    rotary_fraction: AtLeast0 = 1.0
     rope_scaling: RopeScaling | None = None
     output_gate: bool = False
-    scale: Above0 | None = None  # of the scores; None: head_dim^−½
+    # Factor on the scores; None: head_dim^−½.
+    scale: Above0 | None = None
     key_factor: AtLeast0 = 1.0
     out_factor: AtLeast0 = 1.0
 
@@ -129,7 +140,7 @@ class Attention(MixerOptions):
         return None
 
     def flops(self, documents: Documents) -> int:
-        """Scores and their use, on pairs that the mask leaves."""
+        """Return the FLOPs of scores and their use, on pairs that the mask leaves."""
         return 4 * self.head_dim * self.heads * documents.pairs
 
     @property

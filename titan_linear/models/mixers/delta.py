@@ -1,7 +1,8 @@
 """Kimi Delta Attention and Gated DeltaNet, as published and as in FLA's layers.
 
-Both project to q, k, v, run one short causal convolution with silu over the three, which also normalises q and k,
-apply a delta rule, norm and gate each head's output, and project back. Their gates differ.
+Both project to q, k and v, run one short causal convolution with silu over the three, which
+also normalizes q and k, apply a delta rule, normalize and gate each head's output, and
+project back. Their gates differ.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ class DeltaOptions(RecurrentOptions):
     head_dim: Size
     v_head_dim: Size
     conv_size: Size = 4
-    beta_range: AtLeast0 = 1.0  # β in (0, this); 2 allows negative eigenvalues
-    o_norm_eps: Above0 | None = None  # eps of the output norm; None: the model's norm_eps
+    # Range of β is (0, this); 2 allows negative eigenvalues.
+    beta_range: AtLeast0 = 1.0
+    # Epsilon of the output norm; None: the model's norm_eps.
+    o_norm_eps: Above0 | None = None
 
     def __post_init__(self) -> None:
         if self.beta_range not in (1, 2):
@@ -66,9 +69,13 @@ class DeltaOptions(RecurrentOptions):
         return None
 
     def flops(self, documents: Documents) -> int:
-        """By chunks, for each value head. Per token: 6 K V for reading the state with q and k and for adding to it. Per
-        pair of tokens in a chunk: 4 K for the matrices q kᵀ and k kᵀ, and 4 V for applying them, where the inverse
-        of the second counts as a product. Chunks count as full squares, as kernels compute them."""
+        """Return the FLOPs of the chunked form, for each value head.
+
+        Each token takes 6 K V operations: reading the state with q and k, and adding to it.
+        Each pair of tokens in a chunk takes 4 K for the matrices q kᵀ and k kᵀ, and 4 V for
+        applying them, where the inverse of the second counts as a product. Chunks count as
+        full squares, as kernels compute them.
+        """
         K, V = self.head_dim, self.v_head_dim
         return self.v_heads * (6 * K * V * documents.tokens + 4 * (K + V) * documents.chunk_pairs)
 
@@ -77,10 +84,12 @@ class DeltaOptions(RecurrentOptions):
 
 
 class DeltaMixer(RecurrentMixer):
-    """Its states are [B, HV, K, V]."""
+    """Mixer with a delta rule. Its states are [B, HV, K, V]."""
 
-    kept_whole = ("A_log", "dt_bias")  # rounding to bfloat16 would change a document's decay
-    split = {  # by heads; all heads share the output norm's weight
+    # Rounding to bfloat16 would change a document's decay.
+    kept_whole = ("A_log", "dt_bias")
+    # Split by heads; all heads share the output norm's weight.
+    split = {
         **{f"{x}_{kind}.weight": 0 for x in "qkv" for kind in ("proj", "conv1d")},
         "b_proj.weight": 0,
         "A_log": 0,
@@ -95,11 +104,13 @@ class DeltaMixer(RecurrentMixer):
         self.v_head_dim = options.v_head_dim
         key_dim = options.heads * self.head_dim
         value_dim = options.v_heads * self.v_head_dim
+        # Projections and convolutions of q, k and v.
         widths = (key_dim, key_dim, value_dim)
         self.q_proj, self.k_proj, self.v_proj = (projection(config.dim, w) for w in widths)
         self.q_conv1d, self.k_conv1d, self.v_conv1d = (
             ConvWeight(w, options.conv_size) for w in widths
         )
+        # β, then the output's norm and projection.
         self.b_proj = projection(config.dim, options.v_heads)
         self.beta_range = options.beta_range
         eps = config.norm_eps if options.o_norm_eps is None else options.o_norm_eps
@@ -108,7 +119,11 @@ class DeltaMixer(RecurrentMixer):
         self.initial = {"A_log": A_log, "dt_bias": time_step_bias}
 
     def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, Tensor]:
-        """q, k [B, T, H, K], v [B, T, HV, V], the raw gate and the logits of β; the output gate [B, T, HV·V]."""
+        """Return the recurrence's inputs and the output gate [B, T, HV·V].
+
+        The inputs are q, k [B, T, H, K], v [B, T, HV, V], the raw gate, and the logits of
+        β.
+        """
         qkv = project(x, self.q_proj, self.k_proj, self.v_proj)
         convolutions = [self.q_conv1d, self.k_conv1d, self.v_conv1d]
         dims = self.head_dim, self.head_dim, self.v_head_dim
@@ -117,7 +132,7 @@ class DeltaMixer(RecurrentMixer):
         return (q, k, v, g, beta), z
 
     def _of_gates(self) -> dict[str, Any]:
-        """Arguments of the delta rule."""
+        """Return the delta rule's arguments about gates."""
         return {
             "A_log": self.A_log,
             "dt_bias": self.dt_bias,
@@ -129,17 +144,23 @@ class DeltaMixer(RecurrentMixer):
         return self.o_proj(self.o_norm(o, gate.unflatten(-1, (-1, self.v_head_dim))).flatten(-2))
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The raw gate [B, T, HV] or [B, T, HV, K], the logits of β [B, T, HV], the output gate [B, T, HV·V]."""
+        """Return the gates computed from x.
+
+        Returns:
+            The raw gate [B, T, HV] or [B, T, HV, K], the logits of β [B, T, HV], and the
+            output gate [B, T, HV·V].
+        """
         raise NotImplementedError
 
 
-# --- Kimi Delta Attention --------------------------------------------------------------------------------------------
+# --- Kimi Delta Attention --------------------------------------------------------------
 
 
 class KDAMixer(DeltaMixer):
-    """The gate and the output gate come from low-rank projections, or from whole ones."""
+    """KDA. The gate and the output gate come from low-rank projections or from full ones."""
 
-    split = {  # of the low-rank projections, the second factors only
+    # Of the low-rank projections, only the second factors are split.
+    split = {
         **DeltaMixer.split,
         **{
             f"{gate}_proj.{part}": 0
@@ -152,6 +173,7 @@ class KDAMixer(DeltaMixer):
         A_log = uniform_decay(1.0) if options.lower_bound is None else zeros
         super().__init__(options, config, "sigmoid", A_log)
         self.lower_bound = options.lower_bound
+        # Full projections, or the second factors of low-rank ones.
         gate_dim = options.v_heads * self.head_dim
         value_dim = options.v_heads * self.v_head_dim
         self.low_rank_gates = options.low_rank_gates
@@ -190,10 +212,13 @@ class KDAMixer(DeltaMixer):
 
 @dataclass(frozen=True, kw_only=True)
 class KDA(DeltaOptions):
-    # of the bounded gate, whose kernels are faster; None: −exp(A_log)·softplus(…)
+    # Lower bound of the bounded gate, whose kernels are faster; None:
+    # −exp(A_log)·softplus(…).
     lower_bound: float | None = -5.0
-    gate_bias: bool = True  # a bias in the output gate
-    low_rank_gates: bool = True  # each gate by way of `v_head_dim` channels; else by one projection
+    # Whether the output gate has a bias.
+    gate_bias: bool = True
+    # Whether each gate goes through `v_head_dim` channels; otherwise it is one projection.
+    low_rank_gates: bool = True
 
     name = "kda"
     op = "chunk_kda"
@@ -206,7 +231,7 @@ class KDA(DeltaOptions):
         return super().contradiction
 
 
-# --- Gated DeltaNet --------------------------------------------------------------------------------------------------
+# --- Gated DeltaNet --------------------------------------------------------------------
 
 
 class GDNMixer(DeltaMixer):

@@ -1,4 +1,7 @@
-"""Lightning attention (MiniMax-01, section 2.2): linear attention whose decays are constants of head and layer."""
+"""Lightning attention (MiniMax-01, section 2.2).
+
+It is linear attention whose decays are constants of head and layer.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +30,23 @@ from titan_linear.ops.layout.segments import scan_programs
 
 
 class LightningMixer(RecurrentMixer):
-    """Its states are [B, heads, K, V]."""
+    """Lightning attention. Its states are [B, heads, K, V]."""
 
     split = {
         **{f"{x}_proj.weight": 0 for x in "qkvg"},
         "o_norm.weight": 0,
         "o_proj.weight": 1,
     }
-    float8 = (("o_proj",),)  # its other product has gates
+    # The product of q, k, v and the gate is left out because of the gate.
+    float8 = (("o_proj",),)
 
     def __init__(self, options: Lightning, config: ModelConfig, layer: int):
         super().__init__(options)
         self.heads = options.heads
         self.head_dim = options.head_dim
-        # from −1 in the first layer to 0 in the last
+        # The slope rises from −1 in the first layer to 0 in the last.
         slope = layer / (config.num_layers - 1 + 1e-5) - 1 - 1e-5
-        # a number would be compiled for each layer
+        # As a Python number, it would be compiled anew for each layer.
         self.slope = torch.tensor(slope, dtype=torch.float64, device="cpu")
         width = options.heads * options.head_dim
         self.q_proj, self.k_proj, self.v_proj, self.g_proj = (
@@ -50,10 +54,11 @@ class LightningMixer(RecurrentMixer):
         )
         self.o_norm = RMSNorm(width, options.o_norm_eps)
         self.o_proj = projection(width, config.dim)
-        self.ranks: Ranks | None = None  # of tensor parallelism
+        # Ranks of tensor parallelism.
+        self.ranks: Ranks | None = None
 
     def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, Tensor]:
-        """q, k, v [B, T, heads, K]; the output gate [B, T, heads·K]."""
+        """Return q, k, v [B, T, heads, K], and the output gate [B, T, heads·K]."""
         *qkv, gate = project_each(x, self.q_proj, self.k_proj, self.v_proj, self.g_proj)
         return tuple(F.silu(y).unflatten(-1, (-1, self.head_dim)) for y in qkv), gate
 
@@ -61,7 +66,10 @@ class LightningMixer(RecurrentMixer):
         return chunk_simple_gla(*inputs, g_gamma=self._decays(inputs), scale=1.0, **how)
 
     def _decays(self, inputs: Inputs) -> Tensor:
-        """Log decays of this rank's heads: slope · 2^(−8 h / heads) for head h = 1, 2, …"""
+        """Return the log decays of this rank's heads.
+
+        They are slope · 2^(−8 h / heads) for head h = 1, 2, …
+        """
         q, *_ = inputs
         own = q.shape[2]
         first = 0 if self.ranks is None else self.ranks.rank * own
@@ -89,7 +97,10 @@ class Lightning(RecurrentOptions):
         return {self.op: {"K": self.head_dim, "V": self.head_dim}}
 
     def flops(self, documents: Documents) -> int:
-        """By chunks: per token 4 K V for the state, per pair of a chunk 4 K."""
+        """Return the FLOPs of the chunked form.
+
+        Each head takes 4 K V per token for the state, and 4 K per pair of a chunk.
+        """
         return (
             4
             * self.heads

@@ -1,4 +1,7 @@
-"""Mamba-2 (Transformers are SSMs, section 7): a state that only decays, at rates that its input sets."""
+"""Mamba-2 (Transformers are SSMs, section 7).
+
+Its state only decays, at rates that depend on the input.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from titan_linear.ops.layout.segments import scan_programs
 
 
 def gated(x: Tensor, z: Tensor) -> Tensor:
-    """x · silu(z), in float32 or wider."""
+    """Return x · silu(z), in float32 or wider."""
     return widen(x) * F.silu(widen(z))
 
 
@@ -45,13 +48,18 @@ class GroupedRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
         self.width, self.eps = dim // groups, eps
         self.initial = {"weight": ones}
-        self.ranks: Ranks | None = None  # of tensor parallelism
+        # Ranks of tensor parallelism.
+        self.ranks: Ranks | None = None
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        """x, z [.., dim], of which a rank of tensor parallelism has whole groups, or its part of the only one."""
+        """Normalize x, z [.., dim].
+
+        A tensor-parallel rank has whole groups, or its part of the only group.
+        """
         wide = gated(x, z)
         grouped = wide.unflatten(-1, (-1, min(self.width, wide.shape[-1])))
         squares = grouped.square().sum(-1, keepdim=True)
+        # The only group spans all ranks: sum its squares over them.
         if grouped.shape[-1] < self.width:
             squares = sum_over_ranks(squares, self.ranks)
         normed = (grouped * torch.rsqrt(squares / self.width + self.eps)).flatten(-2)
@@ -59,7 +67,7 @@ class GroupedRMSNorm(nn.Module):
 
 
 class Mamba2Mixer(RecurrentMixer):
-    """Its states are [B, heads, P, N]."""
+    """Mamba-2. Its states are [B, heads, P, N]."""
 
     kept_whole = ("A_log", "D", "dt_bias")
     split = {
@@ -76,7 +84,8 @@ class Mamba2Mixer(RecurrentMixer):
         **dict.fromkeys(("A_log", "D", "dt_bias"), 0),
         "o_proj.weight": 1,
     }
-    float8 = (("o_proj",),)  # its other product has gates
+    # The input product is left out because it contains gates.
+    float8 = (("o_proj",),)
 
     def __init__(self, options: Mamba2, config: ModelConfig, layer: int):
         super().__init__(options)
@@ -86,9 +95,10 @@ class Mamba2Mixer(RecurrentMixer):
         self.z_factor = options.z_factor
         self.dt_factor = options.dt_factor
         self.out_factor = options.out_factor
-        # a convolution is linear
+        # Factors on x, B and C go into the convolution, which is linear.
         conv_factors = options.x_factor, options.b_factor, options.c_factor
         inner, *_ = widths = options.widths
+        # Input projections and convolutions.
         self.x_proj, self.b_proj, self.c_proj = (projection(config.dim, w) for w in widths)
         self.z_proj = projection(config.dim, inner)
         self.dt_proj = projection(config.dim, options.heads)
@@ -96,6 +106,7 @@ class Mamba2Mixer(RecurrentMixer):
             ConvWeight(w, options.conv_size, options.conv_bias, f)
             for w, f in zip(widths, conv_factors, strict=True)
         )
+        # Parameters of each head, then the output's norm and projection.
         self.A_log, self.D, self.dt_bias = (
             nn.Parameter(torch.empty(options.heads)) for _ in range(3)
         )
@@ -104,6 +115,8 @@ class Mamba2Mixer(RecurrentMixer):
         )
         self.o_proj = projection(inner, config.dim)
         self.initial = {"A_log": uniform_decay(1.0), "D": ones, "dt_bias": time_step_bias}
+        # Several groups are split over ranks of tensor parallelism; all ranks compute a
+        # single one.
         if options.groups > 1:
             of_groups = (
                 f"{x}_{of}" for x in "bc" for of in ("proj.weight", "conv1d.weight", "conv1d.bias")
@@ -111,7 +124,10 @@ class Mamba2Mixer(RecurrentMixer):
             self.split = {**self.split, **dict.fromkeys(of_groups, 0)}
 
     def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, Tensor]:
-        """x [B, T, heads, P], dt [B, T, heads], B and C [B, T, G, N]; z [B, T, heads·P]."""
+        """Return the recurrence's inputs and z [B, T, heads·P].
+
+        The inputs are x [B, T, heads, P], dt [B, T, heads], B and C [B, T, G, N].
+        """
         projections = (self.x_proj, self.b_proj, self.c_proj, self.z_proj, self.dt_proj)
         x_dim, b_dim, c_dim, z_dim, heads = (len(p.weight) for p in projections)
         xbc, z, dt = cut(project(x, *projections), x_dim + b_dim + c_dim, z_dim, heads)
@@ -152,18 +168,22 @@ class Mamba2Mixer(RecurrentMixer):
 class Mamba2(RecurrentOptions):
     head_dim: Size
     state_dim: Size
-    groups: Size = 1  # of heads that share B and C; the output norm is over each group's channels
+    # Groups of heads that share B and C; the output norm is over each group's channels.
+    groups: Size = 1
     conv_size: Size = 4
     conv_bias: bool = True
-    dt_min: AtLeast0 = 0.0  # limits of the time steps
+    # Limits of the time steps.
+    dt_min: AtLeast0 = 0.0
     dt_max: float = math.inf
-    z_factor: AtLeast0 = 1.0  # on the projections to z, x, B, C and Δ, and from the output
+    # Factors on the projections to z, x, B, C and Δ, and on the output's.
+    z_factor: AtLeast0 = 1.0
     x_factor: AtLeast0 = 1.0
     b_factor: AtLeast0 = 1.0
     c_factor: AtLeast0 = 1.0
     dt_factor: AtLeast0 = 1.0
     out_factor: AtLeast0 = 1.0
-    output_norm: bool = True  # else the output is only gated
+    # Whether the output has a norm; otherwise it is only gated.
+    output_norm: bool = True
 
     name = "mamba2"
     op = "chunk_ssd"
@@ -180,7 +200,8 @@ class Mamba2(RecurrentOptions):
     def contradiction(self) -> str | None:
         if self.heads % self.groups:
             return f"{self.name} heads = {self.heads}, which must be a multiple of groups = {self.groups}"
-        if not self.dt_min <= self.dt_max:  # nor NaN
+        # This is also false for NaN.
+        if not self.dt_min <= self.dt_max:
             return f"{self.name} dt_min = {self.dt_min}, above dt_max = {self.dt_max}"
         return None
 
@@ -194,8 +215,12 @@ class Mamba2(RecurrentOptions):
         )
 
     def flops(self, documents: Documents) -> int:
-        """By chunks. Per token and head: 4 N P for reading the state and adding to it. Per pair of tokens in a chunk:
-        2 N for each group's C Bᵀ, and 2 P for each head's use of it."""
+        """Return the FLOPs of the chunked form.
+
+        Each token and head takes 4 N P: reading the state and adding to it. Each pair of
+        tokens in a chunk takes 2 N for each group's C Bᵀ, and 2 P for each head's use of
+        it.
+        """
         inner, N = self.heads * self.head_dim, self.state_dim
         return (
             4 * inner * N * documents.tokens + 2 * (self.groups * N + inner) * documents.chunk_pairs
@@ -206,7 +231,7 @@ class Mamba2(RecurrentOptions):
 
     @property
     def head_counts(self) -> dict[str, int]:
-        """One group is not split: all ranks compute its B and C."""
+        """A single group is not split: all ranks compute its B and C."""
         return super().head_counts | ({"groups": self.groups} if self.groups > 1 else {})
 
     def indivisible_heads(self, ranks: int) -> str | None:

@@ -1,5 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, section 2.1): without positions, as in Kimi Linear, or with rotary ones and
-gated heads, as in Ling 3."""
+"""Multi-head latent attention (DeepSeek-V2, section 2.1).
+
+It has no positions, as in Kimi Linear, or rotary positions and gated heads, as in Ling 3.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,20 @@ from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.models.rope import Rotary
 from titan_linear.ops import attention
 
-LATENT_EPS = 1e-6  # eps of latents' norms, whatever the model's norm_eps
+# Epsilon of the latents' norms, whatever the model's norm_eps.
+LATENT_EPS = 1e-6
 
 
 class MLAMixer(nn.Module):
-    """Keys and values come from one latent of `kv_rank` per token, queries from one of `q_rank` if given; a part
-    of each key is shared by all heads.
+    """Latent attention.
 
-    The cache holds `latent` [B, tokens, kv_rank], normed, and `shared` [B, tokens, shared_k_dim], rotated.
+    Keys and values come from one latent of `kv_rank` channels per token, and queries from
+    one of `q_rank` if given. All heads share a part of each key. The cache holds `latent`
+    [B, tokens, kv_rank], normalized, and `shared` [B, tokens, shared_k_dim], rotated.
     """
 
-    split = {  # not the latent
+    # All except the latent are split by heads.
+    split = {
         **dict.fromkeys(
             ("q_proj.weight", "q_proj.2.weight", "kv_b_proj.weight", "g_proj.weight"), 0
         ),
@@ -50,12 +55,15 @@ class MLAMixer(nn.Module):
         self.kv_dims = (options.nope_dim, options.v_dim)
         self.q_dim = options.head_dim
         self.rotary = options.rotary
+        # Queries, directly or through a latent.
         q_proj: nn.Module = projection(options.q_rank or config.dim, options.heads * self.q_dim)
         if options.q_rank:
             q_proj = nn.Sequential(
                 projection(config.dim, options.q_rank), RMSNorm(options.q_rank, LATENT_EPS), q_proj
             )
         self.q_proj = q_proj
+        # Keys and values through a latent, which has the shared part of the keys next to
+        # it.
         self.kv_a_proj = projection(config.dim, sum(self.latent_dims))
         self.kv_norm = RMSNorm(options.kv_rank, LATENT_EPS)
         self.kv_b_proj = projection(options.kv_rank, options.heads * sum(self.kv_dims))
@@ -63,7 +71,10 @@ class MLAMixer(nn.Module):
         self.o_proj = projection(options.heads * options.v_dim, config.dim)
 
     def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:
-        """x [B, T, dim] -> [B, T, dim]. A cache holds the normed latents and shared keys of earlier tokens."""
+        """Apply attention: x [B, T, dim] -> [B, T, dim].
+
+        A cache holds the normalized latents and the shared keys of earlier tokens.
+        """
         q, latent, shared = self._queries_and_latents(x, plan)
         k, v = self._keys_and_values(*grown(cache, latent=latent, shared=shared))
         documents = {"first_key": plan.first_key, **plan.documents}
@@ -77,7 +88,11 @@ class MLAMixer(nn.Module):
         return {"attention_entropy": attention_entropy(q, k, window.plan.cu_seqlens)}
 
     def _queries_and_latents(self, x: Tensor, plan: BatchPlan) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, H, nope + shared], rotated; latents [B, T, rank], normed; the shared keys, rotated."""
+        """Return queries, latents [B, T, rank] and shared keys [B, T, shared].
+
+        Queries are [B, T, H, nope + shared]. Queries and shared keys are rotated, latents
+        normalized.
+        """
         q = self.q_proj(x).unflatten(-1, (-1, self.q_dim))
         latent, shared = self.kv_a_proj(x).split(self.latent_dims, -1)
         if self.rotary is not None:
@@ -87,12 +102,23 @@ class MLAMixer(nn.Module):
         return q, self.kv_norm(latent), shared
 
     def _rotated(self, x: Tensor, plan: BatchPlan) -> Tensor:
-        """x [B, T, H, D], whose neighbouring channels are pairs; the result has first the pairs' first channels."""
+        """Rotate x [B, T, H, D], in which neighboring channels form pairs.
+
+        In the result, the pairs' first channels come first.
+        """
         halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return rotate(halves, *plan.angles(self.rotary, widened(x.dtype)))
 
     def _keys_and_values(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
-        """latent [B, T, rank], normed, shared [B, T, shared] -> k [B, T, H, nope + shared], v [B, T, H, V]."""
+        """Expand latents to keys and values.
+
+        Args:
+            latent: [B, T, rank], normalized.
+            shared: [B, T, shared].
+
+        Returns:
+            k [B, T, H, nope + shared] and v [B, T, H, V].
+        """
         k, v = self.kv_b_proj(latent).unflatten(-1, (-1, sum(self.kv_dims))).split(self.kv_dims, -1)
         return torch.cat([k, shared.unsqueeze(2).expand(-1, -1, k.shape[2], -1)], -1), v
 
@@ -101,14 +127,18 @@ class MLAMixer(nn.Module):
 class MLA(MixerOptions):
     heads: Size
     kv_rank: Size
-    nope_dim: Size  # channels of q and k that are each head's own
-    # channels of q and k for which all heads share a key (DeepSeek-V2's rotary part)
+    # Channels of q and k that belong to each head alone.
+    nope_dim: Size
+    # Channels of q and k for which all heads share a key (DeepSeek-V2's rotary part).
     shared_k_dim: Size
     v_dim: Size
-    # of those channels, rotated in pairs of neighbours; None: no positions
+    # Base of the rotary positions of those channels, rotated in pairs of neighbors; None:
+    # no positions.
     rope_theta: Above0 | None = None
-    q_rank: Size | None = None  # of a latent that queries come from
-    head_gate: bool = False  # a gate on each head's output
+    # Channels of the latent that queries come from; None: no latent.
+    q_rank: Size | None = None
+    # Whether each head's output has a gate.
+    head_gate: bool = False
 
     name = "mla"
     module = MLAMixer
@@ -116,7 +146,7 @@ class MLA(MixerOptions):
 
     @property
     def head_dim(self) -> int:
-        """Of q and k."""
+        """Channels of q and k."""
         return self.nope_dim + self.shared_k_dim
 
     @property
@@ -128,7 +158,7 @@ class MLA(MixerOptions):
         return {"attention": {"D": self.head_dim, "Dv": self.v_dim}}
 
     def flops(self, documents: Documents) -> int:
-        """Scores and their use, on pairs that the mask leaves."""
+        """Return the FLOPs of scores and their use, on pairs that the mask leaves."""
         return 2 * (self.head_dim + self.v_dim) * self.heads * documents.pairs
 
     @property

@@ -1,4 +1,8 @@
-"""What the mixers of linear layers have in common: inputs from x, a recurrence over them, an output; and telemetry."""
+"""Common parts of the mixers of linear layers.
+
+A mixer computes inputs from x, runs a recurrence over them, and computes an output.
+Telemetry is here too.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,8 @@ class RecurrentOptions(MixerOptions):
     heads: Size
 
     linear = True
-    op: ClassVar[str]  # the recurrence's name in titan_linear.ops
+    # The recurrence's name in titan_linear.ops.
+    op: ClassVar[str]
 
     @property
     def head_counts(self) -> dict[str, int]:
@@ -32,22 +37,29 @@ class RecurrentOptions(MixerOptions):
 
 
 class RecurrentMixer(nn.Module):
-    """The cache holds `state`, the recurrence's, [B, heads, ., .], and `conv` [B, D, W−1], the convolution's last
-    inputs."""
+    """Base of mixers with a recurrence.
+
+    The cache holds `state`, the recurrence's state [B, heads, ., .], and `conv` [B, D,
+    W−1], the convolution's last inputs.
+    """
 
     def __init__(self, options: RecurrentOptions):
         super().__init__()
         self.op = options.op
         self.implementations: dict[str, Choice] = {}
-        self.cp_method = "kcp"  # "kcp" | "ulysses", under context parallelism
+        # "kcp" or "ulysses", under context parallelism.
+        self.cp_method = "kcp"
 
     def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:
-        """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left; it is updated in place."""
+        """Apply the mixer: x [B, T, dim] -> [B, T, dim].
+
+        A cache of earlier tokens is updated in place.
+        """
         inputs, gate = self._inputs(x, plan, cache)
         return self._output(self._carried(inputs, plan, cache), gate)
 
     def _carried(self, inputs: Inputs, plan: BatchPlan, cache: Cache) -> Tensor:
-        """The recurrence's output, from the cache's state on, which is brought up to date."""
+        """Return the recurrence's output, continuing from the cache, which is updated."""
         if cache is None:
             o, _ = self._recurrence(inputs, plan)
         else:
@@ -58,13 +70,26 @@ class RecurrentMixer(nn.Module):
     def _inputs(
         self, x: Tensor, plan: BatchPlan, cache: Cache, *taken: Tensor
     ) -> tuple[Inputs, Any]:
-        """The recurrence's inputs [B, T, ...], and what `_output` needs besides: an output gate [B, T, ...]. taken:
-        values of the first layer, for mixers that take them."""
+        """Compute the recurrence's inputs [B, T, ...], and an output gate [B, T, ...].
+
+        The gate is whatever else `_output` needs.
+
+        Args:
+            taken: values of the first layer, for mixers that take them.
+        """
 
     def _recurrence(
         self, inputs: Inputs, plan: BatchPlan, state: Tensor | None = None, final: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """o [B, T, heads, V] and, if `final`, the last states, from those given (None: zeros)."""
+        """Run the recurrence.
+
+        Args:
+            state: initial states; None: zeros.
+            final: whether to return the last states.
+
+        Returns:
+            o [B, T, heads, V], and the last states or None.
+        """
         return self._rule(
             inputs,
             initial_state=state,
@@ -76,27 +101,38 @@ class RecurrentMixer(nn.Module):
 
     @abstractmethod
     def _rule(self, inputs: Inputs, **how: Any) -> tuple[Tensor, Tensor | None]:
-        """The op `op` of these inputs. how: its arguments that all recurrences have."""
+        """Call the op `op` with these inputs.
+
+        Args:
+            how: arguments that all recurrences share.
+        """
 
     @abstractmethod
     def _output(self, o: Tensor, gate: Any) -> Tensor:
-        """[B, T, dim]."""
+        """Compute the mixer's output [B, T, dim]."""
 
     @abstractmethod
     def _log_decay(self, inputs: Inputs) -> Tensor:
-        """Log decays ≤ 0, [B, T, heads] or [B, T, heads, K]."""
+        """Return log decays ≤ 0, [B, T, heads] or [B, T, heads, K]."""
 
     def watch(self, x: Tensor, window: Window, *taken: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """half_life: number of tokens in which a state decays by half, ln 2 over the mean log decay of tokens and, in
-        KDA, a head's channels. state_norm: 2-norm of the states at the ends of documents. carried_share: of the
-        squared output over the second half of the longest document, the share that comes from its first half, through
-        the state. fragment_share: of all squared outputs, the share that comes from other ranks' fragments."""
+        """Return what telemetry shows of the recurrence.
+
+        half_life: number of tokens in which a state decays by half, ln 2 over the mean
+            log decay of tokens and, in KDA, a head's channels.
+        state_norm: 2-norm of the states at the ends of documents.
+        carried_share: share of the squared output over the second half of the longest
+            document that comes from its first half, through the state.
+        fragment_share: share of all squared outputs that comes from other ranks'
+            fragments.
+        """
+        # Outputs with and without the state of the longest document's first half.
         inputs, _ = self._inputs(
             x[:, : window.tokens], window.plan, None, *(y[:, : window.tokens] for y in taken)
         )
         o, states = self._recurrence(inputs, window.plan, final=True)
         alone, _ = self._recurrence(inputs, window.halves)
-        # [W, heads]
+        # Sum over the window's tokens or documents.  [W, heads]
         decay = -self._log_decay(inputs).reshape(window.tokens, o.shape[2], -1).mean(-1)
         norms = widen(states).flatten(2).norm(dim=-1)  # [N, heads]
         seen = {
@@ -104,6 +140,7 @@ class RecurrentMixer(nn.Module):
             "state_norm": (norms.sum(0), torch.full_like(norms[0], len(norms))),
             "carried_share": _share(o[0, window.carried], alone[0, window.carried]),
         }
+        # Outputs with and without states from other ranks.
         if window.fragments is not None:
             plan, apart = window.fragments
             inputs, _ = self._inputs(x, plan, None, *taken)
@@ -121,10 +158,20 @@ class RecurrentMixer(nn.Module):
         cache: Cache,
         norm_dim: int | None = None,
     ) -> list[Tensor]:
-        """x [B, T, D], the inputs of these convolutions side by side -> the output of each, [B, T, ., dim], after a
-        silu. They are one convolution: one halo under context parallelism. norm_dim: they give q, k and v, and heads of
-        q and k have this many channels and length 1."""
-        weights = [scaled(c.weight, c.factor) for c in convolutions]
+        """Apply several convolutions, then a silu, as one convolution.
+
+        It has one halo under context parallelism.
+
+        Args:
+            x: [B, T, D], the inputs of these convolutions, concatenated.
+            norm_dim: if given, the outputs are q, k and v; heads of q and k then have this
+                many channels, and are normalized to length 1.
+
+        Returns:
+            The output of each convolution, [B, T, ., dim].
+        """
+        # [D, W], or [D, 1, W] in modeling_titan_linear.py
+        weights = [scaled(c.weight.flatten(1), c.factor) for c in convolutions]
         biases = [c.bias for c in convolutions]
         bias = None if biases[0] is None else torch.cat(biases)
         options = {
@@ -140,7 +187,10 @@ class RecurrentMixer(nn.Module):
 
 
 def _share(o: Tensor, alone: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of squares by head [heads], of o − alone and of o, for o and alone [., heads, V]."""
-    # in that dtype, without copies
+    """Return sums of squares by head [heads], of o − alone and of o.
+
+    o and alone are [., heads, V].
+    """
+    # The dtype of the norms widens without copies.
     norms = partial(torch.linalg.vector_norm, dim=(0, 2), dtype=widened(o.dtype))
     return norms(o - alone).square(), norms(o).square()

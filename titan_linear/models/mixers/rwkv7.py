@@ -1,5 +1,8 @@
-"""RWKV-7's time mixing (Goose, arXiv 2503.14456, section 4): a delta rule that removes along another direction than it
-writes, by rates and decays of each channel, all from mixes of a token with the one before it."""
+"""RWKV-7's time mixing (Goose, arXiv 2503.14456, section 4).
+
+It is a delta rule that removes along another direction than it writes, with rates and
+decays of each channel, all computed from mixes of a token with the previous token.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,10 @@ class LowRank(nn.Module):
 
 
 class HeadNorm(LayerNorm):
-    """A LayerNorm of each head, with a weight and a bias for each channel.  [.., heads, V] -> [.., heads·V]"""
+    """A LayerNorm of each head: [.., heads, V] -> [.., heads·V].
+
+    Each channel has a weight and a bias.
+    """
 
     split = {"weight": 0, "bias": 0}
 
@@ -71,14 +77,22 @@ class HeadNorm(LayerNorm):
 
 
 class RWKV7Mixer(RecurrentMixer):
-    """With x_c = x + (x_{t−1} − x) ⊙ c for each mix c, k̂ = (k ⊙ k_k) / ‖·‖ by head, rates a, and v₁ of the first layer:
+    """RWKV-7's time mixing.
 
-        w = −e^{−1/2} σ(w_lora(x_w))    a = σ(a_lora(x_a))    g = g_lora(x_g)    v ← v + (v₁ − v) ⊙ σ(v_lora(x_v))
-        S_t = Diag(e^w) S_{t−1} − (k̂ ⊙ a) (k̂ᵀ S_{t−1}) + k̃ vᵀ    k̃ = k ⊙ (1 + (a − 1) ⊙ k_a)    o_t = S_tᵀ r
+    With x_c = x + (x_{t−1} − x) ⊙ c for each mix c, k̂ = (k ⊙ k_k) / ‖·‖ by head, rates a,
+    and v₁ of the first layer:
+
+        w = −e^{−1/2} σ(w_lora(x_w))
+        a = σ(a_lora(x_a))
+        g = g_lora(x_g)
+        v ← v + (v₁ − v) ⊙ σ(v_lora(x_v))
+        k̃ = k ⊙ (1 + (a − 1) ⊙ k_a)
+        S_t = Diag(e^w) S_{t−1} − (k̂ ⊙ a) (k̂ᵀ S_{t−1}) + k̃ vᵀ
+        o_t = S_tᵀ r
         y = W_o (g ⊙ (norm(o) + (r · (k̃ ⊙ r_k)) v))
 
-    Its states are [B, heads, K, V]; the cache also holds `shift` [B, dim, 1], the last token's x. In the first layer it
-    returns its v too.
+    Its states are [B, heads, K, V]. The cache also holds `shift` [B, dim, 1], the last
+    token's x. In the first layer, the mixer returns its v too.
     """
 
     split = {
@@ -98,6 +112,7 @@ class RWKV7Mixer(RecurrentMixer):
         decay = 1 + (layer / max(config.num_layers - 1, 1)) ** 0.3
         channels = partial(_channels, width, K)
         self.head_dim = K
+        # Mixes of each token with the previous one, and their initial values.
         self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g = (
             nn.Parameter(torch.empty(dim)) for _ in range(6)
         )
@@ -105,6 +120,8 @@ class RWKV7Mixer(RecurrentMixer):
         powers = {"x_r": 0.2, "x_w": 0.9, "x_k": 0.7, "x_v": 0.7, "x_a": 0.9, "x_g": 0.2}
         self.initial = {name: token_mix(dim, power * (1 - depth)) for name, power in powers.items()}
         self.initial |= {"k_k": channels(0.76, -0.1), "k_a": constant(1.02), "r_k": constant(-0.04)}
+        # Projections, and low-rank MLPs of the decay w, the rate a, the gate g and the mix
+        # of values v.
         self.r_proj, self.k_proj, self.v_proj = (projection(dim, width) for _ in range(3))
         self.w_lora = LowRank(
             dim, options.w_rank, width, torch.tanh, channels(-5.5, 6.0, 2.5, decay)
@@ -114,6 +131,7 @@ class RWKV7Mixer(RecurrentMixer):
         self.v_lora = None
         if options.v_rank:
             self.v_lora = LowRank(dim, options.v_rank, width, None, channels(0.93, -0.4))
+        # Norm of each head, and the output projection.
         self.g_norm = HeadNorm(width, K * config.norm_eps)
         self.g_norm.initial["weight"] = constant(((layer + 1) / config.num_layers) ** 0.7)
         self.o_proj = projection(width, dim)
@@ -128,15 +146,23 @@ class RWKV7Mixer(RecurrentMixer):
     def _inputs(
         self, x: Tensor, plan: BatchPlan, cache: Cache, *taken: Tensor
     ) -> tuple[Inputs, tuple[Tensor, ...]]:
-        """r, logits w, k, v, a, b [B, T, heads, K]; the bonus (r · (k̃ ⊙ r_k)) v, the gate and v, [B, T, heads·K]."""
+        """Return the recurrence's inputs and what the output needs.
+
+        Returns:
+            r, logits w, k, v, a, b, each [B, T, heads, K]; and the bonus (r · (k̃ ⊙ r_k))
+            v, the gate and v, each [B, T, heads·K].
+        """
+        # Mixes of each token with the previous one.
         shift = token_shift(x, plan.documents, cache, "shift", self.implementations)
         mixes = self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g
         x_r, x_w, x_k, x_v, x_a, x_g = (torch.addcmul(x, shift, mix) for mix in mixes)
         r = self.r_proj(x_r)
         k = self.k_proj(x_k)
         values = self.v_proj(x_v)
+        # Values: mixed with the first layer's.
         if taken:
             values = torch.lerp(values, taken[0], self.v_lora(x_v).sigmoid())
+        # The direction that is removed, its rate, and the key that is written.
         rate = self.a_lora(x_a).sigmoid()
         removed = F.normalize(self._by_head(widen(k * self.k_k)), dim=-1).to(x.dtype)
         k = torch.addcmul(k, k * (rate - 1), self.k_a)
@@ -161,10 +187,14 @@ class RWKV7Mixer(RecurrentMixer):
 @dataclass(frozen=True, kw_only=True)
 class RWKV7(RecurrentOptions):
     head_dim: Size
-    w_rank: Size  # of the low-rank MLPs: of the decay,
-    a_rank: Size  # the rate of removing,
-    v_rank: Size  # the mix with the first layer's values, which has none,
-    g_rank: Size  # the output gate
+    # Rank of the low-rank MLP of the decay.
+    w_rank: Size
+    # Rank of the MLP of the rate of removal.
+    a_rank: Size
+    # Rank of the MLP that mixes in the first layer's values; 0 in the first layer.
+    v_rank: Size
+    # Rank of the MLP of the output gate.
+    g_rank: Size
 
     name = "rwkv7"
     op = "chunk_rwkv7"
@@ -183,9 +213,12 @@ class RWKV7(RecurrentOptions):
         return {self.op: {"K": self.head_dim, "V": self.head_dim}, **SHIFT_OPS}
 
     def flops(self, documents: Documents) -> int:
-        """By chunks. Per token and head: 8 K² for reading the state with r and a and for adding to it along k and b.
-        Per pair of tokens in a chunk: 8 K for the matrices of r and a with k and b, and 8 K for applying them, where an
-        inverse counts as a product."""
+        """Return the FLOPs of the chunked form.
+
+        Each token and head takes 8 K²: reading the state with r and a, and adding to it
+        along k and b. Each pair of tokens in a chunk takes 8 K for the matrices of r and a
+        with k and b, and 8 K for applying them, where an inverse counts as a product.
+        """
         return (
             self.heads
             * self.head_dim
@@ -204,7 +237,10 @@ class RWKV7(RecurrentOptions):
 def _channels(
     width: int, head_dim: int, start: float, rise: float, wave: float = 0.0, power: float = 1.0
 ) -> Draw:
-    """start + rise · (0 to 1 over all channels)^power + wave · z |z|, with z from −1 to 1 over each head's channels."""
+    """Draw start + rise · (0 to 1 over all channels)^power + wave · z |z|.
+
+    z runs from −1 to 1 over each head's channels.
+    """
 
     def draw(elements: Elements) -> Tensor:
         n = elements.places()

@@ -1,4 +1,7 @@
-"""The gated short convolution of LFM2: y = C ⊙ conv(B ⊙ x), where B, C and x are projections of the layer's input."""
+"""The gated short convolution of LFM2: y = C ⊙ conv(B ⊙ x).
+
+B, C and x are projections of the layer's input.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,17 @@ from titan_linear.ops.runtime.support import Choice
 
 
 class ShortConvMixer(nn.Module):
-    """The cache holds `conv` [B, channels, W−1], the convolution's last inputs."""
+    """Gated short convolution.
+
+    The cache holds `conv` [B, channels, W−1], the convolution's last inputs.
+    """
 
     split = {
         **dict.fromkeys(("b_proj.weight", "c_proj.weight", "x_proj.weight", "conv1d.weight"), 0),
         "o_proj.weight": 1,
     }
-    float8 = (("o_proj",),)  # its other product has gates
+    # The product of B, C and x is left out because of the gates.
+    float8 = (("o_proj",),)
 
     def __init__(self, options: ShortConv, config: ModelConfig, layer: int):
         super().__init__()
@@ -39,7 +46,10 @@ class ShortConvMixer(nn.Module):
         self.implementations: dict[str, Choice] = {}
 
     def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:
-        """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left; it is updated in place."""
+        """Apply the mixer: x [B, T, dim] -> [B, T, dim].
+
+        A cache of earlier tokens is updated in place.
+        """
         B, C, x = project_each(x, self.b_proj, self.c_proj, self.x_proj)
         y = convolve(
             B * x, self.conv1d.weight, cache, "conv", self.implementations, **plan.documents
@@ -65,4 +75,4 @@ class ShortConv(MixerOptions):
         return {"channels": self.channels}
 
     def indivisible_heads(self, ranks: int) -> None:
-        """No all-to-all splits it: ranks exchange the tokens before their fragments."""
+        """An all-to-all never splits it: ranks exchange the tokens before their fragments."""

@@ -1,4 +1,7 @@
-"""MLPs, a file for each: options, module, what its ops need, how its hidden channels split.
+"""MLPs, one per file.
+
+A file has the options, the module, what its ops need, and how its hidden channels are
+split.
 
 A layer of a model has a mixer, an MLP, or both (`ModelConfig.layers`).
 """

@@ -1,4 +1,4 @@
-"""MLPs that every token goes through."""
+"""MLPs that process every token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ DenseActivation = Literal[Activation, "shifted_relu2"]
 class Dense(MLPOptions):
     hidden_dim: int
     activation: DenseActivation = "swiglu"
-    gate_factor: float = 1.0  # of a SwiGLU
+    # Factor on the gate of a SwiGLU.
+    gate_factor: float = 1.0
 
     name = "mlp"
 
@@ -91,8 +92,12 @@ class ReLU2(nn.Module):
 
 
 class ShiftedReLU2(ReLU2):
-    """ReLU2 of x mixed with the token before it: RWKV-7's channel mixing (arXiv 2503.14456, section 4). The
-    cache holds `mlp_shift` [B, dim, 1], the last token's x."""
+    """ReLU2 of x mixed with the previous token.
+
+    This is RWKV-7's channel mixing (arXiv 2503.14456, section 4).
+
+    The cache holds `mlp_shift` [B, dim, 1], the last token's x.
+    """
 
     def __init__(self, dim: int, hidden_dim: int, depth: float):
         super().__init__(dim, hidden_dim)

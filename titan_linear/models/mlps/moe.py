@@ -1,8 +1,11 @@
-"""A mixture of experts: a router sends each token to `top_k` of many MLPs, and one shared expert takes every token.
+"""Mixture of experts.
 
-There are two ways to balance the experts' loads. The load-balance loss (Switch Transformers, section 2.2) is computed
-per stream, so that it does not depend on how streams are split among ranks and micro-steps. The selection bias
-(DeepSeek-V3, section 2.1.2) moves after each step: see `move_selection_biases` in step/update.py.
+A router sends each token to `top_k` of many MLPs, and one shared expert takes every token.
+
+There are two ways to balance the experts' loads. The load-balance loss (Switch
+Transformers, section 2.2) is computed per stream, so that it does not depend on how streams
+are split among ranks and micro-steps. The selection bias (DeepSeek-V3, section 2.1.2) moves
+after each step: see `move_selection_biases` in step/update.py.
 """
 
 from __future__ import annotations
@@ -48,29 +51,43 @@ from titan_linear.ops.runtime.support import Choice
 class MoEConfig(MLPOptions):
     num_experts: Size
     top_k: Size  # experts per token
-    hidden_dim: Size  # of each expert
-    shared_hidden_dim: SizeOr0 = 0  # of the expert that every token goes through; 0: none
-    shared_gate: bool = False  # multiply the shared expert's output by sigmoid(a linear of x)
-    score: Literal["softmax", "sigmoid"] = "softmax"  # how router logits become scores
-    normalise: bool = True  # divide a token's weights by their sum
-    normalise_eps: Above0 = 1e-20  # added to that sum
-    scale: Above0 = 1.0  # factor on the weights
-    # added to scores to choose experts, not to weigh them (DeepSeek-V3, section 2.1.2)
+    # Hidden channels of each expert.
+    hidden_dim: Size
+    # Hidden channels of the shared expert, which every token goes through; 0: no shared
+    # expert.
+    shared_hidden_dim: SizeOr0 = 0
+    # Whether to multiply the shared expert's output by sigmoid(a linear of x).
+    shared_gate: bool = False
+    # How router logits become scores.
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    # Whether to divide a token's weights by their sum.
+    normalise: bool = True
+    # Added to this sum.
+    normalise_eps: Above0 = 1e-20
+    # Factor on the weights.
+    scale: Above0 = 1.0
+    # Whether a bias is added to scores to choose experts, but not to weigh them
+    # (DeepSeek-V3, section 2.1.2).
     selection_bias: bool = False
-    groups: Size = 1  # number of groups; experts are chosen from the best `top_groups` of them
+    # Number of groups; experts are chosen from the best `top_groups` groups.
+    groups: Size = 1
     top_groups: Size = 1
-    balance_coefficient: AtLeast0 = 0.0  # of the load-balance loss
-    # change of that bias per step, towards equal loads; 0: it stays as it is
+    # Factor on the load-balance loss.
+    balance_coefficient: AtLeast0 = 0.0
+    # Change of the selection bias per step, towards equal loads; 0: the bias stays
+    # constant.
     bias_update_rate: AtLeast0 = 0.0
-    activation: Activation = "swiglu"  # of all experts
-    # width of what routed experts read and write, projected from and to the model's; 0: that
+    # Activation of all experts.
+    activation: Activation = "swiglu"
+    # Width of what routed experts read and write, projected from and to the model's width;
+    # 0: the model's width.
     latent_dim: SizeOr0 = 0
 
     name = "moe"
 
     @property
     def contradiction(self) -> str | None:
-        """The numbers that contradict each other, worded for a message; None if none do."""
+        """Values that contradict each other, worded for a message, or None."""
         if self.top_k > self.num_experts:
             return f"top_k = {self.top_k}, more than num_experts = {self.num_experts}"
         if self.shared_gate and not self.shared_hidden_dim:
@@ -80,7 +97,8 @@ class MoEConfig(MLPOptions):
         if self.groups == 1:
             return None
         size, rest = divmod(self.num_experts, self.groups)
-        if rest or size < 2:  # groups are ranked by their two best experts
+        # Groups are ranked by their two best experts.
+        if rest or size < 2:
             return f"num_experts = {self.num_experts} in groups = {self.groups}, which must be of one size, two or more"
         if self.top_groups > self.groups:
             return f"top_groups = {self.top_groups}, more than groups = {self.groups}"
@@ -89,17 +107,15 @@ class MoEConfig(MLPOptions):
         return None
 
     def width(self, dim: int) -> int:
-        """Of what the routed experts read and write."""
+        """Return the width of what the routed experts read and write."""
         return self.latent_dim or dim
 
     def build(self, dim: int, depth: float = 0.0) -> MoE:
         return MoE(dim, self)
 
     def ops(self, dim: int, tp: int) -> OpDims:
-        sizes = {
-            "I": self.hidden_dim // tp,
-            "O": self.width(dim),
-        }  # of the last product; the first has O, then 2 I or I
+        # Sizes of the last product; the first has O, then 2 I or I.
+        sizes = {"I": self.hidden_dim // tp, "O": self.width(dim)}
         swiglu: OpDims = (
             {"swiglu": {}} if self.shared_hidden_dim and self.activation == "swiglu" else {}
         )
@@ -116,9 +132,10 @@ class MoEConfig(MLPOptions):
 
 
 class Router(nn.Module):
-    """The experts of each token and their weights. Scores are in float32 or wider."""
+    """Selects the experts of each token and their weights. Scores are in float32 or wider."""
 
-    kept_whole = ("selection_bias",)  # bfloat16 would lose its small updates
+    # bfloat16 would lose its small updates.
+    kept_whole = ("selection_bias",)
     hidden_matrices = ("weight",)
 
     def __init__(self, dim: int, config: MoEConfig):
@@ -133,10 +150,11 @@ class Router(nn.Module):
         self.initial = {"selection_bias": zeros}
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [N, dim] -> experts [N, k] int64, weights [N, k], scores [N, E]."""
+        """Route tokens: x [N, dim] -> experts [N, k] int64, weights [N, k], scores [N, E]."""
         c = self.config
         logits = router_logits(x, self.weight)
         scores = logits.softmax(-1) if c.score == "softmax" else logits.sigmoid()
+        # The bias influences which experts are chosen, but not their weights.
         experts = self.choose(scores.detach())
         weights = scores.gather(1, experts)
         if c.normalise:
@@ -144,14 +162,18 @@ class Router(nn.Module):
         return experts, weights * c.scale, scores
 
     def choose(self, scores: Tensor) -> Tensor:
-        """The k experts with the best scores, bias included; with groups, from those whose best two are best. Of equal
-        ones the first."""
+        """Choose the k experts with the best scores, bias included.
+
+        With groups, they come from the groups whose two best scores are best. Among equal
+        scores, the first win.
+        """
         c = self.config
         passes = COPIES.implementation(
             self.implementations.get("expert_copies", "auto"), scores.device, scores.dtype
         )
         if self.selection_bias is not None:
             scores = scores + self.selection_bias
+        # Exclude the experts of all but the best groups.
         if c.groups > 1:
             grouped = scores.unflatten(1, (c.groups, -1))  # [N, groups, E/groups]
             best = top_k(grouped.topk(2, -1).values.sum(-1), c.top_groups, passes)
@@ -163,23 +185,33 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """Many MLPs of one shape, their weights stacked."""
 
-    split = {"gate_up_proj": 2, "up_proj": 1, "down_proj": 2}  # by hidden channels
+    # All are split by hidden channels.
+    split = {"gate_up_proj": 2, "up_proj": 1, "down_proj": 2}
 
     def __init__(self, dim: int, config: MoEConfig):
         super().__init__()
         E, hidden = config.num_experts, config.hidden_dim
         self.gated = config.activation == "swiglu"
         self.hidden_matrices = up, down = ("gate_up_proj" if self.gated else "up_proj", "down_proj")
-        # gates before the rest
+        # [experts, 2 if gated (gate, then up), hidden, dim]
         setattr(self, up, nn.Parameter(torch.empty(E, *[2] * self.gated, hidden, dim)))
         setattr(self, down, nn.Parameter(torch.empty(E, dim, hidden)))
-        # adapted weight → factor; A and B of each expert (models/lora.py)
+        # Adapted weight → factor; each expert has its own A and B (models/lora.py).
         self.lora: dict[str, float] = {}
         self.implementations: dict[str, Choice] = {}
 
     def forward(self, x: Tensor, copies: Copies, weights: Tensor, counts: Tensor) -> Tensor:
-        """x [N, dim] tokens; copies: rows, sorted by expert; weights [N, k]; counts [E] int64, each expert's rows
-        -> Σ weight · output of each token's copies, [N, dim]."""
+        """Apply the experts.
+
+        Args:
+            x: [N, dim] tokens.
+            copies: rows, sorted by expert.
+            weights: [N, k].
+            counts: [E] int64, each expert's rows.
+
+        Returns:
+            Σ weight · output of each token's copies, [N, dim].
+        """
         up, down = self.hidden_matrices
         rows = spread(x, copies, self._impls[1])
         hidden = activate(
@@ -188,10 +220,14 @@ class Experts(nn.Module):
         return self._linear(hidden, down, counts, copies)
 
     def _linear(self, x: Tensor, name: str, counts: Tensor, copies: Copies | None = None) -> Tensor:
-        """The product with a weight, and what its adapters add; with `copies` summed for each token."""
+        """Multiply by a weight and add its adapter's output.
+
+        With `copies`, the rows of each token are summed.
+        """
         y = grouped_linear(x, getattr(self, name).flatten(1, -2), counts, self._impls, copies)
         if name not in self.lora:
             return y
+        # The adapter's contribution.
         A, B = (getattr(self, lora_name(name, part)) for part in "AB")
         low = grouped_linear(x, A, counts, self._impls)
         added = grouped_linear(low, B.flatten(1, -2), counts, self._impls, copies, keep=False)
@@ -206,7 +242,10 @@ class Experts(nn.Module):
 
 
 class LocalDispatch:
-    """The `dispatch` of a rank that has all experts, and the interface that `MoE` expects of any other."""
+    """The `dispatch` of a rank that has all experts.
+
+    It also defines the interface that `MoE` expects of any other dispatch.
+    """
 
     def __init__(
         self,
@@ -217,17 +256,26 @@ class LocalDispatch:
         copies: int | None = None,
         impl: str | Choice = "auto",
     ):
-        """x [N, dim]; experts and weights [N, k] of each token, expert -1: none; counts [E] int64, the number of copies
-        for each expert; copies: their sum, unless every token has k."""
+        """Sort copies of tokens by expert.
+
+        Args:
+            x: [N, dim].
+            experts, weights: [N, k] of each token; expert -1: none.
+            counts: [E] int64, number of copies for each expert.
+            copies: sum of `counts`; None: every token has k copies.
+        """
         self.x, self.weights, self.counts = x, weights, counts
         self.copies = by_expert(experts, len(counts), experts.numel() if copies is None else copies)
 
     def arrived(self) -> tuple[Tensor, Copies, Tensor, Tensor]:
-        """What `Experts` takes."""
+        """Return the arguments of `Experts`."""
         return self.x, self.copies, self.weights, self.counts
 
     def back(self, y: Tensor) -> Tensor:
-        """What the experts returned → Σ weight · output of each token given to `__init__`, [N, dim]."""
+        """Return Σ weight · output of each token given to `__init__`, [N, dim].
+
+        y is the output of the experts.
+        """
         return y
 
 
@@ -252,15 +300,22 @@ class MoE(nn.Module):
         )
 
     def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Output:
-        """x [B, T, dim] -> [B, T, dim], and this rank's part of the load-balance loss (None: not wanted)."""
+        """Apply the layer: x [B, T, dim] -> [B, T, dim].
+
+        The output includes this rank's part of the load-balance loss, or None where it is
+        not wanted.
+        """
         flat = x.flatten(0, 1)
+        # Route the tokens and count the loads.
         experts, weights, scores = self.router(flat)
         counts = loads(experts, self.config.num_experts)
         self._count(counts)
+        # Routed experts may work on a narrower latent.
         latent = self.latent_in_proj(flat) if self.config.latent_dim else flat
         impl = self.implementations.get("expert_copies", "auto")
         sent = self.dispatch(latent, experts, weights, counts, impl=impl)
-        shared = self._shared(flat)  # while rows travel
+        # Computed while rows travel.
+        shared = self._shared(flat)
         y = sent.back(self.experts(*sent.arrived()))
         y = self.latent_out_proj(y) if self.config.latent_dim else y
         y = y if shared is None else y + shared
@@ -273,14 +328,19 @@ class MoE(nn.Module):
         return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()
 
     def _count(self, counts: Tensor) -> None:
-        """Count loads in training only. Activation checkpointing counts all of them twice, which keeps their order."""
+        """Count loads, in training only.
+
+        Activation checkpointing counts all of them twice, which does not change their
+        ranking.
+        """
         if torch.is_grad_enabled():
             self.loads += counts
 
     def _balance_loss(self, experts: Tensor, scores: Tensor, plan: BatchPlan) -> Tensor | None:
-        """coefficient · E · Σ_e f_e Σ_t p_te over this rank's tokens; f_e: share of the stream's tokens sent to e.
+        """Return coefficient · E · Σ_e f_e Σ_t p_te over this rank's tokens.
 
-        The sum is over tokens with or without a label. p are the scores, scaled to sum to 1.
+        f_e is the share of the stream's tokens sent to expert e, and p are the scores,
+        scaled to sum to 1. The sum is over tokens with or without a label.
         """
         c = self.config
         if not (c.balance_coefficient and torch.is_grad_enabled()):

@@ -1,4 +1,4 @@
-"""What a model must know of an MLP."""
+"""Interface of MLPs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,31 @@ from titan_linear.models.layers import OpDims
 
 
 class MLPOptions(ABC):
-    """The options from which an MLP of one kind is built: a frozen dataclass in the MLP's file."""
+    """Options from which an MLP of one kind is built: a frozen dataclass in the MLP's file."""
 
-    name: ClassVar[str]  # of a layer that has nothing else, in a model's pattern
+    # Name, in a model's pattern, of a layer that has nothing else.
+    name: ClassVar[str]
 
     @abstractmethod
     def build(self, dim: int, depth: float = 0.0) -> nn.Module:
-        """Build the module: forward(x [B, T, dim], plan, cache) -> [B, T, dim] or an `Output`. It may have the
-        attributes that a mixer may have (`MixerOptions.build`). depth: the share of the layers that come before it,
-        for initial values."""
+        """Build the module.
+
+        It computes forward(x [B, T, dim], plan, cache) -> [B, T, dim] or an `Output`.
+
+        The module may have the same attributes as a mixer (`MixerOptions.build`).
+
+        Args:
+            depth: share of the layers that precede it, for initial values.
+        """
 
     @abstractmethod
     def ops(self, dim: int, tp: int) -> OpDims:
-        """What each of `tp` ranks calls."""
+        """Return the ops that each of `tp` ranks calls, with their sizes."""
 
     @property
     @abstractmethod
     def split_counts(self) -> dict[str, int]:
-        """What `split` splits, by its name in messages: each count must be a multiple of the tensor-parallel degree."""
+        """Counts of what `split` splits, by name for messages.
+
+        Each count must be a multiple of the tensor-parallel degree.
+        """

@@ -30,7 +30,7 @@ from titan_linear.ops.layout.fragments import (
 )
 from titan_linear.ops.layout.rectangles import rectangles
 from titan_linear.ops.layout.segments import CONV_RUN, with_tables
-from titan_linear.ops.layout.spans import PAIRS_PER_ROW, gathered_spans
+from titan_linear.ops.layout.spans import gathered_spans
 from titan_linear.ops.layout.tables import to_device
 from titan_linear.ops.layout.trees import Paths, Tree, paths_of, tree_of
 
@@ -53,7 +53,6 @@ def build_cp_context(
     programs: Sequence[int] = (),
     stream_programs: Sequence[int] | None = None,
     attention: Collection[str] = SOFTMAX_METHODS,
-    pairs_per_row: int = PAIRS_PER_ROW,
 ) -> CPContext:
     """Cut a packed stream among the W ranks of a group, and derive its layers' tables.
 
@@ -85,9 +84,6 @@ def build_cp_context(
             (cp_method "ulysses"), which also read a chunk table of the stream; None: there
             are no such scans.
         attention: methods of softmax attention to plan for; (): none.
-        pairs_per_row: number of query-key pairs that a rank computes in the time in which
-            one row of K|V or of queries travels. All-gather attention balances the ranks
-            with it. 0: ranks get equal work, however many rows travel for it.
 
     Raises:
         ValueError: boundaries that do not start at 0, that decrease, or that differ from
@@ -110,7 +106,7 @@ def build_cp_context(
     # copy.
     cut = cut_streams(documents, num_streams, ranks.world_size, layout, parents)
     tables = _token_tables(cut, ranks, conv1d_kernel_size, programs, stream_programs)
-    context = CPContext(ranks, cut, tables, _softmax_tables(cut, ranks, attention, pairs_per_row))
+    context = CPContext(ranks, cut, tables, _softmax_tables(cut, ranks, attention))
     return to_device(context, cu_seqlens.device if device is None else torch.device(device))
 
 
@@ -233,9 +229,7 @@ def _trees(cut: Cut, rank: int) -> tuple[dict[str, Tree], dict[str, Tree | Paths
     }
 
 
-def _softmax_tables(
-    cut: Cut, ranks: RankGroup, methods: Collection[str], pairs_per_row: int
-) -> SoftmaxTables:
+def _softmax_tables(cut: Cut, ranks: RankGroup, methods: Collection[str]) -> SoftmaxTables:
     place = ranks.rank, ranks.world_size
     ring = spans = nodes = None
     if cut.nodes.joined:
@@ -243,10 +237,10 @@ def _softmax_tables(
     if "ring" in methods:
         ring = rectangles(cut.fragments, *place, causal=True)
     if "allgather" in methods:
-        spans = gathered_spans(cut, *place, pairs_per_row, causal=True)
+        spans = gathered_spans(cut, *place, causal=True)
     if "ulysses+ring" in methods and ranks.world_size > 1:
         nodes = _of_nodes(cut, ranks)
-    return SoftmaxTables(ring, spans, nodes, pairs_per_row)
+    return SoftmaxTables(ring, spans, nodes)
 
 
 def _of_nodes(cut: Cut, ranks: RankGroup) -> CPContext:
@@ -255,7 +249,7 @@ def _of_nodes(cut: Cut, ranks: RankGroup) -> CPContext:
     nodes = RankGroup(ranks.group, ranks.group_name, node, count, node_size=count)
     cut = cut_streams(cut.documents, cut.num_streams, count, cut.layout)
     tables = _token_tables(cut, nodes, conv1d_kernel_size=None, programs=(), stream_programs=None)
-    return CPContext(nodes, cut, tables, _softmax_tables(cut, nodes, ("ring",), PAIRS_PER_ROW))
+    return CPContext(nodes, cut, tables, _softmax_tables(cut, nodes, ("ring",)))
 
 
 def ranks_per_node(group: dist.ProcessGroup | None, world_size: int) -> int:

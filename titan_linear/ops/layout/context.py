@@ -60,7 +60,6 @@ class SoftmaxTables:
     allgather: GatheredSpans | None
     # Context in which each node counts as one rank, for a ring of nodes.
     nodes: CPContext | None
-    pairs_per_row: int  # argument of `build_cp_context`
 
 
 @dataclass(eq=False)
@@ -85,7 +84,7 @@ class CPContext:
 
     @property
     def gathered(self) -> GatheredSpans:
-        """Tables for causal all-gather attention, where queries and keys travel.
+        """Tables for causal all-gather attention, where keys travel to the ranks that need them.
 
         Raises ValueError if it was not planned.
         """
@@ -133,7 +132,7 @@ class CPContext:
     def full_gathered(self) -> GatheredSpans:
         """Tables of all-gather attention without a causal mask."""
         place = self.ranks.rank, self.ranks.world_size
-        spans = gathered_spans(self.cut, *place, self.softmax.pairs_per_row, causal=False)
+        spans = gathered_spans(self.cut, *place, causal=False)
         return to_device(spans, self.cu_seqlens.device)
 
     def mark_dynamic(self) -> None:
@@ -148,7 +147,7 @@ class CPContext:
             *(c.entry_slots for c in chains),
         ]
         if self.softmax.allgather is not None:
-            spans, _, keys, _ = self.softmax.allgather
+            spans, keys, _ = self.softmax.allgather
             counted += [spans.q, spans.q_cpu, spans.k, spans.k_cpu, keys.pieces, keys.sent]
         counted += [self.stream.cu_seqlens, self.stream.cu_seqlens_cpu]
         for boundaries in (self.tables.boundaries, self.stream):

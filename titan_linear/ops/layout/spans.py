@@ -1,22 +1,13 @@
-"""Which rank computes which queries, where any rank can compute any, what they see, and what travels for that.
-
-Fragments alone leave the work uneven: with one document on W contiguous ranks, the last rank has 2W−1 times the
-query-key pairs of the first. So ranks with too many pairs give queries away: the last queries of the documents with the
-most keys, because these take the most pairs along per query, in few and long runs. They give away no more than pays:
-with short documents, rows that travel soon take longer than the pairs that they bring. The result depends only on
-documents and fragments, so all ranks agree.
+"""What each rank's queries see in all-gather attention, and what travels for that.
 
 A *span* is a run of queries of one document with its keys: the document up to the run's end or, without the causal
-mask, the whole document. A rank's spans are its entries, without the queries that others compute, followed by the
-queries that it computes for others. The rest follows from the spans: which rows of q travel and
-come back as rows of o, and which rows of K|V a rank needs from which other rank.
+mask, the whole document. A rank's spans are its entries. They tell which rows of K|V the rank needs, and from which
+other ranks. The result depends only on documents and fragments, so all ranks agree.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -26,19 +17,9 @@ from numpy import ndarray
 from torch import Tensor
 
 from titan_linear.ops.layout.fragments import Cut, Fragments
-from titan_linear.ops.layout.nodes import Nodes
 from titan_linear.ops.layout.tables import OnHost, table, two_or_more
 
-# --- Which rank computes which queries -------------------------------------------------------------------------------
-
-# Pairs of a rank over the mean of all ranks: a rank above `gives` gives queries away until it is down to that, and no
-# rank takes queries beyond `gives` + MARGIN. The degrees that are compared:
-DEGREES = (1.02, 1.1, 1.2, 1.4)
-MARGIN = 0.02
-# The pairs that are computed while a row travels, of K|V or of q and o: with 32 heads on four H200s the times of six
-# streams, each evened out to four degrees, fit 3,150 in forward, 3,450 in forward and backward (docs/experiments.md).
-PAIRS_PER_ROW = 3300
-TILE = 128  # query rows that the tiled kernel takes at a time
+# --- The queries of each rank ----------------------------------------------------------------------------------------
 
 
 class Runs(NamedTuple):
@@ -49,32 +30,15 @@ class Runs(NamedTuple):
     # the first token of the document; of a node, as many earlier as there are above it
     first: ndarray
     last: ndarray  # the token after its last one
-    owner: ndarray  # the rank whose fragment holds them
-    rank: ndarray  # the rank that computes them
-
-    def of(self, index: ndarray) -> Runs:
-        return Runs(*(column[index] for column in self))
+    rank: ndarray  # the rank whose fragment holds them
 
     def after(self, causal: bool) -> ndarray:
         """[N] the token after each run's keys."""
         return self.end if causal else self.last
 
-    def pairs(self, causal: bool) -> ndarray:
-        """[N] number of query-key pairs of each run."""
-        return pairs_between(self.start, self.end, self.first, self.last, causal)
-
-
-def pairs_between(start, end, first, last, causal: bool):
-    """Number of query-key pairs of queries start to end in a document first to last; arguments may be arrays."""
-    return (
-        (end - start) * (start + end + 1 - 2 * first) // 2
-        if causal
-        else (end - start) * (last - first)
-    )
-
 
 def entries(cut: Cut) -> Runs:
-    """The part of each document in each fragment, computed by its owner; in global order."""
+    """The part of each document in each fragment, in global order."""
     fragments, (documents, begins) = cut.fragments, cut.nodes.chains
     size = fragments[0].end
     cuts = np.arange(len(fragments)) * size
@@ -83,91 +47,19 @@ def entries(cut: Cut) -> Runs:
     at = at[inside]
     edges = np.insert(documents, at, cuts[inside])
     document = np.insert(np.arange(len(documents)), at, at - 1)[:-1]
-    owner = cut.owners[edges[:-1] // size]
-    return Runs(edges[:-1], edges[1:], begins[document], documents[document + 1], owner, owner)
-
-
-def balanced(runs: Runs, world_size: int, causal: bool, gives: float) -> Runs:
-    """The runs, some of them cut in two or more, with ranks chosen so that none has many more than `gives` times the
-    mean number of pairs."""
-    loads = pairs_by_rank(runs, world_size, causal)
-    by_owner = np.argsort(runs.owner, kind="stable")
-    begins = np.searchsorted(runs.owner[by_owner], np.arange(world_size + 1))
-    mean = loads.mean()
-    keys_of_last = runs.after(causal) - runs.first
-    most = gives * mean, (gives + MARGIN) * mean
-    tile, moves = _tile(int(keys_of_last.max()), most[1] - mean), []
-    for rank in np.argsort(-loads, kind="stable"):
-        if loads[rank] > most[0]:
-            own = by_owner[begins[rank] : begins[rank + 1]]
-            longest_first = own[np.argsort(-keys_of_last[own], kind="stable")]
-            moves += _given_away(runs, longest_first, loads, most, tile, causal)
-    if not moves:
-        return runs
-    index, start, end, to = np.array(moves).T
-    kept_end = runs.end.copy()
-    np.minimum.at(kept_end, index, start)  # only tails of runs are given away
-    moved = runs.of(index)._replace(start=start, end=end, rank=to)
-    both = Runs(*(np.concatenate(x) for x in zip(runs._replace(end=kept_end), moved, strict=True)))
-    return both.of(both.start < both.end)
+    rank = cut.owners[edges[:-1] // size]
+    return Runs(edges[:-1], edges[1:], begins[document], documents[document + 1], rank)
 
 
 def pairs_by_rank(runs: Runs, world_size: int, causal: bool) -> ndarray:
-    """[W] number of pairs that each rank computes."""
+    """[W] int64, number of query-key pairs that each rank computes."""
+    queries = runs.end - runs.start
+    if causal:
+        pairs = queries * (runs.start + runs.end + 1 - 2 * runs.first) // 2
+    else:
+        pairs = queries * (runs.last - runs.first)
     # float64 is exact below 2^53
-    return np.bincount(runs.rank, runs.pairs(causal), world_size).astype(np.int64)
-
-
-def _given_away(
-    runs: Runs, own: ndarray, loads: ndarray, most: tuple[float, float], tile: int, causal: bool
-) -> list[tuple[int, int, int, int]]:
-    """The queries that a rank gives away: (run, start, end, receiver). Updates `loads` [W] in place.
-
-    own: the numbers of the rank's runs, those with the most keys first. most: pairs that a giver keeps, that a rank has
-    after it took some.
-    """
-    moves: list[tuple[int, int, int, int]] = []
-    rank = runs.owner[own[0]]
-    for i in own:
-        start, end, first, last = (int(column[i]) for column in runs[:4])
-        while start < end and (surplus := loads[rank] - most[0]) > 0:
-            pairs = partial(pairs_between, end=end, first=first, last=last, causal=causal)
-            to = int(loads.argmin())
-            cut = _cut(range(start, end, tile), pairs, surplus, most[1] - loads[to])
-            if cut is None:
-                return moves  # not even one tile fits on any rank
-            loads[rank] -= pairs(cut)
-            loads[to] += pairs(cut)
-            moves.append((i, cut, end, to))
-            end = cut
-        if start < end:
-            return moves  # the surplus is cleared
-    return moves
-
-
-def _cut(cuts: range, pairs: Callable[[int], int], surplus: float, room: float) -> int | None:
-    """Where the queries that are given away begin: as few as clear the surplus, or as many as fit into the room.
-    None: not even those from the last cut on fit.
-
-    pairs: number of pairs of the queries from a cut on."""
-
-    def rising(cut: int) -> int:
-        return -pairs(cut)
-
-    cut = cuts[max(bisect_right(cuts, -surplus, key=rising) - 1, 0)]
-    if pairs(cut) <= room:
-        return cut
-    fits = bisect_left(cuts, -room, key=rising)
-    return cuts[fits] if fits < len(cuts) else None
-
-
-def _tile(longest: int, room: float) -> int:
-    """Number of queries that are given away together, so that those that stay end with a kernel's tile; smaller where a
-    tile of the longest document has too many pairs for the room of a rank with the mean."""
-    tile = TILE
-    while tile > 1 and tile * longest > room:
-        tile //= 2
-    return tile
+    return np.bincount(runs.rank, pairs, world_size).astype(np.int64)
 
 
 # --- What they see, and what travels ---------------------------------------------------------------------------------
@@ -223,16 +115,6 @@ class Spans(NamedTuple):
 Varlen = tuple[Tensor, Tensor, int, int]  # boundaries of q and of k, longest of q and of k
 
 
-class QueryRoutes(NamedTuple):
-    """Queries that other ranks compute: the rows of q that leave and arrive, and how o comes back."""
-
-    # [T_local] int64: local rows of the spans, in their order, then those that leave, by receiver
-    rows: Tensor
-    leaving: OnHost  # [W] number of rows by receiver
-    coming: OnHost  # [W] number of rows by sender; in the spans they follow this rank's own
-    moves: OnHost  # [1] whether any rank gives queries away
-
-
 class KeyRoutes(NamedTuple):
     """Where the keys of this rank's spans come from. Both lists are padded to two with empty ranges."""
 
@@ -252,60 +134,28 @@ class GatheredSpans(NamedTuple):
     """This rank's spans, and what travels for them."""
 
     spans: Spans
-    queries: QueryRoutes
     keys: KeyRoutes
-    pairs: OnHost  # [2, W] int64: query-key pairs of each rank's queries, and of those it computes
+    pairs: OnHost  # [W] int64: query-key pairs of each rank
 
 
-def gathered_spans(
-    cut: Cut,
-    rank: int,
-    world_size: int,
-    pairs_per_row: int = PAIRS_PER_ROW,
-    *,
-    causal: bool,
-) -> GatheredSpans:
-    """pairs_per_row: as in `build_cp_context`."""
-    fragments, nodes = cut.fragments, cut.nodes
-    own = entries(cut)
-    blocks = _blocks(fragments, world_size)
-    runs = evened(own, blocks, pairs_per_row, causal, nodes)
-    first, after = runs.first, runs.after(causal)
+def gathered_spans(cut: Cut, rank: int, world_size: int, *, causal: bool) -> GatheredSpans:
+    """Plan all-gather attention for this rank."""
+    runs = entries(cut)
+    after = runs.after(causal)
+    # In global order, in which the rank's rows lie, too.
     here = np.flatnonzero(runs.rank == rank)
-    here = here[np.lexsort((runs.start[here], runs.owner[here], runs.owner[here] != rank))]
-    needed = _needed(runs, causal, nodes)
-    _, *keys = nodes.ranges(runs.start[here], after[here])
     q_lengths = (runs.end - runs.start)[here]
-    k_lengths = (after - first)[here]
+    k_lengths = (after - runs.first)[here]
     q, k = (_bounds(lengths).astype(np.int32) for lengths in (q_lengths, k_lengths))
     longest = {"longest_q": q_lengths.max(keepdims=True), "longest_k": k_lengths.max(keepdims=True)}
-    pairs = np.stack([pairs_by_rank(each, world_size, causal) for each in (own, runs)])
+    # The keys of all ranks say what this one sends, its own where each row of its spans comes from.
+    number, start, end = cut.nodes.ranges(runs.start, after)
+    needed = _Needed(*_union(runs.rank[number], start, end))
+    _, *keys = cut.nodes.ranges(runs.start[here], after[here])
     return GatheredSpans(
         table(Spans, q=q, k=k, q_cpu=q, k_cpu=k, **longest),
-        _query_routes(cut, runs, rank, world_size),
-        _key_routes(cut, blocks, needed, rank, *keys),
-        torch.from_numpy(pairs),
-    )
-
-
-def _query_routes(cut: Cut, runs: Runs, rank: int, world_size: int) -> QueryRoutes:
-    mine = runs.of(np.flatnonzero(runs.owner == rank))
-    mine = mine.of(np.lexsort((mine.start, mine.rank, mine.rank != rank)))
-    lengths = mine.end - mine.start
-    rows = np.repeat(cut.rows(mine.start) - _bounds(lengths)[:-1], lengths) + np.arange(
-        lengths.sum()
-    )
-    moved = runs.rank != runs.owner
-    leaving = mine.rank != rank
-    coming = moved & (runs.rank == rank)
-    return table(
-        QueryRoutes,
-        rows=rows,
-        leaving=np.bincount(mine.rank[leaving], lengths[leaving], world_size).astype(np.int64),
-        coming=np.bincount(runs.owner[coming], (runs.end - runs.start)[coming], world_size).astype(
-            np.int64
-        ),
-        moves=np.array([moved.any()]),
+        _key_routes(cut, _blocks(cut.fragments, world_size), needed, rank, *keys),
+        torch.from_numpy(pairs_by_rank(runs, world_size, causal)),
     )
 
 
@@ -340,44 +190,11 @@ def _sums_below(edges: ndarray, x: ndarray) -> ndarray:
     return count * x - _bounds(edges)[count]
 
 
-def _needed(runs: Runs, causal: bool, nodes: Nodes) -> _Needed:
-    number, start, end = nodes.ranges(runs.start, runs.after(causal))
-    return _Needed(*_union(runs.rank[number], start, end))
-
-
 def _blocks(fragments: Fragments, world_size: int) -> ndarray:
     """[W, slots, 2] the ranks' tokens: start and end of each fragment."""
     owners = np.array([f.rank for f in fragments])
     size = fragments[0].end
     return np.argsort(owners, kind="stable").reshape(world_size, -1, 1) * size + [0, size]
-
-
-def evened(own: Runs, blocks: ndarray, pairs_per_row: int, causal: bool, nodes: Nodes) -> Runs:
-    """The runs, evened out to the degree with which the rank that takes longest is done first."""
-    world_size = len(blocks)
-    loads = pairs_by_rank(own, world_size, causal)
-    candidates = [
-        balanced(own, world_size, causal, gives)
-        for gives in DEGREES
-        if loads.max() > gives * loads.mean()
-    ]
-
-    def time(runs: Runs) -> int:
-        """In pairs: the most that a rank computes, and the most rows of K|V and of queries that one sends or gets."""
-        rows = _rows_of_busiest(runs, blocks, causal, nodes)
-        return pairs_by_rank(runs, world_size, causal).max() + pairs_per_row * rows
-
-    return min([own, *candidates], key=time)
-
-
-def _rows_of_busiest(runs: Runs, blocks: ndarray, causal: bool, nodes: Nodes) -> int:
-    world_size = len(blocks)
-    moved = runs.of(np.flatnonzero(runs.rank != runs.owner))
-    queries = [
-        np.bincount(of, moved.end - moved.start, world_size) for of in (moved.owner, moved.rank)
-    ]
-    keys = _needed(runs, causal, nodes).traffic(blocks)
-    return np.max(keys) + np.max(queries)
 
 
 def _key_routes(

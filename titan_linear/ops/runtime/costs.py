@@ -27,7 +27,6 @@ class Gathered(NamedTuple):
     nbytes: int  # as in `Ring`
     share: float  # amount that arrives, relative to this rank's own keys and values
     slices: int
-    pairs: int  # query-key pairs of the rank that computes most
 
 
 class Attention(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_linear.ops.layout.spans import CUDNN_MULTIPLE, TILE, Varlen
+from titan_linear.ops.layout.spans import CUDNN_MULTIPLE, Varlen
 from titan_linear.ops.runtime.support import (
     HALF,
     Choice,
@@ -186,6 +186,8 @@ def _efficient_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Trip
 
 
 # --- tiled: any dtype, any width, any device; memory is TILE rows of scores ---------------
+
+TILE = 128  # rows of queries that are computed at a time
 
 
 @without_autocast
