@@ -57,12 +57,12 @@ def attention(
         cu_seqlens: [N+1] int boundaries of packed documents (B = 1, Tq = Tk). Attention
             stays inside a document. The host reads the boundaries: pass them on the CPU to
             avoid a CUDA synchronization.
-        parents: [N] int, for prefix trees: the index of the document of `cu_seqlens` that
-            each document continues, or −1.
         first_key: [B] int, for decoding (Tq = 1) a batch of texts of different lengths,
             aligned to the end. The keys of row b before first_key[b] are padding.
-        cp_context: context parallelism. The tensors are this rank's tokens
-            (B = 1, Tq = Tk), and the context holds the documents. The result is what one
+        parents: [N] int, for prefix trees: the index of the document of `cu_seqlens` that
+            each document continues, or −1.
+        cp_context: the context of context parallelism, which holds the documents. The
+            tensors are then this rank's tokens (B = 1, Tq = Tk). The result is what one
             device would compute for these tokens, gradients included. Nothing is copied to
             the host.
         method: how ranks communicate: "ring", "allgather", "ulysses", "ulysses+ring" (see
@@ -121,8 +121,8 @@ def _chosen(cp: CPContext, q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, scale: float, first_key: Tensor) -> Tensor:
-    """Attend with the single query of each row to the row's keys from first_key on -> o
-    [B, 1, Hq, Dv].
+    """Attend with each row's single query to its keys from first_key on: return o [B, 1,
+    Hq, Dv].
     """
     B, Tq, Tk = q.shape[0], q.shape[1], k.shape[1]
     if Tq != 1 or first_key.shape != (B,) or first_key.is_floating_point():
@@ -149,15 +149,17 @@ def choose_method(
 ) -> str:
     """Return the method that "auto" stands for.
 
-    It is "ulysses" where W divides the key heads, or where several ranks share each key
-    head and this sends no more than an all-gather would: all ranks then have equal work,
-    whatever the documents and the layout, and memory does not grow with W.
-    Otherwise it is "allgather", as long as the slices of one key head stay within
-    `GATHER_LIMIT`: blocks are larger than the ring's, and one call computes all documents.
-    Otherwise it is "ulysses+ring" where the ranks of a node can share the heads: each rank
-    sends only its share to other nodes. The last resort is "ring".
-    Prefix trees use "ulysses" or "allgather", because the ring methods do not support them.
-    The choice depends on shapes alone, so every rank makes the same one.
+    The choice depends on shapes alone, so all ranks agree. The first method that applies is:
+
+    - "ulysses" where W divides the key heads, or where several ranks share each key head
+      and this sends no more than an all-gather would. All ranks then have equal work,
+      whatever the documents and the layout, and memory does not grow with W.
+    - "allgather" while the slices of one key head stay within `GATHER_LIMIT`. Blocks are
+      larger than the ring's, and one call computes all documents. Prefix trees never get
+      past this method, because the ring methods do not support them.
+    - "ulysses+ring" where the ranks of a node can share the heads. Each rank then sends
+      only its share to other nodes.
+    - "ring".
 
     Args:
         W: number of ranks.
@@ -197,6 +199,7 @@ def pairs_computed(cp: CPContext, method: str) -> float:
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+    # Each tensor by itself.
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4 or 0 in x.shape:
             raise ValueError(
@@ -206,6 +209,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
             raise ValueError(
                 f"{name} is {x.dtype} on {x.device}; q, k and v need one float dtype and one device"
             )
+    # Shapes that must fit each other.
     B, Tq, Hq, D = q.shape
     if k.shape[0] != B or k.shape[3] != D:
         raise ValueError(

@@ -62,7 +62,7 @@ def causal_conv1d(
     parents: Tensor | None = None,
     impl: str | Choice = "auto",
 ) -> tuple[Tensor | tuple[Tensor, ...], Tensor | None]:
-    """Run the short causal convolution, channel by channel, within each sequence or packed
+    """Run the short causal convolution, channel by channel, within each sequence or
     document.
 
         y_t = act(Σ_j weight[:, j] · x_{t−W+1+j} + bias)
@@ -86,7 +86,7 @@ def causal_conv1d(
 
     Returns:
         y [B, T, D] in x's dtype and, if `output_final_state` is set, each document's last
-        inputs [N, D, W−1].
+            inputs [N, D, W−1].
     """
     # Check the arguments.
     refuse("add it to y", residual=residual)
@@ -147,8 +147,9 @@ def _with_halo(
 
 
 def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[int, int, int, int]:
-    """Return (B, T, D, W). Raise ValueError unless x is [B, T, D], weight [D, W] and bias
-    [D].
+    """Return (B, T, D, W).
+
+    Raises ValueError unless x is [B, T, D], weight [D, W] and bias [D].
     """
     if x.dim() != 3 or 0 in x.shape:
         raise ValueError(f"x {tuple(x.shape)} must be [B, T, D], none of them 0")
@@ -219,8 +220,9 @@ def torch_conv1d(
     boundaries: Boundaries,
     options: ConvolutionOptions,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Convolve every entry in one call of conv1d, with each entry laid out after its W−1
-    earlier tokens.
+    """Convolve every entry in one call of conv1d.
+
+    Each entry is laid out after its W−1 earlier tokens.
 
     Args:
         x: [T, D].
@@ -228,8 +230,8 @@ def torch_conv1d(
         initial: [., D, W−1], or None for zeros.
 
     Returns:
-        y, a tensor [T, width] for each of `widths`, and the entries' last inputs
-        [N, D, W−1] if they are needed.
+        y, a tensor [T, width] for each of `widths`, and the entries' last inputs [N, D,
+            W−1] if they are needed.
     """
     # Lay out each entry after its earlier tokens (zeros by default).
     past, own, last = boundaries.derived(lay_out, weight.shape[1])

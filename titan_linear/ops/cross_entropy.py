@@ -31,9 +31,7 @@ def tokens_at_once(chunk: int, rows: int) -> int:
 
 
 class Rows(NamedTuple):
-    """Per-token statistics of the logits z [n, vocab], from which a loss computes its
-    terms.
-    """
+    """Per-token statistics of the logits z [n, vocab], which the terms of a loss read."""
 
     picked: Tensor  # [n, k]: z of each token's ids, the label first
     lse: Tensor  # [n]: log Σ exp z
@@ -116,8 +114,9 @@ class ChunkedLogits:
 
     @torch.no_grad()
     def rows(self, ids: Tensor, statistics: bool = False) -> Rows:
-        """Return the `Rows` of all tokens, as `sum` passes them to the terms, but without
-        logits and gradients.
+        """Return the `Rows` of all tokens, without logits and gradients.
+
+        They are the same numbers that `sum` passes to the terms.
         """
         parts = []
 
@@ -169,8 +168,7 @@ class ChunkedLogits:
 
 
 def largest(x: Tensor, k: int, block: int = 128) -> tuple[Tensor, Tensor]:
-    """Return `x.topk(k)` of x [n, m], faster than torch.topk, which reads all of x several
-    times.
+    """Return `x.topk(k)` of x [n, m], faster than torch.topk, which reads x several times.
 
     The k largest numbers lie in the k blocks with the largest maxima, or in the remainder
     after the last full block.
@@ -201,8 +199,9 @@ def _triton() -> Any:
 
 
 def _row_statistics(logits: Tensor, more: bool) -> Tensor:
-    """Return the log-sum-exp of each row and, with `more`, its mean and its mean under
-    softmax: [1 or 3, n].
+    """Return the log-sum-exp of each row: [1, n].
+
+    With `more`, add the row's mean and its mean under softmax: [3, n].
     """
     lse = logits.logsumexp(-1)
     if not more:
@@ -230,8 +229,9 @@ CROSS_ENTROPY = Op(
 
 
 def _logits(x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
-    """Compute x Wᵀ, accumulated and kept in `wide`: rounding logits of 10 to bfloat16 would
-    cost 0.04 nats each.
+    """Compute x Wᵀ, accumulated and kept in `wide`.
+
+    Rounding logits of 10 to bfloat16 would cost 0.04 nats each.
     """
     if x.is_cuda and x.dtype != wide:
         return torch.mm(x, weight.T, out_dtype=wide)
@@ -266,8 +266,9 @@ def _of_all(statistics: Tensor, picked: Tensor, logits: Tensor, ranks: Ranks | N
 
 
 def _own_ids(ids: Tensor, rows: int, ranks: Ranks | None) -> Tensor:
-    """Turn ids into row numbers of this rank's part of the vocabulary; ids of other ranks'
-    parts become −1.
+    """Turn ids into row numbers of this rank's part of the vocabulary.
+
+    Ids of other ranks' parts become −1.
     """
     if ranks is None:
         return ids
@@ -302,8 +303,10 @@ def _summed(
     head: ChunkedLogits,
     name: str,
 ) -> Tensor:
-    """Return a sum; write the gradient of x to `dx` and add the weight's gradient to
-    `dweight`, if they are given.
+    """Return a sum over tokens.
+
+    If gradients are wanted, write the gradient of x to `dx`, and add the gradient of the
+    weight to `dweight`.
     """
     x, ids = of.x, of.ids
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -6,14 +6,13 @@ Both functions, and the other recurrences as far as these arguments apply to the
     scale                        factor on o, K^−½ by default
     initial_state to cp_method   see `Sequences` (runtime/options.py)
     use_qk_l2norm_in_kernel      q, k ← x / sqrt(Σx² + 1e-6), before the kernels and rounded once;
-    `causal_conv1d` with norm_dim does it in its own kernel
+                                 `causal_conv1d` with norm_dim does it in its own kernel
     use_gate_in_kernel           g is raw; the log decay is −exp(A_log)·softplus(g + dt_bias),
-    A_log [HV]
+                                 A_log [HV]
     use_beta_sigmoid_in_kernel   β = sigmoid(beta), with allow_neg_eigval 2·sigmoid(beta)
     disable_recompute            keep intermediates for backward: faster, more memory
     impl                         "auto", "torch" or "triton"; one token per sequence without
-    gradients (decoding) is one step of the recurrence in
-    PyTorch
+                                 gradients (decoding) is one PyTorch step of the recurrence
     return_intermediate_states   must be False
     chunk_indices                must be None
     chunk_size                   must be 64
@@ -65,17 +64,17 @@ def _run(
     sequences: Sequences,
     impl: str | Choice,
 ) -> Result:
-    """Check the inputs and run the recurrence; `normalise` divides q and k by their norms
-    before any kernel.
+    """Check the inputs and run the recurrence.
+
+    `normalise` divides q and k by their norms before any kernel.
     """
     _check_inputs(given, options)
     return run(recurrence, normed(given) if normalise else given, options, sequences, impl)
 
 
 def _check_inputs(given: Inputs, options: DeltaRuleOptions) -> None:
-    """Raise ValueError for shapes and switches that do not fit; the message gives the
-    remedy.
-    """
+    """Raise ValueError for shapes and switches that do not fit; the message has the remedy."""
+    # Shapes of tensors per token; g has a channel dimension for KDA only.
     q, k, v, g, beta, A_log, dt_bias = given
     B, T, HV, K, _ = check_queries(q, k, v)
     for name, x, shape in (
@@ -86,6 +85,7 @@ def _check_inputs(given: Inputs, options: DeltaRuleOptions) -> None:
             raise ValueError(
                 f"{name} {tuple(x.shape)} must be {shape} for B, T, HV, K = {B}, {T}, {HV}, {K}"
             )
+    # Raw gates need A_log and may have dt_bias; log decays have neither.
     if options.gate_in_kernel != (A_log is not None):
         raise ValueError(
             "use_gate_in_kernel = True and A_log [HV] go together; give both or neither"
@@ -256,11 +256,13 @@ def chunk_gated_delta_rule(
     refuse(
         "leave it out, chunks are found from cu_seqlens on the device", chunk_indices=chunk_indices
     )
+    # Check the arguments that KDA does not share.
     check_chunk_size(chunk_size)
     if g.dim() != 3:
         raise ValueError(f"g {tuple(g.shape)} must be [B, T, HV] for the gated delta rule")
     if dt_bias is not None and dt_bias.numel() != g.shape[2]:
         raise ValueError(f"dt_bias {tuple(dt_bias.shape)} must be [HV] = [{g.shape[2]}]")
+    # Group the arguments, and run the recurrence.
     options = DeltaRuleOptions(
         scale=scale_of(scale, q),
         gate_in_kernel=use_gate_in_kernel,

@@ -1,5 +1,5 @@
-"""Public functions of the recurrences whose transition is diagonal plus low rank, including
-RWKV-7.
+"""Recurrences whose transition is diagonal plus low rank, including RWKV-7: public
+functions.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def chunk_dplr_delta_rule(
             names the argument. Values of gk are checked only if they are on the CPU.
     """
     check_chunk_size(chunk_size)
+    # The promise about log decays selects the method.
     least = _promised(safe_gate, lower_bound)
     options = DPLROptions(scale_of(scale, q), None, least >= SAFE, disable_recompute)
     sequences = Sequences(
@@ -124,14 +125,14 @@ def chunk_rwkv7(
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
 ) -> Result:
-    """Run RWKV-7's recurrence: `chunk_dplr_delta_rule` with q = r and log decays gk = w in
-    [−2, 0].
+    """Run RWKV-7's recurrence, `chunk_dplr_delta_rule` with q = r and gk = w.
 
-    With `use_gate_in_kernel`, w holds logits and the log decays are the model's, −e^{−1/2}
-    σ(w), whatever `lower_bound` is: it remains a promise about the log decays. The other
-    arguments match FLA's function of the same name.
+    The log decays w are in [−2, 0]. With `use_gate_in_kernel`, w holds logits and the log
+    decays are the model's, −e^{−1/2} σ(w), whatever `lower_bound` is: it remains a promise
+    about the log decays. The other arguments match FLA's function of the same name.
     """
     check_chunk_size(chunk_size)
+    # RWKV-7's log decays have a bound of their own, and logits need no check.
     least = max(RWKV7_BOUND, _promised(safe_gate, lower_bound))
     rate = RWKV7_DECAY if use_gate_in_kernel else None
     options = DPLROptions(float(scale), rate, least >= SAFE, disable_recompute)
@@ -160,12 +161,14 @@ def _promised(safe_gate: bool, lower_bound: float | None) -> float:
 
 
 def _check(recurrence: Recurrence, given: DPLRInputs, least: float | None) -> None:
-    """Raise ValueError for shapes that do not fit, and for log decays on the CPU outside
-    [least, 0].
+    """Raise ValueError for shapes that do not fit, and for log decays outside [least, 0].
+
+    Log decays are checked on the CPU only.
 
     Args:
         least: lowest log decay allowed; None if gk holds logits.
     """
+    # Shapes: all heads are heads of the queries.
     q, k, v, *_, gk = given
     check_queries(q, k, v)
     if v.shape[2] != q.shape[2]:
@@ -178,6 +181,7 @@ def _check(recurrence: Recurrence, given: DPLRInputs, least: float | None) -> No
             raise ValueError(
                 f"{recurrence.named(name)} {shape} must be [B, T, H, K] = {list(q.shape)}"
             )
+    # Values: reading them from a device would wait for it, and compiled code has none.
     if least is None or gk.device.type != "cpu" or torch.compiler.is_compiling():
         return
     if ((gk > 0) | (gk < least)).any():

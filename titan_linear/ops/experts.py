@@ -80,8 +80,9 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
     kept_by=("selective",),
 )
 def top_k(scores: Tensor, k: int, passes: str) -> Tensor:
-    """Return the indices [N, k] of the k largest of scores [N, E], the largest first; ties
-    go to the lowest index.
+    """Return the indices [N, k] of the k largest of scores [N, E], the largest first.
+
+    Of equal scores, the one with the lowest index comes first.
     """
     return COPIES.load(passes).top_k(scores.contiguous(), k)
 
@@ -130,8 +131,9 @@ def inverse(order: Tensor) -> Tensor:
 
 
 def by_slot(slots: Tensor, rows: int) -> Copies:
-    """Return the copies of these slots (see `Copies`); entries of −1 go to an extra last
-    row, which is cut off.
+    """Return the copies of these slots (see `Copies`).
+
+    Slots of −1 go to an extra last row, which is cut off.
     """
     places = torch.arange(slots.numel(), device=slots.device)
     order = places.new_empty(rows + 1).scatter_(0, slots.where(slots >= 0, rows).flatten(), places)
@@ -149,8 +151,9 @@ def spread(x: Tensor, copies: Copies, impl: str | Choice = "auto") -> Tensor:
 
 
 def collect(y: Tensor, copies: Copies, impl: str | Choice = "auto") -> Tensor:
-    """Compute x[n] = Σ_j y[slots[n, j]] in float32 or wider, in the order of j: y [rows, D]
-    -> [N, D] in y's dtype.
+    """Compute x[n] = Σ_j y[slots[n, j]]: y [rows, D] -> [N, D] in y's dtype.
+
+    The sum is in float32 or wider, in the order of j.
     """
     return _Pass.apply(
         y, copies.slots, len(copies.order), COPIES.implementation(impl, y.device, y.dtype), True
@@ -230,8 +233,9 @@ COPIES = Op("expert_copies", with_kernels(_triton, lambda: in_torch, slower="slo
 
 
 class Products(NamedTuple):
-    """Matrix products with one matrix per group of rows; rows of a group are adjacent, and
-    groups are in order.
+    """Matrix products with one matrix per group of rows.
+
+    Rows of a group are adjacent, and groups are in order.
     """
 
     # x [M, I], weight [E, O, I], counts [E] -> [M, O]
@@ -248,12 +252,12 @@ def grouped_linear(
     copies: Copies | None = None,
     keep: bool = True,
 ) -> Tensor:
-    """Compute y_i = W_e x_i for the rows x_i of group e; rows of a group are adjacent, and
-    groups are in order.
+    """Compute y_i = W_e x_i for the rows x_i of group e.
 
-    Differentiable in x and weight. In bfloat16 on CUDA it is one kernel of PyTorch if I and
-    O are multiples of 8. Otherwise it loops over groups; on CUDA the host then waits for
-    the counts.
+    Rows of a group are adjacent, and groups are in order. Differentiable in x and weight.
+
+    In bfloat16 on CUDA it is one kernel of PyTorch if I and O are multiples of 8. Otherwise
+    it loops over groups; on CUDA the host then waits for the counts.
 
     Args:
         x: [M, I].
@@ -319,9 +323,7 @@ def _product_fake(
 def _product(
     x: Tensor, weight: Tensor, counts: Tensor, slots: Tensor | None, products: str, passes: str
 ) -> Tensor:
-    """Compute `grouped_linear`; the rows [M, O] before the sum exist only inside this
-    call.
-    """
+    """Compute `grouped_linear`; the rows [M, O] before the sum exist only in this call."""
     y = GROUPED_LINEAR.load(products).linear(x, weight, counts)
     return y if slots is None else COPIES.load(passes).collect(y, slots)
 
@@ -377,8 +379,9 @@ def _loop() -> Products:
 
 
 def rows_of_16_bytes(t: Target) -> str | None:
-    """Require rows of all matrices, including gradients, to be multiples of 16 bytes; each
-    dim is the length of some rows.
+    """Require rows of all matrices, including gradients, to be multiples of 16 bytes.
+
+    Each dim is the length of some rows.
     """
     step = 16 // t.dtype.itemsize
     uneven = (
@@ -408,8 +411,9 @@ GROUPED_LINEAR = Op(
 @kept
 @torch.no_grad()
 def stream_means(x: Tensor, num_streams: int, cp_context: CPContext | None) -> Tensor:
-    """Return means over whole streams [num_streams, E] of x [T, E], this rank's tokens, one
-    stream after another.
+    """Return means over whole streams [num_streams, E] of x [T, E], this rank's tokens.
+
+    The tokens are one stream after another.
     """
     means = x.unflatten(0, (num_streams, -1)).mean(1)
     # Ranks have equal parts of every stream, so the mean of their means is right.

@@ -34,11 +34,10 @@ MULTIPLE = 16  # a row's length must be a multiple of this
 
 
 def scaled_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and round rows: x [R, C] -> e4m3 [R, C] and float32 scales [R, 1], powers of
-    two.
+    """Scale and round rows: x [R, C] -> e4m3 [R, C] and float32 scales [R, 1].
 
-    Their product is x, rounded. For a row that is not finite, either the result or the
-    scale is not finite.
+    Scales are powers of two. The product of the two results is x, rounded. For a row that
+    is not finite, either of the two is not finite.
     """
     largest = x.abs().amax(-1, keepdim=True).float()
     # Keep only the exponent bits, which rounds the factor down to a power of two.

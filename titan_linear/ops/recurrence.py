@@ -1,5 +1,6 @@
-"""Driver of chunked recurrences: it runs the stages of one implementation, with KCP between
-two of them.
+"""Driver of chunked recurrences.
+
+It runs the stages of one implementation, with KCP between two of them:
 
     forward    prepare → boundary → [exchange, fold] → scan, output
     backward   prepare again → boundary_backward → [exchange, fold, reversed] → backward
@@ -65,12 +66,12 @@ class Rule(Protocol):
     kept: Sequence[Tensor]
 
     def boundary(self, chains: Chains) -> tuple[Tensor, Tensor]:
-        """Return S_ext [slots,HV,K,V] and M of each slot's entry, where `chains.wanted`
-        requests them.
+        """Return S_ext [slots,HV,K,V] and M of each slot's entry.
 
-        The entry's end state is M S + S_ext if S enters it. M is [slots,HV,K,K], or
-        [slots,HV,K or 1] if it is diagonal. K and V of these tensors, and of the states
-        computed from them, may be padded with zeros.
+        They are needed only where `chains.wanted` requests them. The entry's end state is M
+        S + S_ext if S enters it. M is [slots,HV,K,K], or [slots,HV,K or 1] if it is
+        diagonal. K and V of these tensors, and of the states computed from them, may be
+        padded with zeros.
         """
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
@@ -89,10 +90,10 @@ class Rule(Protocol):
     def backward(
         self, do: Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
     ) -> tuple[AnyInputs, Tensor]:
-        """Return gradients of the inputs (None for inputs not given) and of the initial
-        states.
+        """Return gradients of the inputs and of the initial states.
 
-        The latter are [N,HV,K,V], or empty unless needed.
+        Inputs that were not given have None. The states' gradients are [N,HV,K,V], or empty
+        unless needed.
         """
 
 
@@ -121,17 +122,13 @@ def _triton_rule() -> Any:
 
 
 def rules(torch_rule: type[Rule], *needs: Check) -> dict[str, Implementation]:
-    """Return the implementations of a recurrence; `needs` are the requirements of the
-    kernels.
-    """
+    """Return the implementations of a recurrence; `needs` are the kernels' requirements."""
     return with_kernels(_triton_rule, lambda: torch_rule, *needs)
 
 
 @dataclass(eq=False)  # not frozen, for the reason given at `Boundaries`
 class Call:
-    """Everything that one call of the driver needs except the tensors that have
-    gradients.
-    """
+    """Everything that one call of the driver needs except tensors with gradients."""
 
     inputs: type[AnyInputs]
     implementation: type[Rule]
@@ -176,8 +173,9 @@ class Saved(NamedTuple):
 
 
 class _Recurrence(torch.autograd.Function):
-    """Map (initial_state [N,HV,K,V] or None, the fields of `call.inputs`) to (o, final
-    states).
+    """Function of (initial_state [N,HV,K,V] or None, fields of `call.inputs`).
+
+    It returns (o, final states).
     """
 
     @staticmethod
@@ -230,8 +228,9 @@ _apply_on_host = torch.compiler.disable(_Recurrence.apply)
 
 
 def _function(rule: type[Rule]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the function that applies `_Recurrence`. The compiler skips rules that work on
-    the host.
+    """Return the function that applies `_Recurrence`.
+
+    The compiler skips rules that work on the host.
     """
     on_host = isinstance(rule, type) and issubclass(rule, TorchRule)
     return _apply_on_host if on_host else _Recurrence.apply
@@ -263,9 +262,7 @@ def _forward(call: Call, inputs: AnyInputs, initial_state: Tensor | None, keep: 
 
 
 def _initial(states: Tensor | None, call: Call, inputs: AnyInputs) -> States | None:
-    """Return the states from which entries start, in the dtype of states
-    (`state_dtype`).
-    """
+    """Return the states from which entries start, in the dtype of `state_dtype`."""
     if states is None:
         return None
     return States(states.to(state_dtype(inputs)), call.starts)
@@ -311,8 +308,8 @@ def run(
     name = recurrence.named("initial_state")
     check_floats(**{name: initial_state})
     _check_state(name, initial_state, N, v.shape[2], K, v.shape[3], state_v_first)
-    # Ulysses: exchange tokens for heads, and run the whole stream.
     initial_state = swapped(initial_state, state_v_first)
+    # Ulysses: exchange tokens for heads, and run the whole stream.
     several = cp_context is not None and cp_context.ranks.world_size > 1
     if several and cp_method == "ulysses":
         return _over_heads(recurrence, given, options, cp_context, impl), None
@@ -347,8 +344,9 @@ def _each(
     of_tokens: Callable[[Tensor], Tensor],
     of_heads: Callable[[Tensor], Tensor],
 ) -> AnyInputs:
-    """Apply one function to inputs per token and another to inputs per head; None stays
-    None.
+    """Apply one function to inputs per token and another to inputs per head.
+
+    None stays None.
     """
     changed = {
         name: (of_heads if name in recurrence.of_heads else of_tokens)(x)

@@ -94,6 +94,7 @@ def _check(
     dt_limit: tuple[float, float],
 ) -> None:
     """Raise ValueError for shapes that do not fit; the message gives the remedy."""
+    # x defines b, T and the heads; B and C share their shape.
     if x.dim() != 4 or 0 in x.shape:
         raise ValueError(f"x {tuple(x.shape)} must be [b, T, heads, P], none of them 0")
     b, T, heads, P = x.shape
@@ -108,6 +109,7 @@ def _check(
             f"B {tuple(B.shape)} and C {tuple(C.shape)} must both be [b, T, G, N] = [{b}, {T}, a divisor of heads = "
             f"{heads}, N]"
         )
+    # Time steps per token and head, then parameters per head.
     if dt.shape != (b, T, heads):
         raise ValueError(f"dt {tuple(dt.shape)} must be [b, T, heads] = {[b, T, heads]}")
     for name, given in (("A", A), ("dt_bias", dt_bias)):

@@ -18,9 +18,7 @@ from titan_linear.ops.runtime.operators import operator, register_autograd
 
 
 class Ranks(NamedTuple):
-    """A group of ranks in the form that operators take: its name, its size, and this rank's
-    number in it.
-    """
+    """A group of ranks in the form that operators take: its name, its size, and this rank."""
 
     group: str
     size: int
@@ -109,8 +107,9 @@ def _resized(x: Tensor, dim: int, length: int) -> Tensor:
     cost=costs.exchange("gather"),
 )
 def gather_along(x: Tensor, dim: int, group: str, size: int) -> Tensor:
-    """Gather x [1 .., n, ...] of each rank → [1 .., size · n, ...] in rank order; n is the
-    size of dimension `dim`.
+    """Gather x [1 .., n, ...] of each rank → [1 .., size · n, ...] in rank order.
+
+    n is the size of dimension `dim`.
     """
     out = _resized(x, dim, x.shape[dim] * size)
     dist.all_gather_into_tensor(
@@ -126,7 +125,8 @@ def gather_along(x: Tensor, dim: int, group: str, size: int) -> Tensor:
 )
 def scatter_along(x: Tensor, dim: int, group: str, size: int) -> Tensor:
     """Sum x [1 .., size · n, ...] over ranks → [1 .., n, ...], this rank's part of the sum.
-    Adjoint of `gather_along`.
+
+    It is the adjoint of `gather_along`.
     """
     out = _resized(x, dim, x.shape[dim] // size)
     dist.reduce_scatter_tensor(
@@ -149,29 +149,27 @@ def sum_ranks(x: Tensor, group: str) -> Tensor:
 
 def gather_tokens(x: Tensor, ranks: Ranks) -> Tensor:
     """Gather x [1, T / size, ...], this rank's tokens → [1, T, ...], all ranks' tokens.
+
     Backward sums the ranks' gradients.
     """
     return gather_along(x, 1, ranks.group, ranks.size)
 
 
 def scatter_tokens(x: Tensor, ranks: Ranks) -> Tensor:
-    """Sum x [1, T, ...], this rank's term → [1, T / size, ...], the sum over ranks for this
-    rank's tokens.
-    """
+    """Sum x [1, T, ...] over ranks → [1, T / size, ...], the sum for this rank's tokens."""
     return scatter_along(x, 1, ranks.group, ranks.size)
 
 
 def sum_over_ranks(x: Tensor, ranks: Ranks) -> Tensor:
-    """Sum x [...], this rank's term → [...], the sum, from which each rank then computes
-    something different.
+    """Sum x [...] over ranks → [...].
+
+    Each rank then computes something different from the sum.
     """
     return sum_ranks(x, ranks.group)
 
 
 def _register_adjoint(op: Callable[..., Tensor], adjoint: Callable[..., Tensor]) -> None:
-    """Register the gradient of a linear operator: its adjoint, which takes the same
-    arguments.
-    """
+    """Register an operator's gradient: its adjoint, which takes the same arguments."""
 
     def keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
         _, *ctx.arguments = inputs

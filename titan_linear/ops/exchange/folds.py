@@ -17,9 +17,7 @@ from titan_linear.ops.layout.chains import STATE, STATE_AND_M, Chains
 
 
 class Runs(NamedTuple):
-    """Runs of n blocks each, which follow each other in global order: the blocks' pairs and
-    what each block passes on.
-    """
+    """Runs of n blocks that follow each other in global order, and what the blocks pass on."""
 
     S_ext: Tensor  # [runs, n, HV, K, V]
     M: Tensor  # [runs, n, HV, K, K], or [runs, n, HV, K or 1]
@@ -45,9 +43,7 @@ def act(M: Tensor, S: Tensor, reverse: bool) -> Tensor:
 
 
 def fold_chains(S_rows: Tensor, M_rows: Tensor, c: Chains, reverse: bool) -> Tensor:
-    """Fold the links of each slot's chain -> [slots, HV, K, V], zeros for a slot without a
-    chain.
-    """
+    """Fold the links of each slot's chain -> [slots, HV, K, V]; zeros without a chain."""
     if by_kernels(S_rows):
         from titan_linear.ops.triton.fold import fold  # Triton is available on Linux only
 
@@ -63,12 +59,11 @@ def fold_chains(S_rows: Tensor, M_rows: Tensor, c: Chains, reverse: bool) -> Ten
 
 
 def fold_runs(runs: Runs, start: Tensor | None, reverse: bool) -> Tensor:
-    """Return the state that enters each block [runs, n, HV, K, V]; in reverse, the gradient
-    of the state that leaves it.
+    """Return the state that enters each block [runs, n, HV, K, V].
 
-    `start` [runs, HV, K, V] holds the states that enter the runs; None: zeros. What a block
-    does not pass on is not read: even multiplied by zero, NaN of one document would enter
-    the next.
+    In reverse, return the gradient of the state that leaves it. `start` [runs, HV, K, V]
+    holds the states that enter the runs; None: zeros. What a block does not pass on is not
+    read: even multiplied by zero, NaN of one document would enter the next.
     """
     S_ext, M, wanted = runs
     n = wanted.shape[1]
@@ -92,10 +87,11 @@ def fold_runs(runs: Runs, start: Tensor | None, reverse: bool) -> Tensor:
 
 
 def compose_runs(runs: Runs, reverse: bool) -> tuple[Tensor, Tensor]:
-    """Compose the blocks of each run into one block: S_ext [runs, HV, K, V] and M
-    [runs, HV, ...], where it passes them on.
+    """Compose the blocks of each run into one block: S_ext [runs, HV, K, V], M [runs, HV,
+    ...].
 
-    M is the transition of the forward direction, in reverse too.
+    The results are valid where the block passes them on. M is the transition of the forward
+    direction, in reverse too.
     """
     S_ext, M, wanted = runs
     if by_kernels(S_ext):

@@ -1,8 +1,8 @@
-"""Halos: tokens before a fragment that a causal convolution needs, from the ranks that own
-them.
+"""Halos: tokens before a fragment that a causal convolution needs.
 
-Where fragments are shorter than the halo, these tokens come from several fragments. The
-routes follow from the fragments, once per batch (ops/layout/fragments.py).
+They come from the ranks that own them. Where fragments are shorter than the halo, these
+tokens come from several fragments. The routes follow from the fragments, once per batch
+(ops/layout/fragments.py).
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from titan_linear.ops.runtime.operators import check_first_derivative, operator
 def with_halo(
     x: Tensor, routes: HaloRoutes, slots: int, width: int, group: str
 ) -> tuple[Tensor, Tensor]:
-    """Return x [T_local, D] and halos [slots, width, D], the `width` tokens before each
-    local fragment.
+    """Return x [T_local, D] and halos [slots, width, D].
 
-    Tokens before the fragment's document are zeros. Differentiable; every rank of the group
-    must call it.
+    A halo has the `width` tokens before a local fragment, with zeros in place of tokens
+    before its document. Differentiable; every rank of the group must call it.
 
     x itself is returned too, so that backward adds the halos' gradient, which has few
     tokens, in place to the gradient of x's other use.

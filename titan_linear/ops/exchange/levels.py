@@ -67,10 +67,9 @@ def _members(S_ext: Tensor, M: Tensor, c: Chains, level: Level, group: str) -> R
 
 
 def _own(states: Tensor, c: Chains, level: Level, group: str) -> Tensor:
-    """Pick the states [slots, HV, K, V] that enter this rank, from the states that enter a
-    level's members.
+    """Pick the states [slots, HV, K, V] that enter this rank.
 
-    The members' states [slots, members, h, K, V] are in global order.
+    The states that enter a level's members [slots, members, h, K, V] are in global order.
     """
     states = _mirrored(states, c)
     # Members that divided the heads send the states back; the others pick their own.
@@ -81,9 +80,7 @@ def _own(states: Tensor, c: Chains, level: Level, group: str) -> Tensor:
 
 
 def _exchanged(x: Tensor, level: Level, group: str) -> Tensor:
-    """Send an equal part of x to each member of the level, in order; return one part from
-    each member.
-    """
+    """Send an equal part of x to each member of the level, and return one part from each."""
     W, first = _place(level, group)
     sizes = [0] * W
     sizes[first : first + level.stride * level.members : level.stride] = [
@@ -93,9 +90,7 @@ def _exchanged(x: Tensor, level: Level, group: str) -> Tensor:
 
 
 def _place(level: Level, group: str) -> tuple[int, int]:
-    """Return the number of ranks, and the first of the ranks with which this rank
-    exchanges.
-    """
+    """Return the number of ranks, and the first rank with which this rank exchanges."""
     ranks = group_named(group)
     return ranks.size(), ranks.rank() - ranks.rank() // level.stride % level.members * level.stride
 

@@ -1,5 +1,4 @@
-"""Ring attention (Liu et al. 2023): keys and values travel around the ring of ranks, one
-hop at a time.
+"""Ring attention (Liu et al. 2023): keys and values travel around the ring of ranks.
 
 At hop h a rank holds the keys of rank − h. It computes the rectangles that its queries form
 with them while the next keys arrive. In backward K and V travel again. The gradient of the
@@ -119,7 +118,7 @@ def ring_backward(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # Start the keys' journey, and compute the gradients of this rank's own squares.
+    # Start sending the keys, and compute the gradients of this rank's own squares.
     acc, D = accumulator_dtype(q.dtype), k.shape[-1]
     kv = _Travelling(k, v, group, stride, int(hops))
     rows = Rows(do, q, k, v, o, lse)
@@ -165,8 +164,10 @@ def _add_rectangle(rectangle: Rectangle, rows: Rows, scale: float, dq: Tensor, d
 
 
 class _Travelling:
-    """K|V on their way around the ring, double-buffered: the next hop is in flight while
-    this hop's blocks are computed.
+    """K|V on their way around the ring.
+
+    They are double-buffered: the next hop is in flight while this hop's blocks are
+    computed.
     """
 
     def __init__(self, k: Tensor, v: Tensor, group: str, stride: int, hops: int):
@@ -181,8 +182,8 @@ class _Travelling:
             self._send(0)
 
     def arrive(self, hop: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of rank − hop, and send them on if another hop
-        follows.
+        """Return the keys and values of rank − hop; send them on unless this is the last
+        hop.
         """
         if hop == 0:
             return self.own
@@ -199,8 +200,9 @@ class _Travelling:
 
 
 class _FollowingGradient:
-    """dK|dV of the keys in hand: computed while the other ranks' sum arrives, added to it,
-    and sent on.
+    """dK|dV of the keys in hand.
+
+    It is computed while the other ranks' sum arrives, added to it, and sent on.
     """
 
     def __init__(self, home: Tensor, group: str, stride: int, hops: int):
@@ -217,8 +219,8 @@ class _FollowingGradient:
         return self.mine
 
     def depart(self, hop: int) -> None:
-        """Add the sum that arrived to this rank's part; pass it on, or send it home after
-        the last hop.
+        """Add the sum that arrived to this rank's part; pass it on, or home after the last
+        hop.
         """
         _wait(self.works)
         here = self.buffers[(hop - 1) % 2]

@@ -34,8 +34,7 @@ def _folded(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, reverse:
     of_driver=True,
 )
 def fold_tree(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, reverse: bool) -> Tensor:
-    """Return the states from which this rank's entries start, in the order of
-    `Fold.starts`.
+    """Return the states from which this rank's entries start, as in `Fold.starts`.
 
     In reverse, return the gradients of the states with which its points end. Every rank of
     the group must call it.

@@ -23,8 +23,7 @@ from titan_linear.ops.torch.attention import local_attention
 
 
 def tokens_to_heads(x: Tensor, cp: CPContext, *, in_node: bool = False) -> Tensor:
-    """Turn x [1, T_local, H, ...], this rank's tokens → [1, T, H/W, ...], all tokens of
-    this rank's heads.
+    """Exchange x [1, T_local, H, ...] → [1, T, H/W, ...], all tokens of this rank's heads.
 
     Differentiable. Raises ValueError if the number of ranks does not divide H.
 
@@ -42,9 +41,7 @@ def tokens_to_heads(x: Tensor, cp: CPContext, *, in_node: bool = False) -> Tenso
 
 
 def heads_to_tokens(x: Tensor, cp: CPContext, *, in_node: bool = False) -> Tensor:
-    """Turn x [1, T, H/W, ...], all tokens of this rank's heads → [1, T_local, H, ...]:
-    undoes `tokens_to_heads`.
-    """
+    """Exchange x [1, T, H/W, ...] → [1, T_local, H, ...]: undoes `tokens_to_heads`."""
     return _ExchangeHeads.apply(x, cp, in_node, False)
 
 
@@ -77,8 +74,8 @@ def ulysses_ring_attention(
 
 
 def _copied(x: Tensor, method: str, Hq: int, ranks: int) -> Tensor:
-    """Return x [1, T_local, Hkv, ...] with one copy of each key head for every rank that
-    has queries for it.
+    """Return x [1, T_local, Hkv, ...] with a copy of each key head for every rank with its
+    queries.
     """
     copies = key_head_copies(Hq, x.shape[2], ranks)
     if not copies:
@@ -90,8 +87,9 @@ def _copied(x: Tensor, method: str, Hq: int, ranks: int) -> Tensor:
 
 
 def key_head_copies(Hq: int, Hkv: int, W: int) -> int:
-    """Return the number of ranks that each key head is sent to; 0: W ranks cannot share
-    these heads.
+    """Return the number of ranks that each key head is sent to.
+
+    0: W ranks cannot share these heads.
     """
     if Hq % W == 0 and Hkv % W == 0:
         return 1
@@ -166,8 +164,9 @@ def _all_to_all(parts: Tensor, group: str) -> Tensor:
 
 
 def to_global_order(x: Tensor, order: Sequence[int]) -> Tensor:
-    """Turn x [W, T_local, ...], the tokens of each rank → [T, ...] in global order. order:
-    `Cut.order`.
+    """Turn x [W, T_local, ...], the tokens of each rank → [T, ...] in global order.
+
+    order: `Cut.order`.
     """
     x = x.flatten(0, 1)
     if list(order) == list(range(len(order))):
@@ -178,9 +177,7 @@ def to_global_order(x: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def to_rank_order(x: Tensor, order: Sequence[int], world_size: int) -> Tensor:
-    """Turn [T, ...] in global order → [W, T_local, ...]: the inverse of
-    `to_global_order`.
-    """
+    """Turn [T, ...] in global order → [W, T_local, ...]: undoes `to_global_order`."""
     if list(order) != list(range(len(order))):
         blocks = x.unflatten(0, (len(order), -1))
         x = torch.cat([blocks[i] for i in sorted(range(len(order)), key=order.__getitem__)])

@@ -73,8 +73,9 @@ class Boundaries:
 
     @property
     def spans(self) -> Spans:
-        """One span per document, whose queries and keys are its tokens; in prefix trees,
-        the spans of `Paths`.
+        """One span per document, whose queries and keys are its tokens.
+
+        In prefix trees, these are the spans of `Paths`.
         """
         if self.paths is not None:
             return self.paths.spans

@@ -54,8 +54,7 @@ def build_cp_context(
     stream_programs: Sequence[int] | None = None,
     attention: Collection[str] = SOFTMAX_METHODS,
 ) -> CPContext:
-    """Cut a packed stream among the W ranks of a group, and derive the tables that its
-    layers need.
+    """Cut a packed stream among the W ranks of a group, and derive its layers' tables.
 
     Args:
         cu_seqlens: [N+1] int, GLOBAL boundaries of the documents, from 0 to the length of
@@ -68,6 +67,7 @@ def build_cp_context(
             owns blocks r and 2W−1−r, in that order, never merged).
         cu_seqlens_cpu: the same values on the CPU; avoids a device-to-host copy if
             cu_seqlens is on a GPU.
+        rank, world_size: this rank and the number of ranks, W; by default those in `group`.
         num_streams: number of streams of equal length that `cu_seqlens` describes, one
             after the other. Each is cut separately, and a rank's tokens are its part of the
             first stream, then of the second, and so on.
@@ -132,8 +132,9 @@ def of_trees(
 def _rank_group(
     group: dist.ProcessGroup | None, rank: int | None, world_size: int | None, node_size: int | None
 ) -> RankGroup:
-    """Return the group; raise ValueError if rank, world size or node size are missing or do
-    not fit.
+    """Return the group and this rank's place in it.
+
+    Raises ValueError if rank, world size or node size are missing or do not fit.
     """
     if group is not None:
         rank, world_size = group.rank(), group.size()
@@ -152,6 +153,7 @@ def _rank_group(
 def _check_options(
     layout: str, num_streams: int, conv1d_kernel_size: int | None, attention: Collection[str]
 ) -> None:
+    # Each option by itself; the stream's length is checked when it is cut.
     if layout not in LAYOUTS:
         raise ValueError(
             f"layout = {layout!r} is unknown; use one of {', '.join(map(repr, LAYOUTS))}"
@@ -212,8 +214,10 @@ def _token_tables(
 
 
 def _trees(cut: Cut, rank: int) -> tuple[dict[str, Tree], dict[str, Tree | Paths]]:
-    """Return the tables of prefix trees in `Boundaries`: for this rank's entries, and for a
-    whole stream on one rank.
+    """Return the tables of prefix trees in `Boundaries`.
+
+    The first dictionary is for this rank's entries, the second for a whole stream on one
+    rank.
     """
     nodes, size = cut.nodes, cut.fragments[0].end
     if not nodes.joined:
@@ -249,11 +253,11 @@ def _of_nodes(cut: Cut, ranks: RankGroup) -> CPContext:
 
 
 def ranks_per_node(group: dist.ProcessGroup | None, world_size: int) -> int:
-    """Return how many neighboring ranks of a group share a node, according to torchrun's
-    environment.
+    """Return how many neighboring ranks of a group share a node.
 
-    Without that environment, return the number of all ranks. If nodes hold different
-    numbers of the group's ranks, return the largest number that divides all of them.
+    torchrun's environment decides; without it, return the number of all ranks. If nodes
+    hold different numbers of the group's ranks, return the largest number that divides all
+    of them.
     """
     size = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     # Groups simulated in one process have their own node size.
@@ -265,8 +269,9 @@ def ranks_per_node(group: dist.ProcessGroup | None, world_size: int) -> int:
 
 
 def shared_by_nodes(ranks: Sequence[int], size: int) -> int:
-    """Return the largest number that divides the number of these ranks on each node of
-    `size` processes.
+    """Return the largest number that divides the number of these ranks on each node.
+
+    A node has `size` processes.
     """
     nodes = groupby(rank // size for rank in ranks)
     return math.gcd(*(len(list(of_node)) for _, of_node in nodes))
@@ -283,8 +288,11 @@ def _documents(cu_seqlens: Tensor) -> np.ndarray:
 
 
 def _local_layout(cut: Cut, fragments: Fragments) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return rank-local boundaries [N+1] int32, positions within documents [T_local] int64,
-    and each fragment's first and last entry [slots, 2].
+    """Return this rank's boundaries, positions and entries.
+
+    Returns:
+        rank-local boundaries [N+1] int32, positions within documents [T_local] int64, and
+            each fragment's first and last entry [slots, 2].
     """
     documents, all_positions = cut.documents, cut.nodes.positions
     lengths, positions, entries, count = [], [], [], 0

@@ -1,5 +1,4 @@
-"""Tables of KCP (ops/exchange/kcp.py): which rank needs which fragment's state and
-transition.
+"""Tables of KCP (ops/exchange/kcp.py): who needs which fragment's state and transition.
 
 A chain of fragments begins where a document begins, and its first fragment needs no M. M is
 needed only for a fragment that one document enters, fills and leaves. Two contiguous ranks
@@ -128,8 +127,9 @@ def _wanted(f: Fragment, reverse: bool) -> int:
 
 
 def _walks(fragments: Fragments, reverse: bool) -> list[range]:
-    """Return, for each fragment, the fragments that fold into it, in the order of the fold;
-    they are adjacent, so a range.
+    """Return, for each fragment, the fragments that fold into it, in the order of the fold.
+
+    These are adjacent fragments, so each result is a range.
     """
     order = range(len(fragments))
     walks, first = [range(0)] * len(fragments), 0
@@ -182,21 +182,22 @@ def _add(kinds: Kinds, j: int, f: Fragment) -> None:
 
 
 def block_sizes(world_size: int) -> list[int]:
-    """Return the numbers of ranks that a level's blocks may have, in the order of
-    `blocks_wanted`.
-    """
+    """Return the numbers of ranks of the blocks in `blocks_wanted`, in its order."""
     return [n for n in range(1, world_size) if world_size % n == 0]
 
 
 def blocks_wanted(fragments: Fragments, world_size: int, *, reverse: bool) -> tuple[ndarray, bool]:
-    """Return what blocks of ranks pass on, and whether the fragments of some slots run from
-    the last rank to the first.
+    """Return what blocks of ranks pass on, and whether any fragments run from the last rank
+    down.
 
-    The table [Σ W/n · slots] int32 has, for blocks of each of `block_sizes` in rank order
-    and for each slot: NOTHING, STATE or STATE_AND_M. A block passes on a STATE if a
-    document continues from its last fragment into the next, and a STATE_AND_M if that state
-    also depends on what enters the first fragment. In reverse it passes on from its first
-    fragment into the one before.
+    A block passes on a STATE if a document continues from its last fragment into the next,
+    and a STATE_AND_M if that state also depends on what enters the first fragment. In
+    reverse it passes on from its first fragment into the one before.
+
+    Returns:
+        [Σ W/n · slots] int32, NOTHING, STATE or STATE_AND_M: for blocks of each of
+            `block_sizes`, in rank order, and for each slot; and whether the fragments of
+            some slots run from the last rank to the first.
     """
     # Arrange the fragments' properties by rank and slot.
     slots = len(fragments) // world_size

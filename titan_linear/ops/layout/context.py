@@ -76,8 +76,9 @@ class CPContext:
 
     @property
     def rectangles(self) -> Rectangles:
-        """Tables for causal ring attention, where keys travel. Raises ValueError if it was
-        not planned.
+        """Tables for causal ring attention, where keys travel.
+
+        Raises ValueError if it was not planned.
         """
         return _planned(self.softmax.ring, "ring")
 
@@ -111,8 +112,9 @@ class CPContext:
 
     @property
     def stream(self) -> Boundaries:
-        """Boundaries of the documents of the whole stream, for a rank that holds all tokens
-        in global order.
+        """Boundaries of the whole stream's documents, for a rank that holds all tokens.
+
+        The tokens are in global order.
         """
         return self.tables.boundaries if self.tables.documents is None else self.tables.documents
 
@@ -134,8 +136,8 @@ class CPContext:
         return to_device(spans, self.cu_seqlens.device)
 
     def mark_dynamic(self) -> None:
-        """Tell torch.compile which sizes differ from batch to batch: numbers of documents
-        and of chunks.
+        """Tell torch.compile that the numbers of documents and of chunks differ between
+        batches.
         """
         # Collect the tables whose length depends on the documents.
         chains = self.tables.forward_chains, self.tables.reverse_chains
@@ -191,8 +193,9 @@ class CPContext:
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """Rank-local boundaries [N+1] int32: a new entry begins at each document's and each
-        fragment's start.
+        """Rank-local boundaries [N+1] int32.
+
+        An entry begins at each document's and at each fragment's start.
         """
         return self.tables.boundaries.cu_seqlens
 
@@ -234,18 +237,14 @@ class CPContext:
 
     @property
     def pre_num_ranks(self) -> int | None:
-        """Number of ranks before this one that hold tokens of the document of its first
-        token.
-        """
+        """Number of ranks before this one that hold tokens of its first token's document."""
         if (f := self._only) is None:
             return None
         return sum(g.end > f.head[0] for g in self.cut.fragments[: self.ranks.rank])
 
     @property
     def post_num_ranks(self) -> int | None:
-        """Number of ranks after this one that hold tokens of the document of its last
-        token.
-        """
+        """Number of ranks after this one that hold tokens of its last token's document."""
         if (f := self._only) is None:
             return None
         return sum(g.start < f.tail[1] for g in self.cut.fragments[self.ranks.rank + 1 :])

@@ -1,6 +1,4 @@
-"""Checks of document boundaries as users pass them, before anything is derived from
-them.
-"""
+"""Checks of document boundaries as users pass them."""
 
 from __future__ import annotations
 
@@ -10,8 +8,7 @@ from torch import Tensor
 
 
 def checked(name: str, cu_seqlens: Tensor, tokens: int | None = None) -> np.ndarray:
-    """Check boundaries of documents, which may be empty, and return their values [N+1],
-    copied from their device.
+    """Check boundaries of documents, which may be empty, and return them [N+1] on the host.
 
     Args:
         name: name of the argument, for messages.
@@ -38,9 +35,7 @@ def distinct(edges: np.ndarray) -> np.ndarray:
 
 
 def check_shape(name: str, cu_seqlens: Tensor) -> None:
-    """Check everything about boundaries that can be checked without reading their
-    values.
-    """
+    """Check everything about boundaries that does not require their values."""
     dtype = cu_seqlens.dtype
     integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
     if not integer or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
@@ -50,8 +45,9 @@ def check_shape(name: str, cu_seqlens: Tensor) -> None:
 
 
 def check_copy(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor) -> None:
-    """Raise ValueError unless cu_seqlens_cpu is cu_seqlens on the CPU. Values are compared
-    if both are on the CPU.
+    """Raise ValueError unless cu_seqlens_cpu is cu_seqlens on the CPU.
+
+    Values are compared if both are on the CPU.
     """
     if cu_seqlens is None:
         raise ValueError(

@@ -39,8 +39,8 @@ class Fragment:
 
     @property
     def through(self) -> bool:
-        """Whether one document enters, fills and leaves the fragment: the only case that
-        needs M.
+        """Whether one document enters, fills and leaves the fragment. Only then is M
+        needed.
         """
         return self.head == self.tail and self.enters and self.leaves
 
@@ -159,9 +159,7 @@ def cut_streams(
 
 
 def owned(fragments: Fragments, rank: int) -> Fragments:
-    """Return the fragments of `rank` by slot, the order in which its tokens lie in
-    memory.
-    """
+    """Return the fragments of `rank` by slot, the order of its tokens in memory."""
     return tuple(sorted((f for f in fragments if f.rank == rank), key=lambda f: f.slot))
 
 
@@ -186,8 +184,8 @@ class HaloRoutes(NamedTuple):
 
 
 def halo_routes(cut: Cut, rank: int, world_size: int, width: int) -> HaloRoutes:
-    """Return routes of the `width` tokens before each fragment; in prefix trees, before
-    each entry.
+    """Return routes of the `width` tokens before each fragment, or each entry of prefix
+    trees.
     """
     # The tokens that have a halo: the first of each fragment, or in prefix trees of each
     # entry.

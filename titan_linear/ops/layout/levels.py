@@ -1,14 +1,12 @@
-"""KCP in levels: groups of ranks in which every rank receives and folds equally much, and
-little.
+"""KCP in levels: groups of ranks in which all receive and fold equally much, and little.
 
 A block of neighboring ranks acts on the state as a fragment does: by a pair (S_ext, M),
 composed from the pairs of its ranks. States can therefore cross W ranks level by level:
 
-    heads     g ranks of a node divide the heads: each gets the pairs of all g ranks for 1/g
-        of the heads
-    outwards  the members of the next level are blocks of ranks that have the same heads;
-        each gets
-              all pairs of these heads; this repeats until the members are all ranks
+    heads     g ranks of a node divide the heads: each gets the pairs of all g ranks for
+              1/g of the heads
+    outwards  the members of the next level are blocks of ranks with the same heads: each
+              gets all pairs of these heads; this repeats until the members are all ranks
 
 Going up, each rank composes the pairs of a level's members into the pair of their block. At
 the top it folds through the members. Going down, it folds through the members of each lower
@@ -76,14 +74,14 @@ H200 = Network(13e-6, 340e9, 50e9)
 # between two nodes of H100s (github.com/deepseek-ai/DeepEP/issues/3) and 10.6 µs on eight
 # H20s (issues/303).
 FARTHER = 20e-6
-# Seconds of a product with a head's M in a fold on an H200 (4.4 µs on an H100; 3.8 µs in a
-# composition).
+# Seconds of a product with a head's M in a fold on an H200. It is 4.4 µs on an H100, and 3.8 µs
+# in a composition.
 PRODUCT = 4.1e-6
 
 
 def route(most: int, world_size: int, node_size: int, sizes: Sizes) -> tuple[Level, ...]:
-    """Return the levels by which states travel; (): directly. The result is the same on all
-    ranks.
+    """Return the levels by which states travel; (): directly. All ranks get the same
+    result.
 
     Args:
         most: largest number of S_ext and M that any rank folds.

@@ -1,15 +1,15 @@
 """Prefix trees: documents that share their beginnings, laid out so that each shared token
 is computed once.
 
-    documents   a b c d    a b e    a b e f g          a tree   [a b] [c d] [e] [f g],
-        parents −1 0 0 2
+    documents   a b c d    a b e    a b e f g
+    a tree      [a b] [c d] [e] [f g],   parents −1 0 0 2
 
 A node of the tree is a segment of the stream. It has the index of its parent, which comes
 before it. A document is a path: each of its tokens comes after the tokens of the nodes
 above. This determines what a mixer needs of a token's past:
 
     a recurrence   starts from the parent's end state; a state's gradient is the sum over
-        the children
+                   the children
     a convolution  reads the last tokens on the path
     attention      sees the path
 """
@@ -28,17 +28,14 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class Nodes:
-    """The nodes of a stream's trees. A document that shares nothing is a tree of one
-    node.
-    """
+    """Nodes of a stream's trees. A document that shares nothing is a tree of one node."""
 
     edges: ndarray  # [N+1] int64, first token of each node, then the stream's length
     parents: ndarray  # [N] int64, −1: no parent
 
     @classmethod
     def behind(cls, back: ndarray, edges: Iterable[int] = ()) -> Nodes:
-        """Build nodes from each token's offset `back` to its parent token (0: no parent
-        token).
+        """Build nodes from each token's offset `back` to its parent token (0: none).
 
         Nodes are also cut at these edges.
         """
@@ -87,8 +84,9 @@ class Nodes:
         return np.bincount(number, lengths[above]).astype(np.int64) - lengths
 
     def after(self, tokens: int) -> Nodes:
-        """Return the nodes without the first `tokens` of each document; what then lacks a
-        parent is a document of its own.
+        """Return the nodes without the first `tokens` of each document.
+
+        What then lacks a parent is a document of its own.
         """
         return Nodes.behind(np.where(self.positions > tokens, self.back, 0))
 
@@ -99,9 +97,7 @@ class Nodes:
 
     @property
     def back(self) -> ndarray:
-        """Offset of each token to its parent token [T], 0: no parent token (the argument of
-        `behind`).
-        """
+        """Offset of each token to its parent token [T], 0: none (the argument of `behind`)."""
         back, begins = np.ones_like(self.positions), self.edges[:-1]
         back[begins] = np.where(self.parents >= 0, begins - self.edges[self.parents + 1] + 1, 0)
         return back
@@ -130,14 +126,14 @@ class Nodes:
         return np.append(self.edges[heads], self.edges[-1]), self.begins[heads]
 
     def below(self, edges: ndarray) -> ndarray | None:
-        """Return rectangles [., 4] of the tokens below nodes and the tokens that they
+        """Return rectangles [., 4]: the tokens below nodes, and the tokens that they
         continue.
 
         A row has the range of queries below a node, then the range of keys: from the
         beginning of the node's run (`chains`) to the end of the node. None: the tokens
         below a node are not contiguous.
         """
-        #         begin
+        # The tokens below a node must end where its last descendant ends.
         number, node = self.on_paths(np.arange(len(self.parents)))
         begin, end = self.edges[:-1], self.edges[1:].copy()
         np.maximum.at(end, node, self.edges[number + 1])
@@ -167,7 +163,7 @@ class Nodes:
         return number, self.edges[nodes], np.where(last, end[number], self.edges[nodes + 1])
 
     def starts(self, size: int | None) -> ndarray:
-        """Return where each entry begins [E]: each node, and each fragment of `size`
+        """Return where entries begin [E]: at each node, and at each fragment of `size`
         tokens.
         """
         cuts = np.arange(0, self.edges[-1], size or self.edges[-1])

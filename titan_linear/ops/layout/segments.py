@@ -1,6 +1,4 @@
-"""Entries cut into chunks, and into segments that a scan with few heads runs in
-parallel.
-"""
+"""Entries cut into chunks, and into segments, which a scan with few heads runs in parallel."""
 
 from __future__ import annotations
 
@@ -69,15 +67,16 @@ def chunk_table(cu_seqlens: ndarray, size: int) -> ChunkTable:
 
 
 def scan_programs(HV: int, V: int) -> int:
-    """Return the number of programs of a scan over one entry: one per head and block of 64
-    columns of V.
+    """Return the number of programs of a scan over one entry.
+
+    There is one per head and block of 64 columns of V.
     """
     return HV * max(V // 64, 1)
 
 
 def segment_length(tokens: int, entries: int, programs: int, joined: bool = False) -> int | None:
-    """Return the number of tokens per segment, a multiple of 64, or None where cutting does
-    not pay.
+    """Return the number of tokens per segment, a multiple of 64; None: cutting does not
+    pay.
 
     Cutting pays from three segments per entry. With two, the shorter scans save only the
     time that it takes to compute the segments' states and transitions. Entries that
@@ -112,8 +111,7 @@ def _segments(
 def segments_of_length(
     cu_seqlens: ndarray, length: int, crossing: ndarray | None = None
 ) -> Segments:
-    """Return segments of `length` tokens; the last segment of an entry has the remaining
-    tokens.
+    """Return segments of `length` tokens; the last segment of an entry may be shorter.
 
     Args:
         crossing: [N] bool, entries whose state comes from another rank or goes to one;

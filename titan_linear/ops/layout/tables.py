@@ -1,6 +1,4 @@
-"""Tables of a batch: trees of named tuples, made with NumPy and moved to the device in one
-copy.
-"""
+"""Tables of a batch: named tuples made with NumPy and moved to the device in one copy."""
 
 from __future__ import annotations
 
@@ -26,8 +24,9 @@ def table(kind: Callable[..., T], **arrays: np.ndarray) -> T:
 
 
 def padded(rows: list[tuple[int, ...]], length: int, width: int) -> np.ndarray:
-    """Return `rows` padded with −1 to [length, width], so that a table's shape does not
-    depend on the documents.
+    """Return `rows` padded with −1 to [length, width].
+
+    So a table's shape does not depend on the documents.
     """
     array = np.full((length, width), -1, dtype=np.int64)
     array[: len(rows)] = np.array(rows, dtype=np.int64).reshape(-1, width)
@@ -35,8 +34,9 @@ def padded(rows: list[tuple[int, ...]], length: int, width: int) -> np.ndarray:
 
 
 def two_or_more(rows: np.ndarray) -> np.ndarray:
-    """Pad rows [., ...] with zeros to at least two, because torch.compile treats a size of
-    one as a constant.
+    """Pad rows [., ...] with zeros to at least two.
+
+    torch.compile treats a size of one as a constant.
     """
     return np.pad(rows, [(0, max(2 - len(rows), 0)), *[(0, 0)] * (rows.ndim - 1)])
 
@@ -83,9 +83,7 @@ def _mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 
 @cache
 def _moving(kind: type) -> tuple[str, ...]:
-    """Return the names of the fields of a dataclass or named tuple that are not of type
-    `OnHost`.
-    """
+    """Return the names of a dataclass's or named tuple's fields that are not `OnHost`."""
     names = (
         [field.name for field in fields(kind)]
         if is_dataclass(kind)

@@ -1,9 +1,9 @@
 """Tables of prefix trees (nodes.py) that recurrences and attention read.
 
-An entry is the part of a node in a fragment. Entries that others begin from are *points*: M
-S + S_ext leaves a point if S enters it. All states follow from the points' S_ext and M by a
-fold along the paths (ops/exchange/trees.py). Points that have entries of other ranks below
-them are *shared*: all ranks read their S_ext and M.
+An entry is the part of a node in a fragment. Entries that others begin from are *points*.
+If S enters a point, M S + S_ext leaves it. All states follow from the points' S_ext and M
+by a fold along the paths (ops/exchange/trees.py). Points that have entries of other ranks
+below them are *shared*: all ranks read their S_ext and M.
 """
 
 from __future__ import annotations
@@ -96,8 +96,7 @@ class Tree(NamedTuple):
 
 
 def exchanged(tree: Tree) -> tuple[int, int]:
-    """Return how many points' S_ext and M a rank sends to all ranks, and the number of
-    folds that states follow from.
+    """Return the number of points whose S_ext and M a rank sends to all, and of folds.
 
     There is one fold for each level of shared points, of which there are no more than
     points, and one for the rank's own points.
@@ -109,8 +108,7 @@ def tree_of(nodes: Nodes, owners: np.ndarray, size: int, rank: int) -> Tree:
     """Build the tables of one rank.
 
     Args:
-        owners: rank of each fragment of `size` tokens; with a single rank, nodes are not
-            cut.
+        owners: rank of each fragment of `size` tokens; a single rank has uncut nodes.
     """
     start = nodes.starts(size if owners.any() else None)
     owner = owners[start // size]

@@ -1,5 +1,5 @@
-"""Softmax attention as in its definition: fp64 scores, a mask, a softmax. It is the oracle
-of the tests.
+"""Softmax attention as in its definition: fp64 scores, a mask, a softmax. An oracle of the
+tests.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ def attention(
     causal: bool = True,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Compute o = softmax(scale · q kᵀ + mask) v in fp64, differentiable by autograd, with
-    memory of order Tq·Tk.
+    """Compute o = softmax(scale · q kᵀ + mask) v in fp64, with memory of order Tq·Tk.
 
-    Arguments and result match `titan_linear.ops.attention`: q [B, Tq, Hq, D], k
-    [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o [B, Tq, Hq, Dv] (fp64).
+    Differentiable by autograd. Arguments and result match `titan_linear.ops.attention`: q
+    [B, Tq, Hq, D], k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o [B, Tq, Hq, Dv] (fp64).
     """
     q, k, v = (x.double() for x in (q, k, v))
     groups = q.shape[2] // k.shape[2]

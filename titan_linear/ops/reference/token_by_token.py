@@ -1,5 +1,6 @@
-"""The loop that the recurrences' oracles share: a state passes through the tokens of each
-sequence, in float64.
+"""The loop that the recurrences' oracles share.
+
+A state passes through the tokens of each sequence, in float64.
 """
 
 from __future__ import annotations

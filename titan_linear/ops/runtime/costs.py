@@ -50,9 +50,7 @@ class Recurrence(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Number of segments into which documents are cut; the segments are scanned in
-    parallel.
-    """
+    """Number of segments of a document, which are scanned in parallel."""
 
     number: int
 
@@ -70,9 +68,7 @@ class Product(NamedTuple):
 
 
 class Grouped(NamedTuple):
-    """A product [m, k] @ [k, n] in bfloat16, where each group of rows has its own
-    matrix.
-    """
+    """A product [m, k] @ [k, n] in bfloat16, with one matrix per group of rows."""
 
     m: int
     n: int

@@ -2,24 +2,20 @@
 
 A region, in training one layer, runs twice: in forward, and again in backward to recompute
 what its own backward needs. Inside a region a kept function runs once; the second time it
-returns the result of the first. Everything else is recomputed.
-`activation_checkpoint.mode` = "selective" keeps (operators declare it where they are
-defined, by `kept_by`):
+returns the result of the first. Everything else is recomputed. `activation_checkpoint.mode`
+= "selective" keeps (operators declare it where they are defined, by `kept_by`):
 
-    recurrences             o, and what backward saves in any case: chunk matrices, or states of
-    segments; under context parallelism also the states received
-    from other
-    ranks, and M
+    recurrences             o, and what backward saves in any case: chunk matrices, or
+                            states of segments; under context parallelism also the states
+                            received from other ranks, and M
     the convolution         its output (Triton's), and the halo from other ranks
     softmax attention       o and the log-sum-exp
     all-to-all over heads   the received tensor
     tensor parallelism      this rank's tokens of sums over ranks; gathered tokens are
-    gathered again
-    experts                 the experts chosen, their hidden rows before the activation, and
-    the sums
-    of their outputs; means over streams, which ranks sum, and how
-    many rows
-    are sent; the rows are sent again
+                            gathered again
+    experts                 the experts chosen, their hidden rows before the activation,
+                            and the sums of their outputs; means over streams, which ranks
+                            sum, and how many rows are sent; the rows are sent again
 
 So none of these kernels and exchanges runs a second time. Compiled code calls operators
 only. For recurrences it keeps the results of the operators, except chunks that are prepared
@@ -115,8 +111,9 @@ class Run:
 
 
 def contexts(copied: bool = False, mode: str = "selective") -> tuple[Run, Run]:
-    """Return a region's forward and its recomputation: the `context_fn` of
-    `torch.utils.checkpoint.checkpoint`.
+    """Return a region's forward and its recomputation.
+
+    This is the `context_fn` of `torch.utils.checkpoint.checkpoint`.
 
     Args:
         copied: keep copies, for compiled code.
@@ -127,8 +124,7 @@ def contexts(copied: bool = False, mode: str = "selective") -> tuple[Run, Run]:
 
 
 def kept(fn: Callable[P, R], *, modes: tuple[str, ...] = ("selective",)) -> Callable[P, R]:
-    """Wrap `fn` so that regions of these modes keep its result; elsewhere it runs
-    unchanged.
+    """Wrap `fn` so that regions of these modes keep its result; elsewhere nothing changes.
 
     Kept functions that `fn` calls run as part of it: their own results are not kept.
     """

@@ -15,8 +15,9 @@ from titan_linear.ops.layout.documents import check_copy, check_shape, checked
 
 
 class Inputs(NamedTuple):
-    """Inputs of a delta rule, or their gradients. B is folded into T except in the first
-    checks.
+    """Inputs of a delta rule, or their gradients.
+
+    B is folded into T except in the first checks.
     """
 
     q: Tensor  # [T, H, K]
@@ -43,11 +44,7 @@ class DecayInputs(NamedTuple):
 
 
 class DPLRInputs(NamedTuple):
-    """Inputs of a recurrence whose transition is a diagonal matrix plus a matrix of rank
-    one.
-
-    The same tuple holds their gradients.
-    """
+    """Inputs of a recurrence with a diagonal plus rank-one transition, or their gradients."""
 
     q: Tensor  # [T, H, K]
     k: Tensor  # [T, H, K]
@@ -81,8 +78,9 @@ class States(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Sequences of a recurrence's call: a batch's rows, packed documents, or this rank's
-    part of them.
+    """Sequences of a recurrence's call.
+
+    They are a batch's rows, packed documents, or this rank's part of them.
     """
 
     initial_state: Tensor | None  # [N, HV, K, V], one per sequence or document; None: zeros
@@ -173,9 +171,7 @@ def check_chunk_size(chunk_size: int) -> None:
 
 
 def swapped(states: Tensor | None, v_first: bool) -> Tensor | None:
-    """Transpose states between [N, HV, V, K] and [N, HV, K, V] if `v_first`; otherwise
-    return them.
-    """
+    """Transpose states if `v_first`: [N, HV, V, K] to [N, HV, K, V] or back."""
     return states.transpose(-1, -2).contiguous() if v_first and states is not None else states
 
 
@@ -201,11 +197,11 @@ def boundaries_of(
 def check_boundaries(
     B: int, T: int, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None
 ) -> int:
-    """Return N, the number of sequences in a batch of B, or of documents packed into T
-    tokens.
+    """Return N, the number of sequences or packed documents.
 
-    Raises ValueError for boundaries that do not fit. Values are checked only if they are on
-    the CPU, so as not to wait for a device; compiled code has no values.
+    There are B sequences in a batch, or N documents packed into T tokens. Raises ValueError
+    for boundaries that do not fit. Values are checked only if they are on the CPU, so as
+    not to wait for a device; compiled code has no values.
     """
     if cu_seqlens_cpu is not None:
         check_copy(cu_seqlens, cu_seqlens_cpu)

@@ -141,8 +141,8 @@ def dotted(version: tuple[int, int]) -> str:
 def capability(device: torch.device) -> tuple[int, int] | None:
     """Return the compute capability of a GPU, or None for other devices.
 
-    On a host without a GPU, return 9.0, the capability of the GPU that rates were measured
-    on.
+    On a host without a GPU, return 9.0, the capability of the GPU where rates were
+    measured.
     """
     if device.type != "cuda":
         return None
@@ -162,9 +162,7 @@ class Implementation(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """An op with its implementations: the fastest first, and last one that supports
-    everything.
-    """
+    """An op with its implementations, the fastest first. The last one supports everything."""
 
     name: str
     implementations: Mapping[str, Implementation]
@@ -174,17 +172,14 @@ class Op:
         return self.implementations[name].load()
 
     def reason_against(self, name: str, target: Target) -> str | None:
-        """Return why implementation `name` does not support `target`, or None if it
-        does.
-        """
+        """Return why implementation `name` does not support `target`; None if it does."""
         checks = self.implementations[name].needs
         return next((reason for check in checks if (reason := check(target))), None)
 
     def choose(
         self, impl: str, device: torch.device, dtype: torch.dtype | None, **dims: int
     ) -> Choice:
-        """Return the implementation that `impl` selects for tensors of this device, dtype
-        and dims.
+        """Return the implementation that `impl` selects for this device, dtype and dims.
 
         Raises:
             ValueError: `impl` is unknown, or is named but not supported here.
@@ -194,8 +189,8 @@ class Op:
     def implementation(
         self, impl: str | Choice, device: torch.device, dtype: torch.dtype | None, **dims: int
     ) -> str:
-        """Return the name of the implementation that a call uses. Compiled code has it as a
-        constant.
+        """Return the name of the implementation that a call uses, a constant in compiled
+        code.
         """
         if isinstance(impl, Choice):
             return impl.implementation
@@ -226,7 +221,8 @@ def _choose(
         impl == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     )
     target = Target(device.type, capability(device), dtype, dims, interpreted)
-    #         against
+    # "auto" takes the first implementation without a reason against it. A name takes that one,
+    # or is an error.
     if impl == "auto":
         against = {name: op.reason_against(name, target) for name in op.implementations}
         name = next(name for name, reason in against.items() if reason is None)
@@ -260,9 +256,7 @@ def one_dtype(*tensors: Tensor) -> torch.dtype | None:
 
 
 def without_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `fn` to run with autocast off, which would round the operands of its
-    products.
-    """
+    """Wrap `fn` to run without autocast, which would round the operands of its products."""
 
     @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -135,9 +135,7 @@ def attend_backward(x: Rows, scale: float, causal: bool) -> Triple:
 def attend_spans(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, spans: Spans | None
 ) -> Pair:
-    """Compute (o, lse) of the spans of a packed stream (B = 1), or of a whole batch if
-    `spans` is None.
-    """
+    """Compute (o, lse) of the spans of a packed stream (B = 1); None: of a whole batch."""
     if spans is None or len(spans.q) == 2:
         return attend(q, k, v, scale, causal)
     # All spans in one call, or one span after another.
@@ -203,8 +201,10 @@ def _packed_kernel(q: Tensor, v: Tensor, spans: Spans) -> str:
 
 
 class _OnPaths(torch.autograd.Function):
-    """Compute x[rows]. Backward adds up gradients in the order of rows, in a fifth of the
-    time of an index's backward.
+    """Compute x[rows].
+
+    Backward adds up gradients in the order of rows, in a fifth of the time of an index's
+    backward.
     """
 
     @staticmethod

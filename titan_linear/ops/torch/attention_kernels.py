@@ -43,9 +43,7 @@ TO_THE_END = ("flash4", "flash")
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which blocks merge and gradients add up: fp32, or fp64 for
-    fp64.
-    """
+    """Return the dtype in which blocks merge and gradients add up: fp32 (fp64 for fp64)."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -65,9 +63,7 @@ def _flash4_backward(
 
 
 def _two_widths(q: Tensor, k: Tensor, *as_v: Tensor) -> list[Tensor]:
-    """Pad heads to one width, or to MLA's two widths, which FlashAttention-4 and cuDNN
-    support.
-    """
+    """Pad heads to one width, or to MLA's two, which FlashAttention-4 and cuDNN support."""
     D, Dv = flash4.widths(q.shape[-1], as_v[0].shape[-1], grouped=q.shape[2] != k.shape[2])
     return [
         *_equal_width(q, k, at_least=D, multiple=8),
@@ -135,8 +131,7 @@ def _flash_backward(
     lse = lse.transpose(0, 1).flatten(1).contiguous()  # [Hq, B·Tq]
     # no dropout: the random state is not read
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)
-    # aten chooses its repeatable algorithm only in mode "error". Use it in mode "warn",
-    # too.
+    # aten chooses its repeatable algorithm only in mode "error"; use it in mode "warn", too.
     mode = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("error" if mode else "default")
     try:
@@ -149,8 +144,9 @@ def _flash_backward(
 
 
 def _batch_varlen(q: Tensor, k: Tensor) -> Varlen:
-    """Describe a batch as B documents of Tq queries and Tk keys; the boundaries are made on
-    the device, without a copy.
+    """Describe a batch as B documents of Tq queries and Tk keys.
+
+    The boundaries are made on the device, without a copy.
     """
     (B, Tq), Tk = q.shape[:2], k.shape[1]
     cu_q, cu_k = (
@@ -235,8 +231,9 @@ def _tiled_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
 
 
 def _tile_scores(q: Tensor, k: Tensor, scale: float, first: int | None) -> Tensor:
-    """Compute the scores of a tile q [B, t, Hq, D] against k [B, Hkv, Tk, D]; `first` is
-    the tile's row in a causal square.
+    """Compute the scores of a tile q [B, t, Hq, D] against k [B, Hkv, Tk, D].
+
+    `first` is the tile's row in a causal square; None: without a mask.
     """
     t, Hkv = q.shape[1], k.shape[1]
     if first is None:
@@ -249,8 +246,9 @@ def _tile_scores(q: Tensor, k: Tensor, scale: float, first: int | None) -> Tenso
 
 
 def _fold_groups(x: Tensor, Hkv: int) -> Tensor:
-    """Reshape [B, t, Hq, D] → [B, Hkv, G·t, D]: queries that share a key head become rows
-    of one matrix.
+    """Reshape [B, t, Hq, D] → [B, Hkv, G·t, D].
+
+    Queries that share a key head become rows of one matrix.
     """
     return x.unflatten(2, (Hkv, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
@@ -309,9 +307,7 @@ class Kernel(NamedTuple):
     padded_backward: Operator
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Pair:
-        """Compute o and lse. how: scale, causal and, for kernels in TO_THE_END, packed
-        spans.
-        """
+        """Compute o and lse. how: scale, causal and, for TO_THE_END, packed spans."""
         o, lse = self.padded_forward(q, k, v, *how)
         return o[..., : v.shape[-1]], lse
 
@@ -431,8 +427,9 @@ def attention_kernel(
 def whole_streams(
     packed: Choice, device: torch.device, dtype: torch.dtype, dims: Mapping[str, int]
 ) -> Choice:
-    """Return the choice for documents of any length, with a remark if lengths that recur
-    use another kernel.
+    """Return the choice for documents of any length.
+
+    It has a remark if lengths that recur use another kernel.
     """
     recurring = attention_kernel(
         device, dtype, dims["D"], dims["Dv"], recurring=True

@@ -51,9 +51,7 @@ class Chunks:
     steps: tuple[Tensor, ...]
 
     def split(self, x: Tensor) -> Tensor:
-        """Split [T, H, D] into [num_chunks, H, C, D], with zeros where a chunk has no
-        token.
-        """
+        """Split [T, H, D] into [num_chunks, H, C, D]; zeros where a chunk has no token."""
         if self.rows is not None:
             x = x.new_zeros(self.num_chunks * CHUNK, *x.shape[1:]).index_copy(0, self.rows, x)
         return x.unflatten(0, (self.num_chunks, CHUNK)).transpose(1, 2)
@@ -106,8 +104,8 @@ def make_chunks(boundaries: Boundaries) -> Chunks:
 
 
 def sums_between(g: Tensor) -> Tensor:
-    """Sum log gates g [.., C, D] over the tokens after j up to i -> [.., C i, C j, D]; −∞
-    for j > i.
+    """Sum log gates g [.., C, D] over tokens after j up to i -> [.., C i, C j, D]; −∞ for j
+    > i.
     """
     C, device = g.shape[-2], g.device
     i = torch.arange(C, device=device).unsqueeze(1)
@@ -150,7 +148,7 @@ class Scanned(NamedTuple):
 
 
 def scan(p: Prepared, chunks: Chunks, initial_state: Tensor) -> Scanned:
-    """Carry the state [N, HV, K, V] through the chunks of every entry; all entries advance
+    """Carry the state [N, HV, K, V] through the chunks of every entry, all entries
     together.
     """
     if p.w is None:
@@ -250,8 +248,9 @@ def boundary_backward(p: Prepared, do: Tensor, chunks: Chunks, entry: int) -> Te
 
 
 def _decayed_sum(added: Tensor, decay: Tensor) -> Tensor:
-    """Apply S ← decay ⊙ S + added over n chunks from S = 0: added [n, HV, K, V], decay
-    [n, HV, K or 1] -> [HV, K, V].
+    """Apply S ← decay ⊙ S + added over n chunks from S = 0.
+
+    added [n, HV, K, V], decay [n, HV, K or 1] -> [HV, K, V].
     """
     # The product of all later decays, which act on what a chunk adds.
     later = torch.cat([decay[1:], torch.ones_like(decay[:1])]).flip(0).cumprod(0).flip(0)
@@ -302,8 +301,7 @@ def backward(
 
 
 class TorchRule(ABC):
-    """Stages of one call, with the methods that the driver requires (ops/recurrence.py,
-    `Rule`).
+    """Stages of one call, with the methods of `Rule` (ops/recurrence.py).
 
     `Inputs` is the recurrence's named tuple of inputs.
     """

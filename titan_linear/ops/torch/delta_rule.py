@@ -94,8 +94,9 @@ def pair_products(rows: Tensor, k: Tensor, g: Tensor, safe_gate: bool) -> Tensor
 
 
 def _own_block(rows: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """Return a diagonal block's products [NC, n·HV, SUB, SUB], channel by channel, zero
-    above the diagonal.
+    """Return a diagonal block's products [NC, n·HV, SUB, SUB], channel by channel.
+
+    They are zero above the diagonal.
     """
     weighted = sums_between(g).exp() * k.unsqueeze(-3)  # [.., SUB i, SUB j, K]
     kinds = rows.unflatten(1, (-1, k.shape[1])).movedim(1, -1)  # [NC, HV, SUB, K, n]

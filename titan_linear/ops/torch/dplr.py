@@ -51,8 +51,9 @@ class TorchDPLR(TorchRule):
 
 
 def step(inputs: DPLRInputs, options: DPLROptions, S: Tensor) -> tuple[Tensor, Tensor]:
-    """Process one token of each of N sequences: S [N, H, K, V] -> (o [N, H, V], the next
-    states).
+    """Process one token of each of N sequences.
+
+    S [N, H, K, V] -> (o [N, H, V], the next states).
     """
     q, k, v, a, b, g = (x.unsqueeze(-2) for x in widened(inputs, options))  # [N, H, 1, .]
     S = S * g.exp().mT + b.mT @ (a @ S) + k.mT @ v

@@ -29,8 +29,7 @@ from torch import Tensor
 
 PACKAGE = "flash-attn-4"
 VERSIONS = SpecifierSet(">=4.0.0b36,<4.1", prereleases=True)
-# Largest relative RMS error of the small case: bf16's is below 2^-7, a wrong mask's above
-# 2^-2.
+# Largest relative RMS error of the small case. bf16's is below 2^-7, a wrong mask's above 2^-2.
 CHECKED = 2**-5
 
 Varlen = tuple[Tensor, Tensor, int, int]

@@ -43,8 +43,9 @@ class TorchLinearAttention(TorchRule):
 
 
 def step(inputs: DecayInputs, options: DecayOptions, S: Tensor) -> tuple[Tensor, Tensor]:
-    """Process one token of each of N sequences: S [N, HV, K, V] -> (o [N, HV, V], the next
-    states).
+    """Process one token of each of N sequences.
+
+    S [N, HV, K, V] -> (o [N, HV, V], the next states).
     """
     q, k, v, g, skip = discretise(inputs, options)
     # [N, HV, K]
