@@ -92,7 +92,7 @@ def test_check(cache, tmp_path, capsys):
     assert corpus.main(["check"]) == 2
     assert "tokens.bin was altered" in capsys.readouterr().err
     assert corpus.main(["check", str(tmp_path)]) == 2
-    assert "is no corpus of tokens" in capsys.readouterr().err
+    assert "is not a corpus of tokens" in capsys.readouterr().err
 
 
 def test_prune(cache, capsys):

@@ -871,11 +871,11 @@ EXPORT, BYTES = {"checkpoint__last_save_in_hf": "true"}, {"model__tokenizer_path
         ),
         (
             {"checkpoint__initial_load_path": "none"},
-            "checkpoint.initial_load_path = 'none' is no folder",
+            "checkpoint.initial_load_path = 'none' is not a folder",
         ),
         (
             {**NOT_HF, "model__hf_assets_path": "none"},
-            "model.hf_assets_path = 'none' is no folder; .*: hf download OWNER/none --local-dir none$",
+            "model.hf_assets_path = 'none' is not a folder; .*: hf download OWNER/none --local-dir none$",
         ),
         ({"checkpoint__initial_load_path": "FLA KDA"}, "exist; give .*'bytes'"),
         (

@@ -480,7 +480,7 @@ def test_main_on_one_of_several_nodes(calls, monkeypatch):
         ),
         (
             {"NNODES": "2", "NODE_RANK": "0", "MASTER_PORT": "99999"},
-            "MASTER_PORT = 99999 is no port",
+            "MASTER_PORT = 99999 is not a port",
         ),
     ],
 )

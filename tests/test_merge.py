@@ -275,7 +275,7 @@ def test_a_pipe_in_a_folder_does_not_hang(tmp_path, capsys):
     assert f"{PEFT_WEIGHTS}' is not a regular file" in is_refused(convert, argv, capsys)
 
 
-# --- What is no model -------------------------------------------------------------------------------------------------
+# --- What is not a model ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -552,16 +552,16 @@ def places(tree, counter, above=()):
         ({"text": "a", "tokens": [1], "children": []}, "root must have either 'text' or 'tokens'"),
         (
             {"text": "a", "children": {"text": "b"}},
-            "root is no object, or its 'children' are no list",
+            "root is not an object, or its 'children' are not a list",
         ),
-        ({"text": "a", "children": ["b"]}, "root.children[0] is no object"),
+        ({"text": "a", "children": ["b"]}, "root.children[0] is not an object"),
         (
             {"text": "a", "children": [{"text": "", "children": [{"text": "b"}]}]},
             "root.children[0]: it is empty",
         ),
         (
             {"text": "a", "children": [{"text": "b"}, {"tokens": [999]}]},
-            "root.children[1]: 'tokens' is no list",
+            "root.children[1]: 'tokens' is not a list",
         ),
         ({"text": "ab", "weights": [1], "children": [{"text": "b"}]}, "root: 'weights' has 1 rows"),
         (

@@ -138,7 +138,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def size(text: str) -> int:
     """ "4k" → 4096."""
     if not re.fullmatch(r"[1-9][0-9]*[kKmM]?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; write 512, 4k or 1m")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; write 512, 4k or 1m")
     return int(text.rstrip("kKmM")) * SIZES.get(text[-1].lower(), 1)
 
 

@@ -112,7 +112,7 @@ def this_node() -> Node:
     rank = _number("NODE_RANK", "", 0)
     port = _number("MASTER_PORT", "29500", 1)
     if port > 65535:
-        raise ValueError(f"MASTER_PORT = {port} is no port; use one below 65536")
+        raise ValueError(f"MASTER_PORT = {port} is not a port; use one below 65536")
     if rank >= nodes:
         raise ValueError(
             f"NODE_RANK = {rank} must be less than NNODES = {nodes}; nodes are numbered from 0"
@@ -127,7 +127,7 @@ def this_node() -> Node:
         socket.getaddrinfo(address, port)
     except (OSError, UnicodeError, OverflowError) as error:
         raise ValueError(
-            f"MASTER_ADDR = {address!r}, MASTER_PORT = {port} is no address ({error}); give node 0's"
+            f"MASTER_ADDR = {address!r}, MASTER_PORT = {port} is not an address ({error}); give node 0's"
         ) from None
     return Node(processes, rank, nodes, address, port)
 

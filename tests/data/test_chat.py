@@ -472,7 +472,9 @@ def test_variables_of_a_record(folder):
         [CHATS[1] | {"chat_template_kwargs": mood} for mood in sad]
     )
     assert fields.tokens.tolist() == text.tokens.tolist()
-    problem = "'chat_template_kwargs' is no object, or has messages, tools or add_generation_prompt"
+    problem = (
+        "'chat_template_kwargs' is not an object, or has messages, tools or add_generation_prompt"
+    )
     for wrong in ("x", [1], 3, {"tools": []}, {"messages": []}, {"add_generation_prompt": True}):
         assert learnt(path, CHATS[1] | {"chat_template_kwargs": wrong}) == problem
 
@@ -587,7 +589,7 @@ def test_names_that_are_no_text(folder):
         build_tokenizer(str(path)).hugging_face_files()["tokenizer_config.json"]
     )
     change_json(path / "tokenizer_config.json", {"eos_token": ["a"]})
-    with refused(r"eos_token = \['a'\] of .*tokenizer_config\.json or .* is no text; correct"):
+    with refused(r"eos_token = \['a'\] of .*tokenizer_config\.json or .* is not text; correct"):
         build_tokenizer(str(path))
 
 
@@ -646,11 +648,11 @@ USER, ASSISTANT = {"role": "user", "content": "x"}, {"role": "assistant", "conte
 @pytest.mark.parametrize(
     "template, messages, problem",
     [
-        (MARKED, "Hi", "'messages' is no list of objects with a 'role'"),
+        (MARKED, "Hi", "'messages' is not a list of objects with a 'role'"),
         (
             MARKED,
             [{"from": "bing", "value": "x"}],
-            "'messages' is no list of objects with a 'role' (or 'from': sys",
+            "'messages' is not a list of objects with a 'role' (or 'from': sys",
         ),
         (
             MARKED,
@@ -705,7 +707,7 @@ def test_tools(folder):
         (TOOLS, json.dumps(TOOLS)),
     )
     found = encoder.encode_batch([CHATS[0] | {"tools": tools} for tools in (*bad, *none, *some)])
-    assert found[:5] == ["'tools' is no list of objects, nor the JSON text of one"] * 5
+    assert found[:5] == ["'tools' is not a list of objects, nor the JSON text of one"] * 5
     without, *others, listed, text = (document.tokens.tolist() for document in found[5:])
     assert listed == text != without and others == [without] * 3
 

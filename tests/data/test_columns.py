@@ -84,11 +84,11 @@ def test_a_stream_has_the_numbers_of_its_labels(tmp_path, dataset):
             {"weights": [1, -1, 1]},
             r"'weights' has a number that is not finite, or a weight below 0",
         ),
-        ({"reference": "many"}, r"'reference' is no number and no list"),
-        ({"reference": [[1], [1, 2], [1]]}, r"'reference' is no number and no list"),
+        ({"reference": "many"}, r"'reference' is neither a number nor a list"),
+        ({"reference": [[1], [1, 2], [1]]}, r"'reference' is neither a number nor a list"),
         ({"reference": [float("nan")] * 3}, r"'reference' has a number that is not finite"),
         ({"weights": 1e39}, r"'weights' has a number that is not finite"),
-        ({"weights": 10**400}, r"'weights' is no number and no list"),
+        ({"weights": 10**400}, r"'weights' is neither a number nor a list"),
         ({"teacher_ids": [[1], [2], [2.5]]}, r"'teacher_ids' has ids outside the vocabulary"),
         (
             {"reference": -8.5},
@@ -106,8 +106,8 @@ def test_a_stream_has_the_numbers_of_its_labels(tmp_path, dataset):
             {"teacher_ids": [[1, 2]] * 3},
             r"'teacher_ids' has 2 numbers for a token, and 1 in documents before",
         ),
-        ({"tokens": [1, 2, 300]}, r"'tokens' is no list of numbers from 0 to 256"),
-        ({"tokens": []}, r"'tokens' is no list"),
+        ({"tokens": [1, 2, 300]}, r"'tokens' is not a list of numbers from 0 to 256"),
+        ({"tokens": []}, r"'tokens' is not a list"),
     ],
 )
 def test_what_does_not_fit_names_its_record(tmp_path, record, problem):
@@ -165,7 +165,7 @@ def test_distributions_that_are_none(column, value, problem, tmp_path):
         ({"teacher_ids": np.ones((3, 2))}, "'teacher_ids' has 2 numbers for a token, and 1 in doc"),
         ({"teacher_ids": [[1], [2.5], [3]]}, "'teacher_ids' has ids outside the vocabulary"),
         ({"teacher_ids": [[1], [2**32 + 1], [3]]}, "'teacher_ids' has ids outside the vocabulary"),
-        ({"teacher_ids": [["a"], ["b"], ["c"]]}, "'teacher_ids' is no number and no list"),
+        ({"teacher_ids": [["a"], ["b"], ["c"]]}, "'teacher_ids' is neither a number nor a list"),
     ],
 )
 def test_columns_of_own_tokens(columns, problem, tmp_path):
@@ -218,7 +218,7 @@ PAIR = {"prompt": "a", "chosen": "bc", "rejected": "d"}
             PAIR | {"chosen": [{"role": "user"}]},
             r"'chosen' and 'rejected' are no two texts, nor messages",
         ),
-        (PAIR | {"reference": 1}, r"'reference' is no list of 2, one for each of its documents"),
+        (PAIR | {"reference": 1}, r"'reference' is not a list of 2, one for each of its documents"),
         (PAIR | {"reference": [[1], 1]}, r"'reference' has 1 rows"),
     ],
 )

@@ -151,9 +151,9 @@ def test_whole_dialogues(tmp_path):
             {"prompt": "another", **WHOLE},
             "no answer follows the question 'prompt'; give all that stands",
         ),
-        ({"history": [["a", "b"]], **TEXTS}, "is no text and no messages; give one of these"),
-        ({"prompt": 3, **TEXTS}, "3 is no text and no messages"),
-        ({"prompt": "a", **answers(), "rejected": []}, r"\[\] is no text and no messages"),
+        ({"history": [["a", "b"]], **TEXTS}, "is neither text nor messages; give one of these"),
+        ({"prompt": 3, **TEXTS}, "3 is neither text nor messages"),
+        ({"prompt": "a", **answers(), "rejected": []}, r"\[\] is neither text nor messages"),
         (
             {"prompt": "a", "chosen": "4", "rejected": "4"},
             "'chosen' and 'rejected' are equal, and nothing",

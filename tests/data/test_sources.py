@@ -637,7 +637,7 @@ def test_tokens(texts, tmp_path):
         texts("tokens", tmp_path / "nowhere")
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("mine")
-    with refused(r"corpus\.json is missing: .*texts is no corpus .*is text, jsonl") as error:
+    with refused(r"corpus\.json is missing: .*texts is not a corpus .*is text, jsonl") as error:
         texts("tokens", tmp_path / "texts")
     assert "delete" not in str(error.value)
 

@@ -218,5 +218,5 @@ def test_unusable(file, tmp_path):
         build_tokenizer(str(file))
     for content in (b"", b"{", b"[]", b'{"model": 3}', b"\xff"):
         file.write_bytes(content)
-        with refused(r"model\.tokenizer_path: .* is no Hugging Face tokenizer"):
+        with refused(r"model\.tokenizer_path: .* is not a Hugging Face tokenizer"):
             build_tokenizer(str(file))

@@ -225,7 +225,7 @@ def test_folders_go_in_and_out_unchanged(theirs):
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"head_dim": 48}, "hidden_size = 128 is no multiple of head_dim = 48"),
+        ({"head_dim": 48}, "hidden_size = 128 is not a multiple of head_dim = 48"),
         ({"hidden_act": "relu"}, "hidden_act = 'relu'; only 'sqrelu'"),
         ({"norm_bias": False}, "norm_bias = False; only True"),
         ({"attn": {"layers": [1]}}, "attn = {'layers': [1]}; only None"),

@@ -173,9 +173,7 @@ def _check_state(initial_state: Tensor | None, N: int, D: int, W: int) -> None:
 
 def _check_parts(parts: list[int], D: int, norm_dim: int | None) -> None:
     if not 1 <= len(parts) <= 3 or min(parts) < 1 or sum(parts) != D:
-        raise ValueError(
-            f"widths = {parts} must be those of one to three parts whose sum is D = {D}"
-        )
+        raise ValueError(f"widths = {parts} must be one to three widths whose sum is D = {D}")
     if norm_dim is not None and (
         len(parts) != 3 or norm_dim < 1 or any(width % norm_dim for width in parts[:2])
     ):

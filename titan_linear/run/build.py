@@ -81,7 +81,7 @@ def open_tokenizer(config: Config) -> Tokenizer:
     if folder and not m.tokenizer_path and not Path(folder).is_dir():
         key = "model.hf_assets_path" if m.hf_assets_path else "checkpoint.initial_load_path"
         raise ValueError(
-            f"{key} = {folder!r} is no folder; give one with a Hugging Face model: {download(Path(folder))}"
+            f"{key} = {folder!r} is not a folder; give one with a Hugging Face model: {download(Path(folder))}"
         )
     # An unknown model is reported before its missing tokenizer.
     model_without_tokenizer(config)

@@ -298,7 +298,7 @@ def _of_peft(source: Path, base: str) -> Adapted:
     named = Path(base or settings_of(source)["base_model_name_or_path"] or "")
     if not (named / CONFIG).is_file():
         raise ValueError(
-            f"'{named}', the base of '{source}', is no Hugging Face folder; give it by --base"
+            f"'{named}', the base of '{source}', is not a Hugging Face folder; give it by --base"
         )
     # Adapters may reach into the layers that predict further tokens.
     depth = mtp_depth(read_config(named))

@@ -66,7 +66,7 @@ def test_operators_are_well_formed():
 
 
 def test_what_is_without_a_label_has_no_gradient_in_any_part_of_the_vocabulary():
-    """Though the derivative of its term is no number."""
+    """Though the derivative of its term is not a number."""
     x, weight = torch.randn(2, 8, requires_grad=True), torch.randn(12, 8)
     labels, factors = torch.tensor([1, IGNORE]), torch.tensor([1, torch.inf])
 

@@ -144,7 +144,7 @@ class Ids:
             and tokens
             and all(type(x) is int and 0 <= x < size for x in tokens)
         ):
-            return f"'tokens' is no list of numbers from 0 to {size - 1}, those of the tokenizer's tokens"
+            return f"'tokens' is not a list of numbers from 0 to {size - 1}, those of the tokenizer's tokens"
         return DocumentTokens(np.array(tokens))
 
 
@@ -221,7 +221,7 @@ def _as_messages(value: Any, role: str) -> list[Record]:
         value = {"role": role, "content": value}
     messages = value if isinstance(value, list) else [value]
     if not messages or not _are_objects(messages):
-        raise _Problem(f"{value!r} is no text and no messages; give one of these")
+        raise _Problem(f"{value!r} is neither text nor messages; give one of these")
     return [_as_templates_know_it(message) for message in messages]
 
 
@@ -302,14 +302,14 @@ class Conversations:
         # Some tables hold tools and variables as JSON text.
         tools = [] if record.get("tools") == "" else _parsed(record.get("tools"))
         if not _are_objects(tools or []):
-            raise _Problem("'tools' is no list of objects, nor the JSON text of one")
+            raise _Problem("'tools' is not a list of objects, nor the JSON text of one")
         variables = _parsed(record.get("chat_template_kwargs") or {})
         if (
             not isinstance(variables, dict)
             or {"messages", "tools", "add_generation_prompt"} & variables.keys()
         ):
             raise _Problem(
-                "'chat_template_kwargs' is no object, or has messages, tools or add_generation_prompt"
+                "'chat_template_kwargs' is not an object, or has messages, tools or add_generation_prompt"
             )
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         return _Writer(
@@ -542,7 +542,7 @@ def _messages(record: Record) -> list[Record]:
             message.get("tool_calls", [])
         ):
             raise _Problem(
-                f"'messages' is no list of objects with a 'role' (or 'from': {', '.join(_SHARE_GPT)}), whose "
+                f"'messages' is not a list of objects with a 'role' (or 'from': {', '.join(_SHARE_GPT)}), whose "
                 "'tool_calls', if any, are objects"
             )
         if "content" not in message and not any(map(message.get, ("tool_calls", *_REASONING))):

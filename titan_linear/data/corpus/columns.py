@@ -93,9 +93,7 @@ def with_columns(
     for name, dtype in dtypes.items():
         of_each = values[name] if len(documents) > 1 else [values[name]]
         if not isinstance(of_each, list) or len(of_each) != len(documents):
-            return (
-                f"{name!r} is no list of {len(documents)}, one for each of its documents; give that"
-            )
+            return f"{name!r} is not a list of {len(documents)}, one for each of its documents; give that"
         for document, value, into in zip(documents, of_each, columns):
             column = column_of(name, value, len(document.tokens), widths, tokenizer.vocab_size)
             if isinstance(column, str):
@@ -111,7 +109,7 @@ def column_of(
     try:
         column = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
-        return "is no number and no list of numbers, or of lists that are equally long"
+        return "is neither a number nor a list of numbers, or of lists of one length"
     if column.ndim == 0 and (tokens == 1 or name not in LOGPROBS):
         column = np.full(tokens, column)
     if column.ndim == 0:

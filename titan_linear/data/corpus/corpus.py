@@ -405,7 +405,7 @@ def _read_info(folder: Path) -> Json:
         and not (folder / FILES[0]).exists()
     ):
         raise ValueError(
-            f"{path} is missing: {folder} is no corpus of tokens; titan-linear corpus writes one; for texts "
+            f"{path} is missing: {folder} is not a corpus of tokens; titan-linear corpus writes one; for texts "
             f"training.dataset is {', '.join(TEXT_SOURCES[1:-1])} or {TEXT_SOURCES[-1]}"
         )
     info = read_json(path, Json, remedy)

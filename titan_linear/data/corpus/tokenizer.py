@@ -250,7 +250,7 @@ class HuggingFaceTokenizer:
         except Exception as error:
             # tokenizers raises bare Exception, and nothing narrower.
             raise ValueError(
-                f"model.tokenizer_path: {file} is no Hugging Face tokenizer: {error}; fetch it again"
+                f"model.tokenizer_path: {file} is not a Hugging Face tokenizer: {error}; fetch it again"
             ) from error
         adds_tokens = self._tokenizer.num_special_tokens_to_add(is_pair=False) > 0
         content = json.loads(data)
@@ -544,7 +544,7 @@ def _read_settings(folder: Path) -> Json:
     for name in NAMED_TOKENS:
         if not isinstance(_name_of(settings.get(name)), str | None):
             raise ValueError(
-                f"model.tokenizer_path: {name} = {settings[name]!r} of {folder / SETTINGS} or {SPECIAL} is no text; "
+                f"model.tokenizer_path: {name} = {settings[name]!r} of {folder / SETTINGS} or {SPECIAL} is not text; "
                 "correct it there"
             )
     return settings

@@ -75,7 +75,9 @@ class Trees:
         """
         children = node.get("children") if isinstance(node, dict) else 0
         if not isinstance(children, list | None):
-            raise ValueError(f"{place} is no object, or its 'children' are no list; correct it")
+            raise ValueError(
+                f"{place} is not an object, or its 'children' are not a list; correct it"
+            )
         ids, columns = self._node(
             node, place, self._tokens(node, place, back == 0, not children), widths
         )

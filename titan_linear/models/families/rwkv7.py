@@ -32,7 +32,7 @@ def _read_heads(key: Keys) -> Json:
     head_dim = key("head_dim", 64) or dim // key("num_heads")
     if dim % head_dim:
         raise ValueError(
-            f"config.json: hidden_size = {dim} is no multiple of head_dim = {head_dim}; fetch it again"
+            f"config.json: hidden_size = {dim} is not a multiple of head_dim = {head_dim}; fetch it again"
         )
     return dict(heads=dim // head_dim, head_dim=head_dim)
 
