@@ -64,12 +64,13 @@ class Job(Section):
     config_file: str = ""
     """TOML file to read; command-line keys override it. Not a key of the file itself."""
     dump_folder: Annotated[Text, Rule.PATH, Rule.HOME] = "outputs"
-    """Folder of the run. The same command in the same folder resumes from its newest whole checkpoint."""
+    """Folder of the run. Repeating the command resumes from its newest complete
+    checkpoint."""
     description: str = ""
     """Free text, kept with the run."""
     start_anew: bool = False
-    """Begin again, with any configuration, in a folder whose run left no checkpoint to resume from; what that run left
-    is set aside."""
+    """Start over, with any configuration, in a folder whose run left no checkpoint to
+    resume from. The files of that run are moved to abandoned-DATE/."""
 
 
 # Contains a file of presets for each name.
@@ -81,40 +82,47 @@ class Model(Section):
     """The network and its tokenizer."""
 
     name: Literal[NAMES] = "hybrid"  # type: ignore[valid-type]
-    """Family: linear layers only (kda, gdn), a pattern with softmax attention (hybrid), or a published hybrid."""
+    """Model family: linear layers only (kda, gdn), a pattern with softmax attention
+    (hybrid), or a published architecture."""
     flavor: Text = "debug"
-    """Preset of the family: debug, 340M, 1.3B, 27B, 80B-A3B, ... (--help flavors lists them); hf: the model in
-    model.hf_assets_path, whatever model.name is. The keys of sizes below change it."""
+    """Preset of the family: debug, 340M, 1.3B, 27B, 80B-A3B, ... (--help flavors lists
+    them); hf: the model in model.hf_assets_path, regardless of model.name. The size keys
+    below override it."""
     dim: Count = 0
-    """Width of the model; 0: the flavor's."""
+    """Model width; 0: the flavor's."""
     num_layers: Count = 0
     """Number of layers; 0: the flavor's."""
     mtp_layers: Count = 0
-    """Number of further tokens that layers after the last predict (multi-token prediction, trained by loss.mtp_weight).
-    A published folder's layers are read if this is their number; with 0 they are copied to exports as they are."""
+    """Number of additional tokens that layers after the last one predict (multi-token
+    prediction, trained by loss.mtp_weight). A published folder's prediction layers are
+    loaded if this is their number; with 0 they are copied unchanged to exports."""
     hidden_dim: Count = 0
     """Hidden channels of each layer's MLP; 0: the flavor's."""
     pattern: list[str] = []
-    """Mixers of the first layers, which further layers repeat as a whole: ["kda", "kda", "kda", "attention"]; []: the
-    flavor's.
-    "mamba2+attention" is a layer of two side by side, whose outputs add. An MLP or experts follow each, unless "mlp" or
-    "moe" is in the list."""
+    """Mixers of the first layers, repeated a whole number of times: ["kda", "kda", "kda",
+    "attention"]; []: the flavor's. "mamba2+attention" is a layer with both in parallel,
+    whose outputs are added. An MLP or experts follow each, unless "mlp" or "moe" is in the
+    list."""
     mixers: dict[str, dict[str, Any]] = {}
-    """Options of mixers that differ from the flavor's. Each mixer has a table of its own: kda = {heads = 8, …}, or
-    --model.kda.heads 8 (--help flavors lists all options). The empty string stands for none."""
+    """Mixer options that differ from the flavor's, in one table per mixer: kda = {heads =
+    8, …}, or --model.kda.heads 8 (--help flavors lists all options). An empty string means
+    None."""
     moe: dict[str, Any] = {}
-    """Options of the experts, likewise; with them, a flavor without experts gets some."""
+    """Options of the experts, in the same form. They add experts to a flavor without
+    them."""
     hf_assets_path: Annotated[str, Rule.MAY_CHANGE, Rule.OF_A_NODE, Rule.PATH, Rule.HOME] = ""
-    """Hugging Face folder whose config.json defines flavor hf and whose tokenizer is the default; empty: the folder
-    that checkpoint.initial_load_in_hf loads."""
+    """Hugging Face folder whose config.json defines flavor hf and whose tokenizer is the
+    default; empty: the folder that checkpoint.initial_load_in_hf loads."""
     vocab_size: Count = 0
-    """Rows of the embedding and the head; 0: the preset's number, or, if that is too small and the weights are drawn,
-    the tokenizer's vocabulary rounded up to a multiple of 64."""
+    """Rows of the embedding and the head. 0: the preset's number or, if that is too small
+    and the weights are randomly initialized, the tokenizer's vocabulary rounded up to a
+    multiple of 64."""
     tokenizer_path: Corpus = ""
-    """A Hugging Face tokenizer.json, or its folder; bytes: bytes are tokens; empty: that of the run's Hugging Face
-    folder, or bytes for a run without one."""
+    """A Hugging Face tokenizer.json or its folder; bytes: each byte is a token; empty: the
+    tokenizer in the run's Hugging Face folder, or bytes without such a folder."""
     impl: Annotated[Literal["auto", "torch", "triton"], Rule.MAY_CHANGE] = "auto"
-    """Implementation of the ops; auto takes the fastest that supports the device, and says which."""
+    """Implementation of the ops; auto selects the fastest that supports the device, and
+    prints it."""
 
 
 Dataset = Literal["stdlib", "text", "jsonl", "parquet", "arrow", "tokens"]
@@ -123,7 +131,7 @@ DatasetFormat = Literal["text", "tokens", "messages", "completion", "preference"
 
 
 class Source(Section):
-    """A source of training.mixture. Keys that it leaves out have the defaults of [training]."""
+    """A source of training.mixture. Omitted keys have the defaults of [training]."""
 
     name: Text
     weight: Above0
@@ -135,7 +143,7 @@ class Source(Section):
 
 
 class Shorter(Section):
-    """A part of training.seq_len_schedule."""
+    """An entry of training.seq_len_schedule."""
 
     until_step: Number
     seq_len: Number
@@ -145,67 +153,81 @@ class Training(Section):
     """Data, batch and numerical precision."""
 
     dataset: Dataset = "stdlib"
-    """Source of the documents (docs/data.md): Python's own standard library, text files, JSON lines, parquet, a folder
-    that Hugging Face's datasets saved, or token files."""
+    """Source of the documents (docs/data.md): the Python standard library, text files, JSON
+    Lines, Parquet, a folder saved by Hugging Face datasets, or token files."""
     dataset_path: Corpus = ""
-    """File, folder or globs (separated by commas) of the corpus; every dataset but stdlib needs it."""
+    """File, folder or globs (comma-separated) of the corpus; required for every dataset
+    except stdlib."""
     dataset_text_field: Text = "text"
-    """Field (jsonl) or column (parquet, arrow) that holds a document's text."""
+    """Field (jsonl) or column (parquet, arrow) that contains a document's text."""
     dataset_format: DatasetFormat = "text"
-    """What a record of jsonl, parquet or arrow is: a text; a list of tokens; a conversation, written by the tokenizer's
-    chat template; a prompt and its completion; or a prompt and two completions, the chosen and the rejected one: of
-    these three only the answers are trained on; or a prefix tree."""
+    """Contents of a jsonl, parquet or arrow record: a text; a list of tokens; a
+    conversation, formatted by the tokenizer's chat template; a prompt and its completion; a
+    prompt with a chosen and a rejected completion (of these three only the answers are
+    trained on); or a prefix tree."""
     dataset_columns: list[str] = []
-    """Fields of records (columns of corpora of tokens) that hold numbers of the document's tokens, as losses read them:
-    one for all of its tokens, or a list with one for each. ["weights"], for example."""
+    """Record fields (columns of token corpora) that contain numbers for losses: one for all
+    tokens of a document, or a list with one per token. Example: ["weights"]."""
     share_prefixes: bool = False
-    """Records that follow each other and share their beginnings become prefix trees, each shared token computed once
-    (docs/data.md)."""
+    """Merge consecutive records that share their beginnings into prefix trees, in which
+    each shared token is computed once (docs/data.md)."""
     group_field: str = ""
-    """Field of records: with share_prefixes, those that follow each other with one value are looked at together."""
+    """Record field for share_prefixes: consecutive records with the same value are compared
+    as one group."""
     mixture: Annotated[list[Source], Rule.OF_A_NODE, Rule.MAY_MOVE] = []
-    """Several sources instead of the one above, [{name = "web", weight = 0.7, dataset = "jsonl", dataset_path = "…"},
-    …], each with those of the keys above that it needs. Weights are shares of streams."""
+    """Several sources instead of the one above, [{name = "web", weight = 0.7, dataset =
+    "jsonl", dataset_path = "…"}, …], each with the keys above that it needs. Weights are
+    shares of streams."""
     mixture_from_step: Annotated[CountOrAll, Rule.MAY_CHANGE] = -1
-    """Step at which training.mixture changes: the step that the run resumes from; -1: it does not change."""
+    """Step at which training.mixture changes, equal to the step that the run resumes from;
+    -1: no change."""
     on_bad_document: Annotated[Literal["stop", "skip"], Rule.MAY_CHANGE] = "stop"
-    """What a record that is no document (not JSON, no such field, a conversation without an answer, a pair of equal
-    answers, one that must be whole and is longer than seq_len) does: stop the start, or be skipped and counted."""
+    """Malformed record (not JSON, missing field, conversation without an answer, pair of
+    equal answers, or longer than seq_len where it must not be split): stop before training,
+    or skip and count."""
     verify: Annotated[Literal["always", "changed"], Rule.MAY_CHANGE] = "changed"
-    """Check every byte of the corpus against its checksums at every start (always), or only when a file's size, time or
-    inode has changed since it was found whole (changed)."""
+    """Compare the whole corpus with its checksums at every start (always), or only if a
+    file's size, time or inode has changed since the last successful check (changed)."""
     seq_len: Number = 2048
-    """Tokens of one packed stream, over all context-parallel ranks."""
+    """Tokens per packed stream, over all context-parallel ranks."""
     seq_len_schedule: list[Shorter] = []
-    """Shorter streams first, [{until_step = 1000, seq_len = 8192}, …]: streams have seq_len tokens up to and including
-    until_step, and training.seq_len after the last of these."""
+    """Shorter streams at the start, [{until_step = 1000, seq_len = 8192}, …]: an entry's
+    seq_len applies up to and including its until_step, and training.seq_len after the last
+    entry."""
     local_batch_size: Annotated[Number, Rule.MAY_CHANGE] = 1
-    """Streams of one micro-step on one data-parallel rank."""
+    """Streams per micro-step on each data-parallel rank."""
     global_batch_size: Number = 8
-    """Streams of one optimizer step; gradients are accumulated up to it."""
+    """Streams per optimizer step, reached by gradient accumulation."""
     steps: Annotated[Number, Rule.MAY_CHANGE] = 1000
-    """Optimizer steps of the run."""
+    """Number of optimizer steps in the run."""
     max_norm: Above0 = 1.0
-    """Gradients are clipped to this global 2-norm."""
+    """Clip the gradients to this global 2-norm."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Type of parameters and optimizer states. float64 is for proofs on the CPU."""
+    """Data type of parameters and optimizer states. float64 is for proofs on the CPU."""
     mixed_precision_param: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
-    """Type of compute. auto: float64 with training.dtype float64, else bfloat16 on CUDA and float32 on the CPU."""
+    """Data type of computation. auto: float64 if training.dtype is float64, else bfloat16
+    on CUDA and float32 on the CPU."""
     mixed_precision_reduce: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
-    """Type of gradient reductions. auto: float64 with training.dtype float64, else float32."""
+    """Data type of gradient reductions. auto: float64 if training.dtype is float64, else
+    float32."""
     enable_cpu_offload: Annotated[bool, Rule.MAY_CHANGE] = False
-    """Keep parameters, gradients and the optimizer's states in the host's memory, and run AdamW there: a GPU holds
-    those of the layers that it is computing. Works on one GPU too. Steps take longer."""
+    """Keep parameters, gradients and optimizer states in host memory, and run AdamW there.
+    A GPU holds only the layers that it is computing. Works on one GPU too. Steps take
+    longer."""
     loss_chunk_size: Annotated[Count, Rule.MAY_CHANGE] = 0
-    """Number of tokens whose logits exist at once, in the head and the loss; 0: 2,048, or more up to a GiB."""
+    """Tokens whose logits exist at once, in the head and the loss; 0: 2,048, or more up to
+    1 GiB of logits."""
     expert_balance_coefficient: Coefficient = -1.0
-    """Coefficient of the experts' load-balance loss; 0: none; -1: the model's."""
+    """Coefficient of the experts' load-balancing loss; 0: none; -1: the model's value."""
     expert_bias_update_rate: Coefficient = -1.0
-    """How far a step moves the expert-selection biases towards equal loads; 0: not at all; -1: the model's."""
+    """Step size of the expert-selection biases toward equal loads; 0: none; -1: the model's
+    value."""
     on_nonfinite: Annotated[Literal["stop", "skip"], Rule.MAY_CHANGE] = "stop"
-    """After a non-finite loss or gradient, stop the run, or skip and count the step. It never reaches the weights."""
+    """After a non-finite loss or gradient, stop the run, or skip and count the step. Such a
+    step never changes the weights."""
     num_workers: Annotated[Count, Rule.MAY_CHANGE, Rule.OF_A_NODE] = 0
-    """Threads that read batches ahead on each rank, two batches each; 0: batches are read when a step asks for them."""
+    """Threads per rank that prefetch two batches each; 0: read each batch when a step needs
+    it."""
 
 
 LossName = Literal["cross_entropy", "dpo", "distillation", "policy"]
@@ -218,155 +240,173 @@ COLUMNS |= {"teacher_ids": "<i4"}
 
 
 class Loss(Section):
-    """Training objective and token weights (docs/losses.md). Each loss has its own section."""
+    """Training objective and token weights (docs/losses.md). Each loss has its own
+    section."""
 
     name: LossName = "cross_entropy"
-    """The loss."""
+    """Loss function."""
     normalise: Literal["auto", "token", "document", "stream"] = "auto"
-    """Terms are divided by the number of tokens with a label: of the step; or first within each document (or stream),
-    whose means count alike. With weights, by the sum of these in place of the number of tokens or documents.
-    auto: document for dpo and policy, token for the others."""
+    """Divide the loss by the number of labeled tokens in the step (token), or first take
+    means within each document or stream, which count equally. With weights, sums of weights
+    replace numbers of tokens or documents. auto: document for dpo and policy, token for the
+    others."""
     scores: Annotated[str, Rule.PATH, Rule.OF_A_NODE] = ""
-    """Folders (separated by commas) of columns that titan-linear score wrote for the corpus. Their files are compared
-    with their checksums once, and again after a change; a run resumes with the same scores."""
+    """Folders (comma-separated) of columns that titan-linear score wrote for the corpus.
+    Their files are compared with their checksums once, and again after a change. A run must
+    resume with the same scores."""
     reference: Literal["column", "base"] = "column"
-    """Where the log-probabilities of the reference come from, if the loss reads them: the corpus's column, or the
-    model without its adapters (adapter.enable), in each step. base: the run must not begin from adapters."""
+    """Source of the reference log-probabilities, if the loss reads them: the corpus's
+    column, or the model without its adapters (adapter.enable), computed in each step. With
+    base, the run must not start from adapters."""
     mtp_weight: AtLeast0 = 0.1
-    """Weight of the mean cross-entropy of further tokens (model.mtp_layers), which is in the gradient, not in the
-    printed loss."""
+    """Weight of the mean cross-entropy of additional tokens (model.mtp_layers), which is in
+    the gradient but not in the printed loss."""
 
 
 class CrossEntropy(Section):
-    """Cross-entropy."""
+    """Cross-entropy loss."""
 
     label_smoothing: Share = 0.0
-    """Share of the loss that is the mean over the vocabulary instead of the label's."""
+    """Share of the loss averaged over the vocabulary; the rest is the label's loss."""
     z_loss: AtLeast0 = 0.0
-    """Coefficient of the square of the logits' log-sum-exp, which is added to the loss."""
+    """Coefficient of the squared log-sum-exp of the logits, which is added to the loss."""
 
 
 class DPO(Section):
-    """Preferences, of pairs of documents; reads the column reference."""
+    """Preference optimization on pairs of documents; reads the column reference."""
 
     beta: Above0 = 0.1
-    """Factor of a document's log-probability, relative to the reference's."""
+    """Factor of the rewards: document log-probabilities relative to the reference."""
     length_normalised: bool = False
-    """Of means over a document's tokens instead of sums."""
+    """Average log p per token instead of summing."""
     reference_free: bool = False
-    """Without a reference."""
+    """Compute rewards without a reference."""
     margin: AtLeast0 = 0.0
-    """By which the chosen text's is to be above the rejected one's. SimPO: a margin, length_normalised and
-    reference_free."""
+    """Required gap between chosen and rejected rewards, after scaling by beta. SimPO: set
+    margin, length_normalised and reference_free."""
 
 
 class Distillation(Section):
-    """Divergence from a teacher; reads the columns teacher_ids and teacher_logprobs."""
+    """KL divergence from a teacher; reads the columns teacher_ids and teacher_logprobs."""
 
     temperature: Above0 = 1.0
-    """Of the softmax; that at which the columns were scored."""
+    """Softmax temperature; must equal the one used to score the columns."""
 
 
 class Policy(Section):
-    """Clipped ratio to a behaviour; reads the columns advantages, behaviour and, with kl, reference."""
+    """Clipped probability ratios to a behavior policy; reads the columns advantages,
+    behaviour and, with kl, reference."""
 
     level: Literal["token", "sequence"] = "token"
-    """What has a ratio: each token (GRPO), or each document (GSPO)."""
+    """Unit that has a ratio: each token (GRPO), or each document (GSPO)."""
     clip_low: Share = 0.2
-    """The ratio counts down to 1 less this where the advantage is negative."""
+    """Lower clip: ratio ≥ 1 − clip_low (binds for negative advantages)."""
     clip_high: AtLeast0 = 0.2
-    """The ratio counts up to 1 plus this where the advantage is positive."""
+    """Upper clip: ratio ≤ 1 + clip_high (binds for positive advantages)."""
     kl: AtLeast0 = 0.0
-    """Coefficient of the divergence from the reference."""
+    """Coefficient of the KL divergence from the reference."""
 
 
 class Optimizer(Section):
     """The optimizer."""
 
     name: Literal["AdamW", "muon"] = "AdamW"
-    """muon: Muon for the matrices between embedding and head, each made orthogonal as a whole and scaled to the size of
-    AdamW's updates; AdamW for the rest."""
+    """muon: Muon for the matrices between embedding and head, whose updates are
+    orthogonalized per whole matrix and scaled to the size of AdamW's; AdamW for the
+    rest."""
     lr: Above0 = 3e-4
     """Peak learning rate."""
     beta1: Share = 0.9
-    """Decay of the first moment."""
+    """Decay rate of the first moment."""
     beta2: Share = 0.95
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     eps: Above0 = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     momentum: Share = 0.95
-    """Of Muon."""
+    """Momentum of Muon."""
     weight_decay: AtLeast0 = 0.1
-    """Decay of weight matrices; norms, biases, A_log and dt_bias have none."""
+    """Decay of weight matrices; none for norms, biases, A_log and dt_bias."""
 
 
 class LRScheduler(Section):
-    """The learning rate over the steps: warmup, then constant, then decay."""
+    """Learning-rate schedule: warmup, then constant, then decay."""
 
     warmup_steps: Count = 100
-    """Steps over which the rate rises linearly from 0 to optimizer.lr; a shorter run ends before the rise does."""
+    """Steps over which the rate rises linearly from 0 to optimizer.lr; a shorter run ends
+    during the warmup."""
     total_steps: Annotated[Count, Rule.MAY_CHANGE] = 0
-    """Step at which the decay ends; 0: training.steps, which then may not change once the decay has begun."""
+    """Step at which the decay ends; 0: training.steps, which then cannot change once the
+    decay has begun."""
     decay_ratio: float = Field(1.0, ge=0, le=1)
-    """Share of the total steps over which the rate decays, at the end; at most what warmup leaves. 1: all after it."""
+    """Share of the total steps, at the end, over which the rate decays; it never overlaps
+    the warmup. 1: all steps after it."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
     """Shape of the decay."""
     min_lr_factor: float = Field(0.1, ge=0, le=1)
-    """The rate at the end of the decay, as a share of optimizer.lr."""
+    """Learning rate at the end of the decay, as a share of optimizer.lr."""
 
 
 class Parallelism(Section):
-    """How the ranks share the work. The degrees multiply to the number of processes."""
+    """Distribution of work over the ranks. The product of the degrees is the number of
+    processes."""
 
     rules = (Rule.MAY_CHANGE,)
 
     data_parallel_replicate_degree: Number = 1
     """Replicas of the sharded model (HSDP)."""
     data_parallel_shard_degree: CountOrAll = -1
-    """Ranks that share parameters and take different streams (FSDP); -1: the ranks that are left."""
+    """Ranks that share parameters and take different streams (FSDP); -1: all remaining
+    ranks."""
     fsdp_shard_degree: CountOrAll = -1
-    """Ranks, out of data_parallel_shard_degree × context_parallel_degree, that each parameter is sharded over, the GPUs
-    of a node for example; the others hold copies, whose gradients are summed once a step. -1: all of them."""
+    """Ranks, out of data_parallel_shard_degree × context_parallel_degree, over which each
+    parameter is sharded, for example the GPUs of a node. The other ranks hold copies, whose
+    gradients are summed once per step. -1: all of them."""
     fsdp_reshard_after_forward: Literal["always", "never"] = "always"
-    """Free a layer's gathered parameters after its forward and gather them again in backward (always), or keep them
-    until then (never): faster, at the cost of 2 bytes per parameter of all layers in bfloat16."""
+    """Free a layer's gathered parameters after its forward and gather them again in
+    backward (always), or keep them until then (never): faster, but takes 2 bytes per
+    parameter of all layers in bfloat16."""
     context_parallel_degree: Number = 1
-    """Ranks that share one stream."""
+    """Ranks that share each stream."""
     context_parallel_layout: Literal["contiguous", "zigzag"] = "contiguous"
-    """One fragment of each stream per rank (contiguous), or two mirrored ones (zigzag), which balance attention by ring
-    or all-gather; all-to-all is balanced in both, and linear layers are faster in the first."""
+    """One fragment of each stream per rank (contiguous), or two mirrored fragments
+    (zigzag), which balance ring and all-gather attention. All-to-all is balanced in both;
+    linear layers are faster with contiguous."""
     context_parallel_method: Literal["auto", "ring", "allgather", "ulysses", "ulysses+ring"] = (
         "auto"
     )
-    """Exchange in the softmax layers; "auto" is all-to-all over heads ("ulysses") where possible; "ulysses+ring" is
-    that inside a node, and a ring between nodes."""
+    """Exchange in the softmax attention layers. auto: ulysses (all-to-all over heads) where
+    possible. ulysses+ring: ulysses inside a node, and a ring between nodes."""
     context_parallel_linear_method: Literal["kcp", "ulysses"] = "kcp"
-    """Exchange in the linear layers: states of the recurrence (KCP), or all-to-all over heads."""
+    """Exchange in the linear layers: states of the recurrence (kcp), or all-to-all over
+    heads (ulysses)."""
     tensor_parallel_degree: Number = 1
-    """Ranks that split every layer by heads and hidden channels, the vocabulary, and the tokens between layers."""
+    """Ranks that split every layer (by heads and hidden channels), the vocabulary, and the
+    tokens between layers."""
     expert_parallel_degree: Number = 1
-    """Ranks, out of those that share parameters (data_parallel_shard_degree × context_parallel_degree), that divide the
-    experts among themselves instead: tokens travel to the experts."""
+    """Ranks, out of those sharing parameters (data_parallel_shard_degree ×
+    context_parallel_degree), that divide the experts among themselves instead: tokens are
+    sent to the experts."""
 
 
 class Adapter(Section):
-    """Low-rank adapters (LoRA) of a frozen model, instead of training all weights."""
+    """Train low-rank adapters (LoRA) of a frozen model instead of all weights."""
 
     enable: bool = False
-    """Freeze the weights that the run begins from, and train adapters of them."""
+    """Freeze the initial weights of the run, and train adapters of them."""
     rank: Number = 16
-    """Rank of each."""
+    """Rank of each adapter."""
     alpha: Above0 = 32
-    """What an adapter adds is multiplied with alpha / rank."""
+    """Adapter outputs are multiplied by alpha / rank."""
     rslora: bool = False
-    """With alpha / √rank (arXiv 2312.03732)."""
+    """Multiply by alpha / √rank instead (arXiv 2312.03732)."""
     targets: list[str] = []
-    """Weights that get one, by patterns of parts of their names: ["mixer", "layers.3", "o_proj", "experts.*"]; []:
-    every projection of mixers, MLPs and experts."""
+    """Weights that get adapters, by patterns of parts of their names: ["mixer", "layers.3",
+    "o_proj", "experts.*"]; []: every projection of mixers, MLPs and experts."""
     train_extra: list[str] = []
-    """Other parameters to train, as a whole, likewise: ["*norm", "embedding", "router", "A_log"]."""
+    """Other parameters to train in full, likewise: ["*norm", "embedding", "router",
+    "A_log"]."""
     initial_load_path: Annotated[str, Rule.MAY_CHANGE, Rule.OF_A_NODE, Rule.PATH, Rule.HOME] = ""
-    """PEFT folder whose adapters the run begins from; empty: A is drawn, and B is 0."""
+    """PEFT folder with the initial adapters of the run; empty: A is random, and B is 0."""
 
 
 class Checkpoint(Section):
@@ -375,51 +415,56 @@ class Checkpoint(Section):
     rules = (Rule.MAY_CHANGE,)
 
     enable: bool = True
-    """Save, and resume from what is saved."""
+    """Save checkpoints, and resume from them."""
     folder: Annotated[Text, Rule.HOME] = "checkpoint"
     """Folder of the checkpoints, inside job.dump_folder."""
     interval: Number = 500
     """Steps between saves; the last step is always saved."""
     async_mode: Literal["disabled", "async"] = "disabled"
-    """Write while training goes on (async), or before it goes on (disabled)."""
+    """Write during training (async), or pause training meanwhile (disabled)."""
     keep_latest_k: Count = 10
-    """Checkpoints older than the latest k are removed; 0 keeps all."""
+    """Number of latest checkpoints to keep; older ones are removed. 0: keep all."""
     verify: bool = True
-    """Read each save back from the disk before older checkpoints are removed. What differs is written once more; if it
-    differs again, the save has failed."""
+    """Read each save back from disk before older checkpoints are removed. Data that differs
+    is written once more; if it differs again, the save fails."""
     grace_seconds: Count = 0
-    """Time that the machine stays up after SIGTERM (a spot instance: 30 to 120). If the rest of the step and a save
-    would take longer, the step is given up and the state before it is saved; 0: no limit."""
+    """Seconds that the machine stays up after SIGTERM (spot instances: 30 to 120). If the
+    rest of the step and a save would take longer, the step is abandoned and the state
+    before it is saved; 0: no limit."""
     load_step: CountOrAll = -1
-    """Step to go back to, once: later checkpoints are set aside, and the same command, started again, resumes from the
-    newest; -1: the newest whole checkpoint."""
+    """Step to go back to, once: later checkpoints are set aside, and repeating the command
+    resumes from the newest checkpoint; -1: the newest complete checkpoint."""
     initial_load_path: Annotated[str, Rule.OF_A_NODE, Rule.PATH, Rule.HOME] = ""
-    """Checkpoint whose weights start a run that has no checkpoint of its own."""
+    """Checkpoint with the initial weights of a run that has no checkpoint yet."""
     initial_load_in_hf: bool = False
-    """Start the run from the weights of a Hugging Face folder: checkpoint.initial_load_path or, if that is empty,
-    model.hf_assets_path. The folder is needed later, too."""
+    """Start from the weights of a Hugging Face folder: checkpoint.initial_load_path or, if
+    empty, model.hf_assets_path. The folder must stay available."""
     last_save_model_only: bool = False
-    """The last save holds the weights only: smaller, but the run cannot be continued from it."""
+    """Save only the weights at the end: smaller, but the run cannot resume from them."""
     last_save_in_hf: bool = False
-    """When the run ends, write its weights as a Hugging Face folder too: step-N-hf, beside the checkpoints."""
+    """When the run ends, also write its weights as a Hugging Face folder, step-N-hf, next
+    to the checkpoints."""
     export_interval: Count = 0
-    """Steps between exports of checkpoints to Hugging Face folders, step-N-hf, which a separate process writes while
-    training goes on: a multiple of checkpoint.interval; 0: none. The folders are never removed."""
+    """Steps between exports of checkpoints to Hugging Face folders, step-N-hf, by a
+    separate process while training continues: a multiple of checkpoint.interval; 0: none.
+    The folders are never removed."""
     export_dtype: Literal["float16", "bfloat16", "float32", "source"] = "float32"
-    """Type of the tensors in these folders; source: each tensor's type in the folder that the run began from."""
+    """Data type of exported tensors; source: each tensor's type in the folder that the run
+    started from."""
 
 
 class ActivationCheckpoint(Section):
-    """Trade computing time for memory."""
+    """Recompute activations in backward to save memory."""
 
     rules = (Rule.MAY_CHANGE,)
 
     mode: Literal["none", "selective", "attention", "full"] = "none"
-    """full: keep only the input of each layer and compute the layer again in backward. attention: also keep the results
-    of softmax attention. selective: as the next key says."""
+    """full: keep only each layer's input and recompute the layer in backward. attention:
+    also keep the outputs of softmax attention. selective: use selective_ac_option."""
     selective_ac_option: str = "op"
-    """Of mode selective. op: keep also the results of attention, the delta rule, the convolution and exchanges between
-    ranks. A number n: compute every n-th layer again, as full does, and keep all of the others."""
+    """For mode selective. op: also keep the outputs of attention, the delta rule, the
+    convolution and exchanges between ranks. A number n: recompute every n-th layer, as full
+    does, and none of the others."""
 
 
 class Compile(Section):
@@ -428,29 +473,33 @@ class Compile(Section):
     rules = (Rule.MAY_CHANGE,)
 
     enable: bool = False
-    """Compile each layer: what lies between matrix products, delta rule and attention becomes a few kernels."""
+    """Compile each layer: operations between matrix products, delta rule and attention are
+    fused into a few kernels."""
     backend: Literal["inductor", "aot_eager"] = "inductor"
-    """aot_eager: graphs without generated code, to find out which of the two an error comes from."""
+    """aot_eager: graphs without generated code, to find out which of the two causes an
+    error."""
 
 
 class Float8(Section):
-    """Float8 (e4m3, a scale for each row) in products of hidden states with weights of 2048 ×
-    2048 or more, and in products that give the hidden states' gradients. Gradients of weights,
-    gates, routers, experts, convolutions, recurrences, attention and the head stay in
+    """Float8 (e4m3, one scale per row) in products of hidden states with weights of 2048 ×
+    2048 or more, and in products that give the hidden states' gradients. Weight gradients,
+    gates, routers, experts, convolutions, recurrences, attention and the head use
     training.mixed_precision_param."""
 
     rules = (Rule.MAY_CHANGE,)
 
     enable: bool = False
-    """Compute these products in float8, on a GPU of compute capability 8.9 or more. Weights are stored as ever."""
+    """Compute these products in float8, on a GPU of compute capability 8.9 or more. The
+    stored weights do not change."""
     filter_fqns: list[str] = []
-    """Parts of projections' names: products with these stay as they are. ["layers.0.", "o_proj"], for example."""
+    """Parts of names of projections to exclude from float8. Example: ["layers.0.",
+    "o_proj"]."""
     emulate: bool = False
-    """Round to float8, but multiply in float32: for tests, on any device, slowly."""
+    """Round to float8, but multiply in float32: slow, for tests on any device."""
 
 
 class FileGroup(Section):
-    """A group of metrics.loss_by_source."""
+    """An entry of metrics.loss_by_source."""
 
     name: Text
     files: Text
@@ -466,25 +515,27 @@ class Metrics(Section):
     enable_tensorboard: bool = True
     """Write TensorBoard events to tb/ in job.dump_folder."""
     enable_wandb: bool = False
-    """Report to Weights & Biases too (pip install wandb), as one run however often it resumes. Its environment
-    variables decide the rest: WANDB_PROJECT, WANDB_MODE=offline."""
+    """Also report to Weights & Biases (pip install wandb), as one run regardless of
+    resumes. Its environment variables set the rest: WANDB_PROJECT, WANDB_MODE=offline."""
     telemetry_freq: Count = 100
-    """Steps between looks inside a step: norms by layer, decay half-lives, loss by position and source, …
-    (docs/telemetry.md); 0: none."""
+    """Steps between telemetry records: norms by layer, decay half-lives, loss by position
+    and source, … (docs/telemetry.md); 0: none."""
     loss_by_source: Annotated[list[FileGroup], Rule.OF_A_NODE] = []
-    """Groups of files whose losses telemetry shows separately, [{name = "code", files = "**/*.py"}, …]: globs
-    (separated by commas) of paths or their ends. A document belongs to the first group that fits its file, else to
-    "other"."""
+    """Groups of files whose losses telemetry shows separately, [{name = "code", files =
+    "**/*.py"}, …]: globs (comma-separated) of paths or their ends. A document belongs to
+    the first group that matches its file, else to "other"."""
     spike_sigmas: AtLeast0 = 6.0
-    """A loss more than this many standard deviations above the mean of the last 128 is noted, with its step's streams,
-    in spikes.jsonl, as is every non-finite one; 0: only these."""
+    """Record a loss, with its step's streams, in spikes.jsonl if it is more than this many
+    standard deviations above the mean of the last 128. Non-finite losses are always
+    recorded; 0: only these."""
     peak_tflops: AtLeast0 = 0.0
-    """Peak TFLOP/s of a GPU in the type of compute, of which MFU is a share; 0: the peak known for a GPU of this
-    name, if there is one."""
+    """Peak TFLOP/s of a GPU in the data type of computation, for MFU; 0: the known peak of
+    this GPU model, if any."""
 
 
 class Profiling(Section):
-    """Traces of the PyTorch profiler, each with a table of its largest costs, and snapshots of a GPU's memory."""
+    """PyTorch profiler traces, each with a table of the largest costs, and snapshots of GPU
+    memory."""
 
     rules = (Rule.MAY_CHANGE,)
 
@@ -495,14 +546,16 @@ class Profiling(Section):
     profile_freq: Number = 10
     """Steps between traces."""
     profiler_active: Number = 1
-    """Number of steps in a trace."""
+    """Number of steps per trace."""
     profiler_warmup: Count = 3
-    """Steps before each trace in which the profiler runs but keeps nothing; at most what profile_freq leaves."""
+    """Steps before each trace in which the profiler runs but keeps nothing; at most
+    profile_freq − profiler_active."""
     profile_count: Count = 0
-    """Number of traces per start of the run; 0: no limit."""
+    """Maximum number of traces per start of the run; 0: no limit."""
     enable_memory_snapshot: Annotated[bool, Rule.OF_A_NODE] = False
-    """Record where in the code the GPU's memory is allocated, for snapshots: one when memory runs out, and those that
-    SIGUSR1 asks for (docs/telemetry.md), which without this key tell what is allocated, not where."""
+    """Record where the code allocates GPU memory, and write a snapshot when memory runs
+    out. Without this key, snapshots requested by SIGUSR1 (docs/telemetry.md) show what is
+    allocated, but not where."""
     save_memory_snapshot_folder: Annotated[Text, Rule.OF_A_NODE, Rule.HOME] = "memory_snapshots"
     """Folder of the snapshots, inside job.dump_folder."""
 
@@ -513,38 +566,41 @@ class Validation(Section):
     enable: bool = False
     """Validate during training."""
     dataset_path: Corpus = ""
-    """Corpus to validate on, of the kind that training.dataset names; empty: documents held out of the training
-    corpus."""
+    """Corpus to validate on, of the type in training.dataset; empty: documents held out of
+    the training corpus."""
     holdout: Share = 0.01
-    """Share of the training corpus's documents to hold out when validating without validation.dataset_path."""
+    """Share of the training corpus's documents to hold out when validating without
+    validation.dataset_path."""
     freq: Annotated[Number, Rule.MAY_CHANGE] = 100
     """Training steps between validations; the last step is always validated."""
     steps: Annotated[CountOrAll, Rule.MAY_CHANGE] = -1
-    """Number of streams in a validation, over all ranks; -1: all held-out documents."""
+    """Number of streams per validation, over all ranks; -1: all held-out documents."""
     local_batch_size: Annotated[Number, Rule.MAY_CHANGE] = 1
-    """Streams of one validation batch on one data-parallel rank."""
+    """Streams per validation batch on each data-parallel rank."""
     sample_tokens: Annotated[Count, Rule.MAY_CHANGE] = 0
-    """Length, in tokens, of a text generated at each validation, with sample.temperature and sample.top_p; 0: none."""
+    """Length, in tokens, of a sample generated at each validation, with sample.temperature
+    and sample.top_p; 0: none."""
     sample_prompt: Annotated[Text, Rule.MAY_CHANGE] = "def "
-    """What that text begins with."""
+    """Prompt of that sample."""
 
 
 class Evaluation(Section):
-    """Recall over long texts: tasks made from a seed and the texts to validate on."""
+    """Recall over long texts, in tasks made from a seed and the validation texts."""
 
     rules = (Rule.MAY_CHANGE,)
 
     freq: Count = 0
     """Training steps between evaluations; the last step is always evaluated. 0: none."""
     tasks: list[str] = ["niah_single_2", "niah_multikey_1", "mqar", "induction", "loss"]
-    """RULER's niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery, vt, cwe, fwe, qa_1 and qa_2;
-    mqar, copy, induction; loss: of the texts, by position."""
+    """RULER's niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery,
+    vt, cwe, fwe, qa_1 and qa_2; mqar, copy, induction; loss: loss on the texts by
+    position."""
     lengths: list[Number] = Field([2048], min_length=1)
-    """Lengths of prompts, with their answers, in tokens."""
+    """Prompt lengths in tokens, including the answers."""
     samples: Number = 11
-    """Prompts of each task and length, at even depths."""
+    """Prompts per task and length, at evenly spaced depths."""
     chat: bool = False
-    """Ask as a user, by the tokenizer's chat template."""
+    """Ask as a user message, in the tokenizer's chat template."""
 
 
 class Sample(Section):
@@ -553,31 +609,34 @@ class Sample(Section):
     rules = (Rule.MAY_CHANGE,)
 
     prompt: Text = "def "
-    """What the sample begins with."""
+    """Prompt of the sample."""
     max_new_tokens: Count = 0
     """Length of the sample in tokens; 0: none."""
     temperature: AtLeast0 = 0.8
-    """Temperature of sampling; 0: always the likeliest token."""
+    """Sampling temperature; 0: always the most likely token."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Draw only from the likeliest tokens whose probabilities together reach this sum."""
+    """Sample only from the most likely tokens whose probabilities together reach this
+    sum."""
 
 
 class Comm(Section):
-    """Collective communication, and what happens when a rank is gone."""
+    """Collective communication, and restarts after a rank fails."""
 
     rules = (Rule.MAY_CHANGE,)
 
     init_timeout_seconds: int = Field(300, ge=1, le=10**6)
-    """Timeout until the first step is done, and the first of each length (training.seq_len_schedule)."""
+    """Timeout until the first step ends, and in the first step of each stream length
+    (training.seq_len_schedule)."""
     train_timeout_seconds: int = Field(100, ge=1, le=10**6)
-    """Timeout after the first step. Validation, saves and exports have none: they wait for the slowest disk."""
+    """Timeout after the first step. Validation, saves and exports have none: they wait for
+    the slowest disk."""
     max_restarts: Count = 0
-    """How many times torchrun starts all workers again, from the newest checkpoint, after a rank has failed, whatever
-    the reason."""
+    """Number of times that torchrun restarts all workers from the newest checkpoint after a
+    rank fails for any reason."""
 
 
 class Debug(Section):
-    """Randomness."""
+    """Random seed and determinism."""
 
     seed: Count = 0
     """Seed of weights, data order and sampling."""
@@ -586,17 +645,17 @@ class Debug(Section):
 
 
 class Doctor(Section):
-    """Proofs of the configuration, before it costs a week (docs/proof.md)."""
+    """Proofs of the configuration, before a long run starts (docs/proof.md)."""
 
     rules = (Rule.MAY_CHANGE,)
 
     at_start: bool = False
-    """Prove the run before it starts, as `titan-linear doctor` does, and do not start it if something does not
-    hold. It takes a minute or two."""
+    """Prove the run as `titan-linear doctor` does, and start it only if every proof passes.
+    This takes a minute or two."""
 
 
 class Config(Section):
-    """A whole run."""
+    """Configuration of a run."""
 
     job: Job = Job()
     model: Model = Model()
