@@ -150,7 +150,7 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}
     # Rounding to bfloat16 would change the decay.
     _keep_in_fp32_modules_strict = ("A_log", "dt_bias")
-    _is_stateful = True  # states cannot be rolled back, so there is no assisted generation
+    _is_stateful = True  # states cannot be rolled back, as assisted generation would need
 
     def __init__(self, config):
         super().__init__(config)

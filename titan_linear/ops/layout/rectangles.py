@@ -4,9 +4,9 @@ A packed stream is cut into fragments. Inside a fragment, attention is one (caus
 per document. The only document with keys *before* a fragment is the one that enters it, and
 all of those keys are visible. They form one rectangle: the fragment's rows of that
 document, and the document's tokens before the fragment. Without the causal mask, the
-document that leaves the fragment adds a second rectangle, with its tokens after it. So
-there is no mask, every block has a visible pair, and every row has keys, for any documents
-and layout.
+document that leaves the fragment adds a second rectangle, with its tokens after it. So the
+rectangles need no mask, every block has a visible pair, and every row has keys, for any
+documents and layout.
 """
 
 from __future__ import annotations

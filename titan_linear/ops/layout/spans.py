@@ -194,7 +194,7 @@ class _Needed(NamedTuple):
         """
         start, end = self.overlaps(blocks[self.by])
         own = np.maximum(end - start, 0).sum(1)
-        # number of needed tokens, over all ranges, before each edge of the blocks
+        # Number of needed tokens, over all ranges, before each edge of the blocks.
         before = _sums_below(self.start, blocks) - _sums_below(self.end, blocks)
         own_of_rank = np.bincount(self.by, own, len(blocks))
         received = np.bincount(self.by, self.end - self.start, len(blocks)) - own_of_rank

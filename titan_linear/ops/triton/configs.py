@@ -46,18 +46,22 @@ def _read(file: Path) -> dict[tuple[int, int], dict[str, dict[tuple[int, int], C
     }
 
 
-# A capability that is not listed takes the newest older one of its generation (`shipped_for`).
+# A capability that is not listed uses the newest older one of its generation (`shipped_for`).
 # On 9.0:
-#   KDA's "safe" kernels: with safe_gate, 128 registers let two programs share a multiprocessor; other gates spill.
-#   Copy-engine loads in a loop (GDN's kernels, KDA's gradient) need it pipelined, STAGES >= 2: otherwise they faulted
-#   with Triton 3.6.
-#   float32 is not tuned: tiles have twice the bytes, and dots take IEEE fp32 (KDA, solve) or three tf32 passes (GDN).
-#   Up to 128, KDA's were chosen by their spills; larger tiles have five times as many. In "gdn gradients" ptxas loses a
-#   descriptor with 16 columns up to 128.
-# Elsewhere, for 16-bit operands: they fit the 99 KB of shared memory that a program has on 8.6, 8.9 and 12.0.
-#   8.0 has no copy engine: Triton turns such loads into ordinary ones, and one stage is as good as two.
-#   10.0 has KDA only: Triton 3.7 fails to compile GDN's gradients, in a pass on tensor memory, with every configuration
-#   tried.
+#   KDA's "safe" kernels: with safe_gate, 128 registers let two programs share a
+#   multiprocessor; other gates spill.
+#   Copy-engine loads in a loop (GDN's kernels, KDA's gradient) must be pipelined with
+#   STAGES >= 2: otherwise they faulted with Triton 3.6.
+#   float32 is not tuned: tiles have twice the bytes, and dots take IEEE fp32 (KDA, solve) or
+#   three tf32 passes (GDN).
+#   KDA's configurations up to 128 were chosen by their spills; larger tiles spill five times
+#   as much. In "gdn gradients" ptxas loses a descriptor with 16 columns up to 128.
+# Elsewhere, for 16-bit operands, tiles fit the 99 KB of shared memory that a program has on
+# 8.6, 8.9 and 12.0:
+#   8.0 has no copy engine. Triton turns such loads into ordinary ones, and one stage is as
+#   good as two.
+#   10.0 has KDA only. Triton 3.7 fails to compile GDN's gradients, in a pass on tensor
+#   memory, with every configuration tried.
 CONFIGS = _read(Path(__file__).with_name("configs.json"))
 MEASURED = ((9, 0),)  # compute capabilities on which the configurations were run
 MAX_HEAD_DIM = 256  # K and V in the delta rules' kernels, K in the decay-only kernels

@@ -1,6 +1,8 @@
-"""Causal depthwise convolution over packed documents, with SiLU and the l2 norm of q and k, forward and backward.
+"""Causal depthwise convolution over packed documents, with SiLU and the l2 norm of q and k,
+forward and backward.
 
-    z[t] = bias + sum_i weight[i] x[t - W + 1 + i] ;  y = z or silu(z) ;  in q and k, n = r y,  r = (sum y^2 + eps)^-1/2
+    z[t] = bias + sum_i weight[i] x[t - W + 1 + i] ;  y = z or silu(z)
+    in q and k:  n = r y,  r = (sum y^2 + eps)^-1/2
 
 The sum is over a head of K channels, which one block holds completely. Backward recomputes
 y: dy = r (dn - n (n . dn)).
@@ -401,10 +403,11 @@ def conv1d(
     within entries cu_seqlens [N+1] int32. Returns three parts of y, and final_state. The
     parts are [T, width] for each of `widths`, whose sum is D; missing parts are empty.
 
-    state_index: [>= N] int32, the row of each entry in initial_state, -1 for zeros, no row twice; None: row n.
-    chunk_index: [NT, 2] int32, runs of BT tokens: entry (-1: none), run within it. An empty entry has one run.
-    norm_dim: K; heads of K channels of the first two of three parts have length 1.
-    final_state [N, D, W-1] holds the last inputs of each entry; it is empty unless `output_final_state`.
+    state_index: [>= N] int32, each entry's row in initial_state, -1 for zeros, no row
+    twice; None: row n. chunk_index: [NT, 2] int32, runs of BT tokens as entry (-1: none)
+    and run within it; an empty entry has one run. norm_dim: K; heads of K channels in the
+    first two of three parts get length 1. final_state [N, D, W-1] holds the last inputs of
+    each entry; it is empty unless `output_final_state`.
     """
     x = _rows(x)
     D, W, N = x.shape[1], weight.shape[1], cu_seqlens.numel() - 1

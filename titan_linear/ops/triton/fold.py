@@ -60,7 +60,8 @@ def fold_kernel(
     M,  # [transitions, HV, K, K], or [.., HV, K or 1]
     chain_offsets,  # [slots + 1]
     s_row, m_row,  # [links of all chains]
-    # [2, slots, HV, K, V]: the result, and room for the states before it; each half has `half` elements
+    # [2, slots, HV, K, V]: the result, and scratch for the states before it; each half has
+    # `half` elements
     out,
     half, HV, K: constexpr, V: constexpr, BK: constexpr, BV: constexpr, NM: constexpr, REVERSE: constexpr,
 ):  # fmt: skip
@@ -100,8 +101,8 @@ def fold(
     its links i, from chain_offsets[slot] up to chain_offsets[slot + 1], S = M[m_row[i]] S +
     S_ext[s_row[i]], or S = S_ext[s_row[i]] where m_row is -1.
 
-    S_ext [.., HV, K, V], M [.., HV, K, K] fp32; chain_offsets [slots + 1], s_row, m_row [links] int32. reverse: use
-    the transposes of M.
+    S_ext [.., HV, K, V], M [.., HV, K, K] fp32; chain_offsets [slots + 1], s_row, m_row
+    [links] int32. reverse: use the transposes of M.
     """
     (_, HV, K, V), slots = S_ext.shape, chain_offsets.shape[0] - 1
     out, half = S_ext.new_empty(2, slots, HV, K, V), slots * HV * K * V

@@ -3,8 +3,8 @@
 The inputs and the tiles (2 × 64 numbers of the inputs' dtype and two of fp32 per token and
 head) are kept between forward and backward.
 
-q, k [T, H, K], v [T, HV, V], g, beta [T, HV], HV = R·H. With A_log [HV], g is raw and the gate is
--exp(A_log) softplus(g + dt_bias).
+q, k [T, H, K], v [T, HV, V], g, beta [T, HV], HV = R·H. With A_log [HV], g is raw and the
+gate is -exp(A_log) softplus(g + dt_bias).
 """
 
 from __future__ import annotations

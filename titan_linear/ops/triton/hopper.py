@@ -263,7 +263,8 @@ def _add_block(x, high_s, low_s, i, j, acc):
 def solved(x, beta_s):
     """Solve y = x + y diag(β) x for x [64, 64], strictly upper; β = 1 without beta_s.
 
-    This is `solve` with N = −xᵀ and G = −yᵀ, computed row by row of 16×16 blocks.
+    This is `solve` with N = −xᵀ and G = −yᵀ, computed one row of G's 16×16 blocks at a
+    time.
     """
     block, _ = indices(64, 16, QUARTER)
     block = block // 16

@@ -28,7 +28,8 @@ GATES = {"none": 0, "softplus": 1, "bounded": 2}
 class Numbers(NamedTuple):
     scale: float
     lower_bound: float
-    # g is the log decay (0), or the raw input of the softplus gate (1) or of the bounded gate (2)
+    # g is the log decay (0), or the raw input of the softplus gate (1) or the bounded gate
+    # (2)
     gate: float
     safe_gate: float
     # 0: beta is β; otherwise beta holds logits, and β is this times their sigmoid
@@ -204,7 +205,8 @@ def _gradients(
     """Return dq, dk, dg, dA_log and ddt_bias."""
     x, tiles, chunks, n, *_, do, _ = given
     (T, H, K), (NT, HV, V, _), C = x.q.shape, h.shape, CHUNK
-    # With grouped value heads, each value head writes its own dq and dk in fp32; they are summed below.
+    # With grouped value heads, each value head writes its own dq and dk in fp32. They are
+    # summed below.
     dq, dk = (
         x.q.new_empty(T, HV, K, dtype=x.q.dtype if HV == H else torch.float32) for _ in range(2)
     )

@@ -2,11 +2,12 @@
 (`Rule` in `ops/recurrence.py`). The operators of a rule are
 
     NAME_prepare        -> tiles                                                chunk-parallel
-    NAME_recompute      -> tiles that forward did not keep; only for rules that keep some of them
+    NAME_recompute      -> tiles that forward did not keep; only if a rule keeps a part
     NAME_scan           -> o [T, HV, V], last states                            sequential in a head
     NAME_boundary       -> S_ext, M: for context parallelism and segments
     NAME_boundary_bwd   -> dS_ext
-    NAME_backward       -> gradients of the inputs (empty if not given), and of the initial states in their rows
+    NAME_backward       -> gradients of the inputs (empty if not given), and of the
+                           initial states, in their rows
 
 All operators take the fields of `Given`, as lists. Inputs are flat packed streams [T, ...]
 of N entries with any stride between tokens (`tiles.py`). No operator waits for the device.

@@ -4,9 +4,10 @@ states and gates.
 By default Triton compiles each kernel at its first launch, and the step waits for one
 kernel after another. Here kernels can be compiled ahead of their launch, many at once.
 
-Streams are [T, heads, dim] with dense heads and any stride between tokens: the mixer's q, k and v are views of one
-projection. States are [rows, HV, K, V] in fp32. Entry n's state is in row n or, with an index [N] int32, in row
-index[n]; where that is -1 it reads as zeros and is not written.
+Streams are [T, heads, dim] with dense heads and any stride between tokens: the mixer's q, k
+and v are views of one projection. States are [rows, HV, K, V] in fp32. Entry n's state is
+in row n or, with an index [N] int32, in row index[n]. Where index[n] is -1, the state reads
+as zeros and is not written.
 
 A kernel's constants are annotated. Triton infers the constants of the functions that it
 calls from the arguments it passes.
