@@ -110,7 +110,7 @@ def _hops(fragments: Fragments, world_size: int, causal: bool) -> int:
     they begin need few hops.
     """
     hops = 0
-    for f in reversed(fragments):  # the last fragments tend to look farthest back
+    for f in reversed(fragments):  # keys of the last fragments tend to be farthest away
         for _, (a, b) in _beyond(f, causal):
             owners = {g.rank for g in _holding(a, b, fragments)}
             hops = max([hops, *((f.rank - owner) % world_size for owner in owners)])

@@ -241,7 +241,7 @@ def _key_routes(
     receiver, leave, leave_end = _leaving(needed, blocks[rank], rank)
     sender, come, come_end = _arriving(needed, owners, rank, size)
     _, n, first, after = _by_fragment(start, end, size)
-    owner, row = owners[n], cut.rows(first)  # at its owner
+    owner, row = owners[n], cut.rows(first)  # rows among the owner's tokens
     # Number the received rows: gathered rows by rank, exchanged rows in order of arrival.
     if travel == ALL:
         row += tokens + owner * tokens

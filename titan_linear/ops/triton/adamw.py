@@ -60,6 +60,7 @@ def adamw(
     p, m and v are float32 and contiguous. step (counted from 1), clip and skipped are
     float32 scalars on the device.
     """
+    # The kernel computes β^t as exp(t log β).
     logs = [math.log(beta) if beta else -math.inf for beta in group["betas"]]
     constants = group["weight_decay"], *group["betas"], group["eps"], *logs
     to, n = p if copy is None else copy, p.numel()

@@ -50,7 +50,7 @@ BT = CONV_RUN
 # memory is used.
 FORWARD_CONFIG = {"BD": 512, "R": 8, "num_warps": 2}
 BACKWARD_CONFIG = {"BD": 256, "R": 8, "num_warps": 2}
-EPS = constexpr(1e-6)  # of the l2 norm
+EPS = constexpr(1e-6)  # added to squared norms
 
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]  # three parts of y and the final state
@@ -164,8 +164,8 @@ def conv1d_fwd_kernel(
     chunk_index,  # [NT, 2] entry (-1: none), run of BT rows in it
     D, width_0, width_1, blocks,  # widths of the first two parts; number of blocks of channels
     stride_x, W: constexpr, BT: constexpr, BD: constexpr, R: constexpr, SILU: constexpr,
-    NORM: constexpr,  # of the first two of three parts
-    K: constexpr, BK: constexpr,  # channels of a head, and the places that it has in a block
+    NORM: constexpr,  # l2 norm of the first two of three parts
+    K: constexpr, BK: constexpr,  # channels of a head, and its places in a block
 ):  # fmt: skip
     i_d, i_t = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_n, i_s = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
@@ -265,15 +265,15 @@ def conv1d_bwd_kernel(
     cu_seqlens, chunk_index, D, width_0, width_1, blocks, stride_x,
     strides,  # token strides of dys
     W: constexpr, BT: constexpr, BD: constexpr, R: constexpr, SILU: constexpr,
-    NORM: constexpr,  # of the first two of three parts
-    K: constexpr, BK: constexpr,  # channels of a head, and the places that it has in a block
+    NORM: constexpr,  # l2 norm of the first two of three parts
+    K: constexpr, BK: constexpr,  # channels of a head, and its places in a block
 ):  # fmt: skip
     i_d, i_t = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     i_n, i_s = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
     dy, stride_dy, before, i_d, width = _part(i_d, dys, strides, D, width_0, width_1, BD // BK * K)
     o_y, m_d = _block_channels(i_d, width, BD, K, BK)
     o_d, normed = before + o_y, before < width_0 + width_1
-    dy -= before  # so that o_d points at the part's own channels
+    dy -= before  # o_d then points at the part's channels
     if i_n < 0:  # zeros, since partials are summed over all rows of chunk_index
         for i in tl.static_range(W):
             tl.store(d_weight + (i_t * W + i) * D + o_d, zeros(BD), mask=m_d)
@@ -475,7 +475,7 @@ def conv1d_backward(
     state = initial_state.contiguous() if initial_state is not None else None
     d_final = d_final_state.contiguous() if d_final_state is not None else None
     d_state = x.new_empty(0)
-    if state is not None:  # rows that belong to no entry get zeros
+    if state is not None:  # rows without an entry get zeros
         d_state = torch.empty_like(state) if state_index is None else torch.zeros_like(state)
     # Partial sums of the gradients of weight and bias, one row for each run.
     d_weight = x.new_empty(NT, W, D, dtype=torch.float32)

@@ -105,6 +105,7 @@ class GDNStages(Stages):
         (_, HV, V), K = do.shape, x.k.shape[2]
         if outputs and gdn_hopper.fits(x.k, V):
             return gdn_hopper.launch_reverse(given, d_initial, **outputs)
+        # Scan in Triton, slice by slice of V.
         chosen = _sliced("gdn reverse" if outputs else "gdn boundary", x.k, HV, V)
         read = ragged_tiles(x.q, K), ragged_tiles(x.k, K), ragged_tiles(do, chosen["BV"])
         read = *read, chunk_tiles(tiles.C), chunk_tiles(tiles.A)
