@@ -1,9 +1,10 @@
-"""Models of titan_linear for `transformers`, which reads this file from the folder of the weights:
+"""Models of titan_linear for `transformers`, which reads this file from the folder of the
+weights:
 
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
-The layers are the package's own (pip install titan_linear). Each row of a batch is one text; attention_mask tells where
-it is padded, on the left or on the right.
+The layers come from the package (pip install titan_linear). Each row of a batch is one
+text. attention_mask marks its padding, on the left or on the right.
 """
 
 import torch
@@ -20,7 +21,7 @@ from titan_linear.models.init import draw_of, fill, stream
 from titan_linear.models.layers import ConvWeight, widen
 from titan_linear.models.plan import BatchPlan
 
-# by version
+# The field's name depends on the version of transformers.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
@@ -29,7 +30,7 @@ class TitanLinearConfig(PretrainedConfig):
 
 
 class Block(nn.Module):
-    """A layer of the package, with the names that its folders have."""
+    """A layer of the package, with the parameter names of its checkpoints."""
 
     def __init__(self, model, layer):
         super().__init__()
@@ -37,6 +38,7 @@ class Block(nn.Module):
         self.growing, self.post_norm = mixer.growing, mixer.name in model.post_norm
         self.attn_norm, self.mlp_norm = norm_of(model), norm_of(model)
         self.attn, self.mlp = mixer.build(model, layer), mlp.build(model.dim)
+        # Convolution weights have three dimensions in checkpoints.
         for module in self.attn.modules():
             if isinstance(module, ConvWeight):
                 module.weight = nn.Parameter(module.weight.unsqueeze(1))
@@ -50,12 +52,13 @@ class Block(nn.Module):
 
 
 class LayerCaches:
-    """What the layers keep of the tokens read so far; keys and values of shorter texts are padded in front."""
+    """The layers' caches of the tokens read so far. Keys and values of shorter texts are
+    padded in front."""
 
     def __init__(self, num_layers):
         self.layers = [{} for _ in range(num_layers)]
-        self.length = 0  # with padding
-        self.lengths = None  # [B] without it; None: no text is padded
+        self.length = 0  # tokens read, padding included
+        self.lengths = None  # [B] tokens without padding; None: no text is padded
 
     def get_seq_length(self, layer_idx=0):
         return self.length
@@ -76,16 +79,18 @@ class Model(nn.Module):
         self.norm = norm_of(model)
 
     def forward(self, x, attention_mask, caches):
-        """x [B, T, dim] -> [B, T, dim]."""
+        """Run the layers: x [B, T, dim] -> [B, T, dim]."""
         T, device = x.shape[1], x.device
         is_text = None
         if attention_mask is not None and not attention_mask.all():
             is_text = attention_mask.to(device) != 0
+        # Cached texts may be padded, but new tokens after them may not.
         earlier = 0 if caches is None else caches.length
         if is_text is not None and earlier and not is_text[:, -T:].all():
             raise ValueError("attention_mask: padding follows cached tokens; give whole texts")
         if caches is not None:
             caches.length += T
+        # Texts of equal length run as one batch, others row by row or token by token.
         layers = [None] * len(self.layers) if caches is None else caches.layers
         if earlier and caches.lengths is not None:
             return self._continued(x, caches)
@@ -101,7 +106,7 @@ class Model(nn.Module):
         return self.norm(x)
 
     def _continued(self, x, caches):
-        """Read further tokens of texts of several lengths, one by one."""
+        """Continue texts of different lengths, one token at a time."""
         outputs = []
         for token in x.split(1, 1):
             padding = caches.lengths.max() - caches.lengths
@@ -111,7 +116,8 @@ class Model(nn.Module):
         return torch.cat(outputs, 1)
 
     def _padded(self, x, is_text, caches):
-        """Read texts one by one; 0 where there is padding. A row of padding alone is a text of its first token."""
+        """Read texts one by one; the output is 0 at padding. A row that is all padding
+        counts as a text of its first token."""
         is_text[:, 0] |= ~is_text.any(1)
         rows = [LayerCaches(len(self.layers)).layers for _ in x]
         outputs = []
@@ -119,6 +125,7 @@ class Model(nn.Module):
             plan = BatchPlan(torch.arange(int(keep.sum()), device=x.device))
             layers = [None] * len(self.layers) if caches is None else kept
             outputs.append(self._through(text[keep].unsqueeze(0), plan, layers)[0])
+        # Merge the texts' caches, and put the outputs back in their places.
         if caches is not None:
             caches.lengths = is_text.sum(1)
             caches.layers = [_batched(*of) for of in zip(self.layers, zip(*rows))]
@@ -127,8 +134,9 @@ class Model(nn.Module):
 
 
 def _batched(layer, rows):
-    """Merge a layer's caches of single texts."""
+    """Merge a layer's caches of single texts into a batch."""
     kept = {name: [row[name] for row in rows] for name in rows[0]}
+    # Pad keys and values of shorter texts in front.
     for name in layer.growing:
         longest = max(x.shape[1] for x in kept[name])
         kept[name] = [F.pad(x, (0, 0, 0, 0, longest - x.shape[1], 0)) for x in kept[name]]
@@ -140,9 +148,9 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     _no_split_modules = ("Block",)
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}
-    # rounding to bfloat16 would change a text's decay
+    # Rounding to bfloat16 would change the decay.
     _keep_in_fp32_modules_strict = ("A_log", "dt_bias")
-    _is_stateful = True  # tokens that were read cannot be taken back: no assisted generation
+    _is_stateful = True  # states cannot be rolled back, as assisted generation would need
 
     def __init__(self, config):
         super().__init__(config)
@@ -153,6 +161,7 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module):
+        # Draw each parameter from its own random stream, seeded by its name.
         name = next(name for name, other in self.named_modules() if other is module)
         for leaf, p in module.named_parameters(recurse=False):
             if not getattr(p, "_is_hf_initialized", False):
@@ -174,7 +183,7 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls):
-        return False  # it has its own, which forward creates
+        return False  # forward creates `LayerCaches`
 
     def prepare_inputs_for_generation(self, input_ids, **kwargs):
         caches = kwargs.get(CACHE)
@@ -196,10 +205,12 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
         cache=None,
         **kwargs,
     ):
-        """input_ids [B, T] -> logits [B, T, vocab], of the last `logits_to_keep` tokens only, unless that is 0.
+        """Return logits [B, T, vocab] for input_ids [B, T]; only for the last
+        `logits_to_keep` tokens, unless that is 0.
 
-        attention_mask [B, earlier tokens + T]: 0 for padding. labels [B, T], −100: none; the loss is their mean,
-        or their sum over `num_items_in_batch`, the number of labels of all batches whose gradients are added up.
+        attention_mask [B, earlier tokens + T]: 0 for padding. labels [B, T], −100 for no
+        label. The loss is their mean, or their sum over `num_items_in_batch`, the number of
+        labels in all batches whose gradients are added up.
         """
         x = self.model.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         caches = past_key_values if cache is None else cache
@@ -207,6 +218,7 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
             caches = LayerCaches(self.config.num_hidden_layers)
         x = self.model(x, attention_mask, caches)
         logits = self.lm_head(x[:, -logits_to_keep:] if logits_to_keep else x)
+        # The loss of each token's prediction of the next one.
         loss = None
         if labels is not None:
             targets = labels[:, 1:].flatten()
@@ -217,7 +229,8 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
         return out.to_tuple() if return_dict is False else out
 
 
-# Models with one kind of linear layer have flash-linear-attention's names for them: that library opens them too.
+# Models with one kind of linear layer use flash-linear-attention's class names, so that
+# library can open them too.
 
 
 class KDAConfig(TitanLinearConfig):

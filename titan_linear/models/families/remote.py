@@ -1,4 +1,5 @@
-"""What a config.json needs for modeling_titan_linear.py, by which transformers opens our models with our layers."""
+"""Keys of a config.json for modeling_titan_linear.py, the file with which transformers
+opens our models with our layers."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ MODELING = Path(__file__).parents[1] / "modeling_titan_linear.py"
 
 
 def remote_code(name: str) -> tuple[Row, ...]:
-    """Rows of a folder with FLA's tensor names. `name`: that of the file's classes, without Config or ForCausalLM."""
+    """Return the rows for a folder with FLA's tensor names. `name`: the file's class name
+    without Config or ForCausalLM."""
     classes = dict(AutoConfig=f"{name}Config", AutoModelForCausalLM=f"{name}ForCausalLM")
     return (
         written(auto_map={auto: f"{MODELING.stem}.{own}" for auto, own in classes.items()}),
@@ -58,8 +60,9 @@ def _mixer(options: Json) -> MixerOptions:
         raise ValueError(
             f"config.json: pattern has an unknown kind, {options.get('kind')!r}; export the model again"
         )
+    # Compare the options with the kind's fields. Later versions may add options that have
+    # defaults.
     names = {"kind", *(f.name for f in fields(kind))}
-    # later versions add options, with defaults
     needed = {f.name for f in fields(kind) if f.default is MISSING}
     if not needed <= options.keys() <= names:
         wrong = {
@@ -73,5 +76,6 @@ def _mixer(options: Json) -> MixerOptions:
     return kind(**{name: value for name, value in options.items() if name != "kind"})
 
 
-# Of models that no published architecture holds: any order of KDA, GDN and softmax layers, with FLA's tensor names.
+# Models that no published architecture covers: any order of KDA, GDN and softmax layers,
+# with FLA's tensor names.
 KEYS = table("titan_linear", *remote_code("TitanLinear"))

@@ -1,12 +1,14 @@
-"""All-gather attention (Llama 3, section 3.3.2): K and V travel to the ranks whose queries need them. One call of the
-kernel computes all of a rank's spans (ops/layout/spans.py).
+"""All-gather attention (Llama 3, section 3.3.2). K and V travel to the ranks whose queries
+need them, and one call of the kernel computes all of a rank's spans (ops/layout/spans.py).
 
-Heads are computed in slices: as many slices as have enough to compute while others travel, and more where memory
-requires it (`slice_bytes`). While a slice is computed, K|V of the next are on their way. Either K and V of all ranks
-are gathered or, where few are needed, only these are exchanged: the plan of the batch says which. In backward K|V
-travel again, and dK|dV of a slice return to their owners in fp32 while the next is computed: by a reduce-scatter, or
-back the way that the keys came, to be added up in rank order. Unlike ring attention's, memory per rank may grow with
-the whole stream.
+Heads are computed in slices. There are as many slices as have enough to compute while
+others travel, and more where memory requires it (`slice_bytes`). While one slice is
+computed, the next slice's K|V are in transit. Either K and V of all ranks are gathered or,
+where few rows are needed, only these are exchanged, as the batch's plan decides. In
+backward K|V travel again, and a slice's dK|dV return to their owners in fp32 while the next
+slice is computed. They return by a reduce-scatter, or by the reverse exchange followed by a
+sum in rank order. Unlike in ring attention, memory per rank may grow with the length of the
+complete stream.
 """
 
 from __future__ import annotations
@@ -39,28 +41,32 @@ from titan_linear.ops.torch.attention import (
 )
 from titan_linear.ops.torch.attention_kernels import accumulator_dtype
 
-SLICES = 4  # at most, unless memory requires more
-GATHER_LIMIT = 4 * 2**30  # bytes, for `slice_bytes`
-# FLOPs of a slice's forward, 0.8 ms on an H200: its messages and copies take the host as long
+SLICES = 4  # largest number of slices, unless memory requires more
+GATHER_LIMIT = 4 * 2**30  # largest `slice_bytes`
+# Least FLOPs of a slice's forward, 0.8 ms on an H200. The host needs as long for a slice's
+# messages and copies.
 LEAST = 5e11
-Arriving = Callable[[], Tensor]  # waits for a tensor on its way and returns it
+Arriving = Callable[[], Tensor]  # waits for a tensor in transit and returns it
 
 
 def allgather_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext
 ) -> Tensor:
-    """q [1, T_local, Hq, D], k [1, T_local, Hkv, D], v [1, T_local, Hkv, Dv] → o [1, T_local, Hq, Dv]."""
+    """Attend over all ranks: q [1, T_local, Hq, D], k [1, T_local, Hkv, D], v
+    [1, T_local, Hkv, Dv] → o [1, T_local, Hq, Dv]."""
     spans, keys, pairs = cp.gathered if causal else cp.full_gathered
     where = spans.tensors(), list(keys), pairs, cp.ranks.group_name
     return Attention.apply(q, k, v, (allgather_forward, allgather_backward), where, scale, causal)
 
 
 def slice_bytes(tokens: int, heads: int, Hkv: int, width: int, dtype: torch.dtype) -> int:
-    """Bytes that slices of `heads` of Hkv key heads take at most, with the keys of `tokens` tokens.
+    """Return the largest number of bytes held for slices of `heads` of Hkv key heads, with
+    the keys of `tokens` tokens.
 
-    In backward: K|V and dK|dV of the slice in hand, K|V of the next one on its way, and dK|dV of the last one on its
-    way home, summed in fp32 or wider. The slice in hand has a row of a token for each span that sees it (for one
-    document over W contiguous ranks 1 + 1/W), and is put in order when it arrives, hence the fourth term of `dtype`.
+    In backward these are K|V and dK|dV of the current slice, the next slice's K|V in
+    transit, and the last slice's dK|dV on their way back, summed in fp32 or wider. The
+    current slice has one row of a token for each span that sees it (for one document over W
+    contiguous ranks 1 + 1/W). It is reordered on arrival, hence the fourth term of `dtype`.
     width = D + Dv.
     """
     times = 2 if heads == Hkv else 4
@@ -70,7 +76,8 @@ def slice_bytes(tokens: int, heads: int, Hkv: int, width: int, dtype: torch.dtyp
 def heads_at_once(
     tokens: int, Hkv: int, width: int, dtype: torch.dtype, slices: int = SLICES
 ) -> int:
-    """Number of key heads per slice: enough for at most `slices` slices, or fewer to keep within `GATHER_LIMIT`."""
+    """Return the number of key heads per slice: enough for at most `slices` slices, or
+    fewer to stay within `GATHER_LIMIT`."""
     for heads in range(Hkv // next(n for n in range(slices, 0, -1) if Hkv % n == 0), 1, -1):
         if Hkv % heads == 0 and slice_bytes(tokens, heads, Hkv, width, dtype) <= GATHER_LIMIT:
             return heads
@@ -78,16 +85,18 @@ def heads_at_once(
 
 
 def heads_of_slice(pairs: Tensor, q: Tensor, k: Tensor, v: Tensor) -> int:
-    """`heads_at_once` for this rank's q, k, v [1, T_local, ...]; the same on all ranks. pairs: of `GatheredSpans`."""
+    """Return `heads_at_once` for this rank's q, k, v [1, T_local, ...], the same on all
+    ranks. pairs: see `GatheredSpans`."""
     tokens = len(pairs) * k.shape[1]
     width = k.shape[3] + v.shape[3]
     return heads_at_once(tokens, k.shape[2], width, k.dtype, worthwhile(pairs, q, v))
 
 
 def worthwhile(pairs: Tensor, q: Tensor, v: Tensor) -> int:
-    """Number of slices with enough to compute in each, on the rank that computes most; the same on all ranks.
+    """Return the number of slices with enough to compute in each, on the rank that computes
+    most. It is the same on all ranks.
 
-    pairs: of `GatheredSpans`; q [1, T_local, Hq, D], v [1, T_local, Hkv, Dv]."""
+    pairs: see `GatheredSpans`; q [1, T_local, Hq, D], v [1, T_local, Hkv, Dv]."""
     flops = 2 * max(pairs.tolist()) * q.shape[2] * (q.shape[3] + v.shape[3])
     return min(max(int(flops / LEAST), 1), SLICES)
 
@@ -121,9 +130,11 @@ def allgather_forward(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """o like q with Dv, lse [1, Hq, T_local]; spans, keys, pairs: `GatheredSpans`."""
+    """Return o, like q with Dv channels, and lse [1, Hq, T_local]. spans, keys, pairs: see
+    `GatheredSpans`."""
     exchange = _Keys(KeyRoutes(*keys), group)
     where = Spans(*spans)
+    # Compute one slice of heads while the next one is in transit.
     outputs, sums = [], []
     for heads, k_slice, v_slice in _slices(k[0], v[0], exchange, heads_of_slice(pairs, q, k, v)):
         queries = _queries_of(heads, q, k)
@@ -137,8 +148,9 @@ def allgather_forward(
 def _room_in_backward(
     q: Tensor, k: Tensor, v: Tensor, keys: list[Tensor], pairs: Tensor, **_: Any
 ) -> int:
-    """Bytes of dq's accumulator, slices of keys and their gradients, and the gradients of this rank's own keys, held
-    until all ranks' have come."""
+    """Return the bytes of dq's accumulator, of slices of keys and their gradients, and of
+    the gradients of this rank's own keys, which are held until the gradients from all ranks
+    have arrived."""
     needed = KeyRoutes(*keys)
     acc = accumulator_dtype(k.dtype).itemsize
     Hkv = k.shape[2]
@@ -180,24 +192,25 @@ def allgather_backward(
         )
         dq, dk, dv = attend_spans_backward(rows, scale, causal, where)
         d_queries.append(dq.to(q.dtype))
-        # The gradients of the slice before have returned meanwhile.
+        # The previous slice's gradients returned while this slice was computed.
         while returning:
             d_keys.append(returning.pop()())
         returning.append(exchange.send_home(dk[0], dv[0], tokens))
         del rows, k_slice, v_slice, dk, dv  # before the next slice arrives
     d_keys.append(returning.pop()())
+    # Join the slices, in the inputs' dtypes.
     dk, dv = _of_all_heads(d_keys, 1).split([k.shape[-1], v.shape[-1]], dim=-1)
     dq = _of_all_heads(d_queries, 2).contiguous()
     return dq, dk[None].to(k.dtype).contiguous(), dv[None].to(v.dtype).contiguous()
 
 
 def _of_all_heads(slices: list[Tensor], dim: int) -> Tensor:
-    """Concatenate slices of heads; a single slice is not copied."""
+    """Concatenate slices of heads. A single slice is not copied."""
     return slices[0] if len(slices) == 1 else torch.cat(slices, dim)
 
 
 def _queries_of(heads: slice, q: Tensor, k: Tensor) -> slice:
-    """The query heads that read these key heads."""
+    """Return the query heads that read these key heads."""
     group = q.shape[2] // k.shape[2]
     return slice(heads.start * group, heads.stop * group)
 
@@ -205,8 +218,9 @@ def _queries_of(heads: slice, q: Tensor, k: Tensor) -> slice:
 def _slices(
     k: Tensor, v: Tensor, exchange: _Keys, heads: int
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Slices of `heads` key heads, each on its way while the one before is computed: the heads, and k [keys, h, D] and
-    v [keys, h, Dv] of this rank's spans. Only the caller holds the tensors."""
+    """Yield slices of `heads` key heads, each in transit while the previous one is
+    computed: the heads, and k [keys, h, D] and v [keys, h, Dv] of this rank's spans. Only
+    the caller holds the tensors."""
     Hkv = k.shape[1]
     step = Hkv if exchange.travel == NOTHING else heads
     slices = [slice(first, first + step) for first in range(0, Hkv, step)]
@@ -217,11 +231,11 @@ def _slices(
         yield this, *under_way.popleft()()
 
 
-# --- What travels ----------------------------------------------------------------------------------------------------
+# --- Transfers -------------------------------------------------------------------------------------------------------
 
 
 class _Keys:
-    """K|V on their way to the ranks that need them, and dK|dV on their way home."""
+    """Transfers of K|V to the ranks that need them, and of dK|dV back to their owners."""
 
     def __init__(self, routes: KeyRoutes, group: str):
         self.pieces, self.sent = (
@@ -232,7 +246,8 @@ class _Keys:
         self.travel, self.group = int(routes.travel), group
 
     def fetch(self, k: Tensor, v: Tensor) -> Callable[[], Sequence[Tensor]]:
-        """k [T_local, h, D], v [T_local, h, Dv] → k and v of this rank's spans."""
+        """Start the transfer of k [T_local, h, D], v [T_local, h, Dv]. The returned
+        function waits and returns k and v of this rank's spans."""
         if self.travel == NOTHING:
             return lambda: (k, v)
         if self.travel == ALL:
@@ -250,16 +265,18 @@ class _Keys:
         return arrived
 
     def send_home(self, dk: Tensor, dv: Tensor, tokens: int) -> Arriving:
-        """dk [keys, h, D], dv [keys, h, Dv] of this rank's spans → dK|dV [T_local, h, D + Dv] of its tokens, summed
+        """Start the return of dk [keys, h, D], dv [keys, h, Dv] of this rank's spans. The
+        returned function waits and returns dK|dV [T_local, h, D + Dv] of its tokens, summed
         over all ranks."""
         D, Dv = dk.shape[-1], dv.shape[-1]
         if self.travel == NOTHING:
             return lambda: torch.cat([dk, dv], dim=-1)
-        # a gather brought this rank's own, too
+        # A gather includes this rank's own rows.
         rows = sum(self.coming) + tokens * (self.travel == ALL)
         sizes = [b - a for a, b in self.pieces]
         dtype = accumulator_dtype(dk.dtype)
         here, there = (dk.new_zeros(n, dk.shape[1], D + Dv, dtype=dtype) for n in (tokens, rows))
+        # Add each span's gradients to its keys' rows; a row may be a key of several spans.
         for piece, *of_piece in zip(
             self._pieces_of(here, there), dk.split(sizes), dv.split(sizes), strict=True
         ):
@@ -271,12 +288,13 @@ class _Keys:
         return lambda: self._summed(here, arrive())
 
     def _pieces_of(self, here: Tensor, there: Tensor) -> list[Tensor]:
-        """The keys of the spans, in order, as views of local and received rows."""
+        """Return the keys of the spans, in order, as views of local and received rows."""
         n = len(here)
         return [here[a:b] if b <= n else there[a - n : b - n] for a, b in self.pieces]
 
     def _summed(self, here: Tensor, came: Tensor) -> Tensor:
-        """Add up in rank order, so that the result is bitwise repeatable."""
+        """Add the received gradients in rank order, so that the result is bitwise
+        reproducible."""
         for (a, b), gradient in zip(
             self.sent, came.split([b - a for a, b in self.sent]), strict=True
         ):

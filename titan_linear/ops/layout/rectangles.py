@@ -1,10 +1,12 @@
-"""What a rank's queries see beyond their own fragments, as rectangles without a mask.
+"""Rectangles of a rank's attention beyond its own fragments, without a mask.
 
-Cut a packed stream into fragments. Inside a fragment attention is one (causal) square per document. The only
-document with keys *before* a fragment is the one that enters it, and all of those keys are visible: one
-rectangle, of the fragment's rows of that document and the document's tokens before the fragment. Without the
-causal mask the document that leaves gives a second one, with its tokens after. So there is no mask, no block
-without a visible pair, and no row without keys, whatever the documents and whatever the layout.
+A packed stream is cut into fragments. Inside a fragment, attention is one (causal) square
+per document. The only document with keys *before* a fragment is the one that enters it, and
+all of those keys are visible. They form one rectangle: the fragment's rows of that
+document, and the document's tokens before the fragment. Without the causal mask, the
+document that leaves the fragment adds a second rectangle, with its tokens after it. So the
+rectangles need no mask, every block has a visible pair, and every row has keys, for any
+documents and layout.
 """
 
 from __future__ import annotations
@@ -28,27 +30,29 @@ class Rectangle(NamedTuple):
 
 
 class Rectangles(NamedTuple):
-    """This rank's rectangles. Rows beyond the last are −1, so that the shape of the table does not depend
-    on the documents."""
+    """This rank's rectangles. Rows of the table after the last rectangle are −1, so its
+    shape does not depend on the documents."""
 
     # [., 5] hop around the ring, q range in local rows, kv range in rows of the owner
     by_hop: OnHost
-    hops: OnHost  # [1] number of hops that keys travel, the most on any rank
+    hops: OnHost  # [1] largest number of hops that keys travel, over all ranks
 
 
 def rectangles(fragments: Fragments, rank: int, world_size: int, *, causal: bool) -> Rectangles:
-    """fragments: every rank's, in global order."""
+    """Return the rectangles of `rank` by ring hop. fragments: every rank's, in global
+    order."""
     by_hop: list[list[Rectangle]] = [[] for _ in range(world_size)]
     for rectangle in _rectangles(owned(fragments, rank), causal):
         for owner, part in _by_owner(rectangle, fragments):
             _append(by_hop[(rank - owner) % world_size], part)
+    # Pad the table to two rectangles per fragment.
     rows = [(hop, *q, *kv) for hop, parts in enumerate(by_hop) for q, kv in parts]
     table = padded(rows, 2 * len(fragments), 5)
     return Rectangles(torch.from_numpy(table), torch.tensor([_hops(fragments, world_size, causal)]))
 
 
 def _beyond(f: Fragment, causal: bool) -> list[Rectangle]:
-    """The rectangles of a fragment, in global tokens."""
+    """Return the rectangles of a fragment, in global tokens."""
     rectangles = []
     if f.enters:
         rectangles.append(Rectangle((f.start, min(f.end, f.head[1])), (f.head[0], f.start)))
@@ -58,7 +62,8 @@ def _beyond(f: Fragment, causal: bool) -> list[Rectangle]:
 
 
 def _rectangles(own: Fragments, causal: bool) -> list[Rectangle]:
-    """The rectangles of a rank's fragments: q in local rows, kv in global tokens."""
+    """Return the rectangles of a rank's fragments, with q in local rows and kv in global
+    tokens."""
     rectangles, offset = [], 0
     for f in own:
         for (a, b), kv in _beyond(f, causal):
@@ -68,8 +73,8 @@ def _rectangles(own: Fragments, causal: bool) -> list[Rectangle]:
 
 
 def _by_owner(rectangle: Rectangle, fragments: Fragments) -> Iterator[tuple[int, Rectangle]]:
-    """Cut a rectangle with kv in global tokens where the owner of its keys changes: the owner, and the part with kv in
-    rows of the owner's tokens."""
+    """Cut a rectangle with kv in global tokens where the owner of its keys changes. Yields
+    the owner, and the part with kv in rows of the owner's tokens."""
     q, (a, b) = rectangle
     for f in _holding(a, b, fragments):
         row = f.slot * (f.end - f.start) - f.start
@@ -77,13 +82,15 @@ def _by_owner(rectangle: Rectangle, fragments: Fragments) -> Iterator[tuple[int,
 
 
 def _holding(a: int, b: int, fragments: Fragments) -> Fragments:
-    """The fragments that hold global tokens a to b; all fragments have one size."""
+    """Return the fragments that hold global tokens a to b. All fragments have the same
+    size."""
     size = fragments[0].end
     return fragments[a // size : (b - 1) // size + 1]
 
 
 def _append(rectangles: list[Rectangle], new: Rectangle) -> None:
-    """Append, or widen the last one where the two form one rectangle: fewer and larger blocks for the kernels."""
+    """Append a rectangle, or extend the last one where the two form one rectangle. The
+    kernels then have fewer and larger blocks."""
     if rectangles:
         q, kv = rectangles[-1]
         if q == new.q and kv[1] == new.kv[0]:
@@ -96,12 +103,14 @@ def _append(rectangles: list[Rectangle], new: Rectangle) -> None:
 
 
 def _hops(fragments: Fragments, world_size: int, causal: bool) -> int:
-    """How far around the ring keys must travel: the largest (query's rank − key's owner) mod W on any rank.
+    """Return how far around the ring keys must travel: the largest (query's rank − key's
+    owner) mod W on any rank.
 
-    It follows from the fragments, so all ranks agree; documents that end near where they begin need few hops.
+    It follows from the fragments, so all ranks agree. Documents that end close to where
+    they begin need few hops.
     """
     hops = 0
-    for f in reversed(fragments):  # the last fragments tend to look farthest back
+    for f in reversed(fragments):  # keys of the last fragments tend to be farthest away
         for _, (a, b) in _beyond(f, causal):
             owners = {g.rank for g in _holding(a, b, fragments)}
             hops = max([hops, *((f.rank - owner) % world_size for owner in owners)])

@@ -1,5 +1,9 @@
-"""silu(factor · gate) · up with gate and up side by side, or relu(y)², as each row's weight makes them; one pass in
-backward gives all gradients, or those without weights, and the product again."""
+"""Activations silu(factor · gate) · up, with gate and up side by side, or relu(y)²,
+multiplied by each row's weight if there are weights.
+
+Backward takes one pass. With weights it returns the gradients of y and of the weights.
+Without weights it returns the gradient of y and recomputes the activation.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from triton.language import constexpr
 from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.triton.tiles import Kernel, arange, blocks_of, load_wide, program, zeros
 
-TILE = 2048  # hidden channels of rows that a program holds at once
+TILE = 2048  # elements that a program holds at once (rows × hidden channels)
 
 
 @Kernel
@@ -47,7 +51,8 @@ def activation_bwd_kernel(
     y, weights, dx, dy, out, rows, H, FACTOR: constexpr, GATED: constexpr, WEIGHTED: constexpr, BR: constexpr,
     BH: constexpr,
 ):  # fmt: skip
-    """out: the gradient of weights, or without them x."""
+    """Write dy, and to `out` the gradient of the weights or, without weights, the
+    activation x."""
     o_r = program() * BR + arange(BR)[:, None]
     b_w = load_wide(weights + o_r, o_r < rows) if WEIGHTED else 1.0
     b_dw = zeros(BR, 1)
@@ -55,6 +60,7 @@ def activation_bwd_kernel(
         o_h = h + arange(BH)[None, :]
         m = (o_r < rows) & (o_h < H)
         b_dx = load_wide(dx + o_r * H + o_h, m)
+        # The gradient of y, and the activation before its weight.
         if GATED:
             b_gate = FACTOR * load_wide(y + o_r * 2 * H + o_h, m)
             b_up = load_wide(y + o_r * 2 * H + H + o_h, m)
@@ -68,6 +74,7 @@ def activation_bwd_kernel(
             b_y = tl.maximum(load_wide(y + o_r * H + o_h, m), 0)
             b_x = b_y * b_y
             tl.store(dy + o_r * H + o_h, 2 * b_w * b_dx * b_y, mask=m)
+        # A weight's gradient is summed over all blocks of the row.
         if WEIGHTED:
             b_dw += tl.sum(b_dx * b_x, 1, keep_dims=True)
         else:
@@ -87,7 +94,8 @@ def _activated(y: Tensor, weights: Tensor | None, gated: bool, factor: float = 1
 
 @operator(fake=_activated)
 def activate(y: Tensor, weights: Tensor | None, gated: bool, factor: float = 1.0) -> Tensor:
-    """y [.., 2 H] if gated, else [.., H], weights [..], contiguous -> [.., H]."""
+    """Apply the activation: y [.., 2 H] if gated, else [.., H], and weights [..],
+    contiguous -> [.., H]."""
     x = _activated(y, weights, gated)
     H = x.shape[-1]
     rows, tile = x.numel() // H, _tile(H)
@@ -110,7 +118,8 @@ def _gradients(
 def activate_backward(
     y: Tensor, weights: Tensor | None, dx: Tensor, gated: bool, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """dx [.., H] -> the gradients of y and weights; without weights that of y, and what forward returned."""
+    """Return the gradient of y and the gradient of the weights or, without weights,
+    forward's output, from dx [.., H]."""
     dy, out = _gradients(y, weights, dx, gated)
     H = dx.shape[-1]
     rows, tile = dx.numel() // H, _tile(H)

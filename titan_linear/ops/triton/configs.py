@@ -1,7 +1,9 @@
-"""Block sizes, warps and pipeline stages of the recurrences' kernels, by architecture and shape; where kernels run.
+"""Block sizes, warps and pipeline stages of the recurrences' kernels by architecture and
+shape, and checks of where kernels run.
 
-Those for compute capability 9.0 were chosen by measurement; `tools.bench_ops --candidates` times others. Those for
-other generations fit the shared memory there and spill little, but have never been run. Nothing is tuned at run time.
+Configurations for compute capability 9.0 were chosen by measurement;
+`tools.bench_ops --candidates` times others. Configurations for other generations fit their
+shared memory and spill little, but have never been run. Nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from titan_linear.ops.runtime.support import (
     short,
 )
 
-Config = dict[str, Any]  # launch arguments of a kernel
+Config = dict[str, Any]  # a kernel's launch arguments
 
 
 def _read(file: Path) -> dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]]:
-    """Of configs.json: compute capability -> kernel -> (bytes of an operand, largest K (KDA) or largest K and V (GDN))
-    -> launch arguments."""
+    """Read configs.json: compute capability -> kernel -> (bytes of an operand, largest K
+    for KDA or largest K and V for GDN) -> launch arguments."""
     return {
         tuple(map(int, own.split("."))): {
             kernel: {(row.pop("bytes"), row.pop("dim")): row for row in rows}
@@ -44,33 +46,39 @@ def _read(file: Path) -> dict[tuple[int, int], dict[str, dict[tuple[int, int], C
     }
 
 
-# A capability that is not listed takes the newest older one of its generation (`shipped_for`).
+# A capability that is not listed uses the newest older one of its generation (`shipped_for`).
 # On 9.0:
-#   KDA's "safe" kernels: with safe_gate, 128 registers let two programs share a multiprocessor; other gates spill.
-#   Copy-engine loads in a loop (GDN's kernels, KDA's gradient) need it pipelined, STAGES >= 2: otherwise they faulted
-#   with Triton 3.6.
-#   float32: twice the bytes for each tile, and dots in IEEE fp32 (KDA, solve) or three tf32 passes (GDN): not tuned.
-#   Up to 128, KDA's were chosen by their spills; larger tiles have five times as many. In "gdn gradients" ptxas loses a
-#   descriptor with 16 columns up to 128.
-# Elsewhere, for 16-bit operands: they fit the 99 KB of shared memory that a program has on 8.6, 8.9 and 12.0.
-#   8.0 has no copy engine: Triton turns such loads into ordinary ones, and one stage is as good as two.
-#   10.0 has KDA only: Triton 3.7 fails to compile GDN's gradients, in a pass on tensor memory, with every configuration
-#   tried.
+#   KDA's "safe" kernels: with safe_gate, 128 registers let two programs share a
+#   multiprocessor; other gates spill.
+#   Copy-engine loads in a loop (GDN's kernels, KDA's gradient) must be pipelined with
+#   STAGES >= 2: otherwise they faulted with Triton 3.6.
+#   float32 is not tuned: tiles have twice the bytes, and dots take IEEE fp32 (KDA, solve) or
+#   three tf32 passes (GDN).
+#   KDA's configurations up to 128 were chosen by their spills; larger tiles spill five times
+#   as much. In "gdn gradients" ptxas loses a descriptor with 16 columns up to 128.
+# Elsewhere, for 16-bit operands, tiles fit the 99 KB of shared memory that a program has on
+# 8.6, 8.9 and 12.0:
+#   8.0 has no copy engine. Triton turns such loads into ordinary ones, and one stage is as
+#   good as two.
+#   10.0 has KDA only. Triton 3.7 fails to compile GDN's gradients, in a pass on tensor
+#   memory, with every configuration tried.
 CONFIGS = _read(Path(__file__).with_name("configs.json"))
-MEASURED = ((9, 0),)  # compute capabilities on which these were run
-MAX_HEAD_DIM = 256  # K and V of the delta rules' kernels, K of those of states that only decay
-MAX_DECAY_V = 128  # V of these
+MEASURED = ((9, 0),)  # compute capabilities on which the configurations were run
+MAX_HEAD_DIM = 256  # K and V in the delta rules' kernels, K in the decay-only kernels
+MAX_DECAY_V = 128  # V in the decay-only kernels
 
 
 @cache
 def shipped_for(own: tuple[int, int]) -> tuple[int, int] | None:
-    """The compute capability whose configurations `own` takes: the newest of its generation up to `own`, or None."""
+    """Return the compute capability whose configurations `own` uses: the newest of its
+    generation that is not newer than `own`, or None."""
     return max((known for known in CONFIGS if known[0] == own[0] and known <= own), default=None)
 
 
 @cache
 def largest_dim(own: tuple[int, int], family: str, size: int) -> int:
-    """The largest head dim for which all kernels of "kda" or "gdn" have configurations; operands have `size` bytes."""
+    """Return the largest head dim for which all kernels of `family` ("kda", "gdn", …) have
+    configurations, for operands of `size` bytes."""
     tables = [table for kernel, table in CONFIGS[own].items() if kernel.startswith(family)]
     return min(
         (max((dim for width, dim in table if width == size), default=0) for table in tables),
@@ -80,8 +88,11 @@ def largest_dim(own: tuple[int, int], family: str, size: int) -> int:
 
 @cache
 def architecture(device: torch.device) -> tuple[int, int]:
-    """The key of CONFIGS for a device on which the kernels are supported (`KERNELS`). On the meta device they are only
-    compiled, for the GPU. The interpreter, and compilation without a GPU, take that of the measured GPU."""
+    """Return the key of CONFIGS for a device that supports the kernels (`KERNELS`).
+
+    On the meta device kernels are only compiled, for the GPU. The interpreter, and
+    compilation without a GPU, use the configurations of the measured GPU.
+    """
     own = shipped_for(
         capability(torch.device("cuda") if device.type == "meta" else device) or (9, 0)
     )
@@ -90,26 +101,33 @@ def architecture(device: torch.device) -> tuple[int, int]:
 
 
 def kernel_dims(K: int, V: int, least: int = 32) -> tuple[int, int]:
-    """The head dims that the kernels compute for heads of K and V; `padded.py` pads to them. K is one tile, a power of
-    two and at least `least`; V a multiple of 32, which comes in slices."""
+    """Return the head dims that the kernels compute for heads of K and V; `padded.py` pads
+    to them.
+
+    K is one tile, so it is a power of two and at least `least`. V is processed in slices,
+    so it is a multiple of 32.
+    """
     K = max(1 << (K - 1).bit_length(), least)
-    # with one slice of 32 to K = 256, ptxas gets GDN's gradients wrong
+    # With one slice of 32 columns at K = 256, ptxas miscompiles GDN's gradients.
     return K, max(-(-V // 32) * 32, K // 4)
 
 
 def widest_slice(V: int) -> int:
-    """The largest number of columns of V in a block: the largest power of two that divides V."""
+    """Return the largest number of columns of V in a block: the largest power of two that
+    divides V."""
     return V & -V
 
 
 @cache
 def row(own: tuple[int, int], kernel: str, size: int, dim: int) -> tuple[int, int]:
-    """The key of CONFIGS[own][kernel] for operands of `size` bytes and head dims up to `dim`."""
+    """Return the key of CONFIGS[own][kernel] for operands of `size` bytes and head dims up
+    to `dim`."""
     return min(key for key in CONFIGS[own][kernel] if key[0] == size and key[1] >= dim)
 
 
 def config(kernel: str, x: torch.Tensor, dim: int, **limits: int) -> Config:
-    """Launch arguments of `kernel` for operands with x's device and dtype, and head dims up to `dim`.
+    """Return launch arguments of `kernel` for operands with x's device and dtype and head
+    dims up to `dim`.
 
     limits: upper bounds on block sizes, such as BK=K.
     """
@@ -133,12 +151,14 @@ def known_generation(t: Target) -> str | None:
 
 
 def has_configurations(family: str) -> Check:
-    """family: "kda", "gdn", "ssd" or "rwkv7". For use after the checks of the GPU's generation and of the dtype."""
+    """Make a check that `family` ("kda", "gdn", "ssd" or "rwkv7") has configurations for
+    the head dims. It must run after the checks of GPU generation and dtype."""
 
     def check(t: Target) -> str | None:
         if t.capability is None:
             return None
         where = f"its kernels have no configurations for compute capability {dotted(t.capability)}"
+        # The largest head dim for 16-bit and for fp32 operands.
         limits = {size: largest_dim(shipped_for(t.capability), family, size) for size in (2, 4)}
         if not any(limits.values()):
             return where
@@ -169,13 +189,17 @@ def with_kernels(
     *needs: Check,
     slower: str = "many times slower",
 ) -> dict[str, Implementation]:
-    """The implementations of an op in Triton and in PyTorch. needs: beside `KERNELS`; slower: PyTorch, on a GPU."""
+    """Return the implementations of an op in Triton and in PyTorch.
+
+    needs: checks in addition to `KERNELS`. slower: how much slower PyTorch is on a GPU, for
+    the message.
+    """
     in_torch = Implementation(torch_code, remark=instead_of("triton", f"expect it to be {slower}"))
     return {"triton": Implementation(kernels, (*KERNELS, *needs), unmeasured), "torch": in_torch}
 
 
 def without_kernels(torch_code: Callable[[], Any]) -> dict[str, Implementation]:
-    """The implementations of an op that only PyTorch computes so far."""
+    """Return the implementations of an op that has only PyTorch code so far."""
     return with_kernels(torch_code, torch_code) | {
         "triton": Implementation(torch_code, (no_kernels,))
     }
@@ -200,7 +224,7 @@ def decay_needs() -> tuple[Check, ...]:
 
 def whole_states(t: Target) -> str | None:
     K, V = t.dims["K"], t.dims["V"]
-    if K > 64 and V <= 32 and t.dtype in HALF:  # ptxas 12.8 gets the gradients' descriptors wrong
+    if K > 64 and V <= 32 and t.dtype in HALF:  # ptxas 12.8 miscompiles the gradients' descriptors
         return f"K = {K}, V = {V}: in 16 bits V is above 32 where K is above 64"
     if K >= 16 and K & (K - 1) == 0 and V % 16 == 0:
         return None

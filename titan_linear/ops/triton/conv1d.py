@@ -1,12 +1,16 @@
-"""Causal depthwise convolution over packed documents, with SiLU and the l2 norm of q and k, forward and backward.
+"""Causal depthwise convolution over packed documents, with SiLU and the l2 norm of q and k,
+forward and backward.
 
-    z[t] = bias + sum_i weight[i] x[t - W + 1 + i] ;  y = z or silu(z) ;  in q and k, n = r y,  r = (sum y^2 + eps)^-1/2
+    z[t] = bias + sum_i weight[i] x[t - W + 1 + i] ;  y = z or silu(z)
+    in q and k:  n = r y,  r = (sum y^2 + eps)^-1/2
 
-The sum is over a head of K channels, which a block holds whole. Backward has y again: dy = r (dn - n (n . dn)).
+The sum is over a head of K channels, which one block holds completely. Backward recomputes
+y: dy = r (dn - n (n . dn)).
 
-One program owns a run of tokens of one document and a block of channels, and slides a window of W rows along
-it in registers: every row is read once (apart from W - 1 rows of halo), each gradient is written once, and the
-weight gradient is a sum of per-program partials in a fixed order. Arithmetic is fp32 for every input type.
+One program owns a run of tokens of one document and a block of channels, and slides a
+window of W rows along it in registers. Every row is read once (apart from W - 1 rows of
+halo) and each gradient is written once. The weight gradient is a sum of per-program
+partials in a fixed order. Arithmetic is fp32 for every input type.
 """
 
 # ruff: noqa: RUF005, B007 (Triton joins tuples with + and unrolls static_range)
@@ -40,28 +44,35 @@ from titan_linear.ops.triton.tiles import (
     zeros,
 )
 
-# rows per program, a multiple of the unroll; forward and backward share a chunk table
+# Rows per program, a multiple of the unroll. Forward and backward share a chunk table.
 BT = CONV_RUN
-# channels per program, rows in flight, warps: good on every GPU, no shared memory to run out of
+# Channels per program, rows in flight, and warps. These suit every GPU, because no shared
+# memory is used.
 FORWARD_CONFIG = {"BD": 512, "R": 8, "num_warps": 2}
 BACKWARD_CONFIG = {"BD": 256, "R": 8, "num_warps": 2}
-EPS = constexpr(1e-6)  # of the l2 norm
+EPS = constexpr(1e-6)  # added to squared norms
 
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor]  # three parts of y, and the final state
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor]  # three parts of y and the final state
 
 
 @triton.jit
 def _part(i_d, xs, strides, D, width_0, width_1, BC):
-    """Where block i_d (BC of the D channels) lies in the one to three tensors that hold them side by side (missing
-    ones: None). Returns the tensor, its stride, the number of channels before it, the block within it and its width."""
+    """Locate block i_d (BC of the D channels) in the one to three tensors that hold the
+    channels side by side (missing tensors: None).
+
+    Returns the tensor, its stride, the number of channels before it, the block within it
+    and its width.
+    """
     x, stride, before, width = xs[0], strides[0], 0, width_0
+    # Blocks after the first part belong to the second.
     if xs[1] is not None:
         blocks = tl.cdiv(width_0, BC)
         behind = i_d >= blocks
         x, stride = tl.where(behind, xs[1], x), tl.where(behind, strides[1], stride)
         before, width = tl.where(behind, width_0, 0), tl.where(behind, width_1, width)
         i_d = tl.where(behind, i_d - blocks, i_d)
+        # Blocks after the second part belong to the third.
         if xs[2] is not None:
             blocks = tl.cdiv(width_1, BC)
             behind = behind & (i_d >= blocks)
@@ -74,7 +85,8 @@ def _part(i_d, xs, strides, D, width_0, width_1, BC):
 
 @triton.jit
 def _block_channels(i_d, width, BD, K, BK):
-    """Block i_d of a part's `width` channels, and which of its BD places hold one: each head of K has BK places."""
+    """Return the channels of block i_d among a part's `width` channels, and which of its BD
+    places hold one. Each head of K channels has BK places."""
     o_d = arange(BD)
     if K == BK:
         o_y = i_d * BD + o_d
@@ -87,14 +99,15 @@ def _block_channels(i_d, width, BD, K, BK):
 
 @triton.jit
 def _entry(initial, cu_seqlens, i_n):
-    """The row of entry i_n's initial state, its first token, and the one behind its last."""
+    """Return the row of entry i_n's initial state, its first token, and the token after its
+    last one."""
     i_r = state_row(initial, i_n)
     return i_r, load_index(cu_seqlens + i_n), load_index(cu_seqlens + i_n + 1)
 
 
 @triton.jit
 def _zeros(n, BD):
-    """n times [BD]."""
+    """Return n zero rows [BD]."""
     rows = ()
     for i in tl.static_range(n):
         rows = rows + (zeros(BD),)
@@ -103,7 +116,8 @@ def _zeros(n, BD):
 
 @triton.jit
 def _history(x, initial, start, i_r, o_d, m_d, first, stride_x, D, W):
-    """The W - 1 rows before `start`, oldest first: of x or, for a document's first run, of its initial state i_r."""
+    """Return the W - 1 rows before `start`, oldest first: rows of x or, for a document's
+    first run, of its initial state i_r."""
     window = ()
     for row in tl.static_range(W - 1):
         p_x = x + (start - W + 1 + row) * stride_x + o_d
@@ -125,7 +139,7 @@ def _convolve(window, weights, b_bias, W):
 
 @triton.jit
 def _head_sums(b_x, BD, BK):
-    """[BD] -> at each place, the sum over its head."""
+    """Return, at each place of [BD], the sum over its head."""
     b_sum = tl.sum(tl.reshape(b_x, [BD // BK, BK]), 1, keep_dims=True)
     return tl.reshape(tl.broadcast_to(b_sum, [BD // BK, BK]), [BD])
 
@@ -144,19 +158,20 @@ def _load_weights(weight, bias, o_d, m_d, W, BD):
 @Kernel
 def conv1d_fwd_kernel(
     x, weight, bias,
-    initial,  # states [S, D, W-1], and the row of each entry's
+    initial,  # states [S, D, W-1], and each entry's row among them
     ys,  # [T, width] of each part; None for missing parts
     cu_seqlens,
     chunk_index,  # [NT, 2] entry (-1: none), run of BT rows in it
     D, width_0, width_1, blocks,  # widths of the first two parts; number of blocks of channels
     stride_x, W: constexpr, BT: constexpr, BD: constexpr, R: constexpr, SILU: constexpr,
-    NORM: constexpr,  # of the first two of three parts
-    K: constexpr, BK: constexpr,  # channels of a head, and the places that it has in a block
+    NORM: constexpr,  # l2 norm of the first two of three parts
+    K: constexpr, BK: constexpr,  # channels of a head, and its places in a block
 ):  # fmt: skip
     i_d, i_t = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_n, i_s = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
     if i_n < 0:
         return
+    # This program's tensor, its channels, and its run of tokens.
     y, _, before, i_d, width = _part(i_d, ys, (D, D, D), D, width_0, width_1, BD // BK * K)
     i_n = i_n.to(tl.int64)
     i_r, bos, eos = _entry(initial, cu_seqlens, i_n)
@@ -166,7 +181,7 @@ def conv1d_fwd_kernel(
     o_d, normed = before + o_y, before < width_0 + width_1
     weights, b_bias = _load_weights(weight, bias, o_d, m_d, W, BD)
 
-    # rows before the current one
+    # Slide the window along the run, R rows at a time.
     window = _history(x, initial, start, i_r, o_d, m_d, i_s == 0, stride_x, D, W)
     for t in range(start, end, R):
         rows = ()  # R independent loads in flight
@@ -185,14 +200,16 @@ def conv1d_fwd_kernel(
 
 @triton.jit
 def _activation_bwd(b_dz, window, weights, b_bias, normed, W, BD, BK, SILU, NORM):
-    """dz, for b_dz the gradient of what the row gives."""
+    """Return dz from b_dz, the gradient of the row's output."""
     b_z = _convolve(window, weights, b_bias, W)
     b_s = sigmoid(b_z) if SILU else 1.0
+    # Through the l2 norm of a head.
     if NORM:
         b_y = b_z * b_s
         b_r = tl.rsqrt(_head_sums(b_y * b_y, BD, BK) + EPS)
         b_r2 = b_r * b_r * _head_sums(b_y * b_dz, BD, BK)
         b_dz = tl.where(normed, b_r * (b_dz - b_y * b_r2), b_dz)
+    # Through SiLU.
     if SILU:
         b_dz *= b_s * (1.0 + b_z * (1.0 - b_s))
     return b_dz
@@ -200,10 +217,11 @@ def _activation_bwd(b_dz, window, weights, b_bias, normed, W, BD, BK, SILU, NORM
 
 @triton.jit
 def _row_gradient(grads, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W):
-    """The gradient of row p, from dz of rows p to p + W - 1."""
+    """Return the gradient of row p from dz of rows p to p + W - 1."""
     b_dx = weights[0] * grads[W - 1]
     for i in tl.static_range(1, W):
         b_dx += weights[i] * grads[W - 1 - i]
+    # The last W - 1 rows are also the final state.
     if d_final_state is not None:
         o_s = p - (eos - (W - 1))
         p_s = d_final_state + (i_n * D + o_d) * (W - 1) + o_s
@@ -216,8 +234,12 @@ def _state_gradient(
     x, dy, window, weights, b_bias, normed, d_final_state, d_initial_state, bos, eos, i_n, i_r, o_d, m_d, D, stride_x,
     stride_dy, W, BD, BK, SILU, NORM,
 ):  # fmt: skip
-    """The gradient of an entry's initial state, from the entry's first rows; `window` is that state. The loop over the
-    run computes these rows again: a store there that only they need would slow it down for all rows."""
+    """Write the gradient of an entry's initial state from the entry's first rows; `window`
+    is that state.
+
+    The loop over the run computes these rows again. A store there, needed only by these
+    rows, would slow it down for all rows.
+    """
     grads = _zeros(W - 1, BD)
     for r in tl.static_range(W - 1):
         t = bos + r
@@ -235,29 +257,30 @@ def _state_gradient(
 @Kernel
 def conv1d_bwd_kernel(
     x, weight, bias, initial,
-    dys,  # as ys in forward
+    dys,  # laid out like forward's ys
     d_final_state, dx,
     d_weight,  # [NT, W, D] partials
     d_bias,  # [NT, D] partials, or None
     d_initial_state,  # [S, D, W-1]
     cu_seqlens, chunk_index, D, width_0, width_1, blocks, stride_x,
-    strides,  # of dys
+    strides,  # token strides of dys
     W: constexpr, BT: constexpr, BD: constexpr, R: constexpr, SILU: constexpr,
-    NORM: constexpr,  # of the first two of three parts
-    K: constexpr, BK: constexpr,  # channels of a head, and the places that it has in a block
+    NORM: constexpr,  # l2 norm of the first two of three parts
+    K: constexpr, BK: constexpr,  # channels of a head, and its places in a block
 ):  # fmt: skip
     i_d, i_t = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     i_n, i_s = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
     dy, stride_dy, before, i_d, width = _part(i_d, dys, strides, D, width_0, width_1, BD // BK * K)
     o_y, m_d = _block_channels(i_d, width, BD, K, BK)
     o_d, normed = before + o_y, before < width_0 + width_1
-    dy -= before  # so that o_d points at the part's own channels
+    dy -= before  # o_d then points at the part's channels
     if i_n < 0:  # zeros, since partials are summed over all rows of chunk_index
         for i in tl.static_range(W):
             tl.store(d_weight + (i_t * W + i) * D + o_d, zeros(BD), mask=m_d)
         if d_bias is not None:
             tl.store(d_bias + i_t * D + o_d, zeros(BD), mask=m_d)
         return
+    # This program's run, its weights, and the rows before it.
     sums = _zeros(W, BD)  # d_weight, one [BD] for each tap
     b_dbias = zeros(BD)
     i_n = i_n.to(tl.int64)
@@ -266,14 +289,15 @@ def conv1d_bwd_kernel(
     end = tl.minimum(start + BT, eos)
     weights, b_bias = _load_weights(weight, bias, o_d, m_d, W, BD)
     window = _history(x, initial, start, i_r, o_d, m_d, i_s == 0, stride_x, D, W)
-    # dz of the W - 1 rows before the current one; rows before `start` are another program's
+    # dz of the W - 1 rows before the current one. Another program owns rows before `start`.
     grads = _zeros(W - 1, BD)
     if initial[0] is not None and (i_s == 0) & (i_r >= 0):
         _state_gradient(
             x, dy, window, weights, b_bias, normed, d_final_state, d_initial_state, bos, eos, i_n, i_r, o_d, m_d, D,
             stride_x, stride_dy, W, BD, BK, SILU, NORM,
         )  # fmt: skip
-    # Row t completes the gradient of row t - W + 1. A run after which the document goes on has a multiple of R rows.
+    # Row t completes the gradient of row t - W + 1. A run that is not a document's last has
+    # a multiple of R rows.
     for t in range(start, end, R):
         rows, d_rows = (), ()
         for r in tl.static_range(R):
@@ -285,6 +309,7 @@ def conv1d_bwd_kernel(
             b_dz = _activation_bwd(
                 wide(d_rows[r]), full, weights, b_bias, normed, W, BD, BK, SILU, NORM
             )
+            # The weight's gradient, one sum for each tap.
             added = ()
             for i in tl.static_range(W):
                 added = added + (sums[i] + b_dz * full[i],)
@@ -295,7 +320,8 @@ def conv1d_bwd_kernel(
             b_dx = _row_gradient(d_full, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W)
             tl.store(dx + p * D + o_d, b_dx, mask=m_d & (p >= start) & (p < end))
             window, grads = full[1:], d_full[1:]
-    # the next program owns the W - 1 rows after the run, and their share of the weight's gradient
+    # The next program owns the W - 1 rows after the run, and their share of the weight
+    # gradient. Only the gradients of this run's last rows are completed here.
     done = start + tl.cdiv(end - start, R) * R
     for r in tl.static_range(W - 1):
         t = done + r
@@ -319,7 +345,8 @@ def conv1d_bwd_kernel(
 def conv1d_final_state_kernel(
     x, initial, final_state, cu_seqlens, D, stride_x, W: constexpr, BD: constexpr
 ):
-    """The last W - 1 inputs of each entry; where it is shorter, the rest comes from its initial state."""
+    """Write the last W - 1 inputs of each entry. An entry that is shorter takes the rest
+    from its initial state."""
     blocks = tl.cdiv(D, BD)
     i_d, i_n = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     i_r, bos, eos = _entry(initial, cu_seqlens, i_n)
@@ -372,18 +399,21 @@ def conv1d(
     norm_dim: int | None,
     output_final_state: bool,
 ) -> Outputs:
-    """x [T, D], weight [D, W], bias [D], initial_state [S, D, W-1], cu_seqlens [N+1] int32 -> three parts of y, and
-    final_state. The parts are [T, width] for each of `widths`, whose sum is D; missing parts are empty.
+    """Convolve x [T, D] with weight [D, W] and bias [D], from initial_state [S, D, W-1],
+    within entries cu_seqlens [N+1] int32. Returns three parts of y, and final_state. The
+    parts are [T, width] for each of `widths`, whose sum is D; missing parts are empty.
 
-    state_index: [>= N] int32, the row of each entry in initial_state, -1 for zeros, no row twice; None: row n.
-    chunk_index: [NT, 2] int32, runs of BT tokens: entry (-1: none), run within it. An empty entry has one run.
-    norm_dim: K; heads of K channels of the first two of three parts have length 1.
-    final_state [N, D, W-1] holds the last inputs of each entry; it is empty unless `output_final_state`.
+    state_index: [>= N] int32, each entry's row in initial_state, -1 for zeros, no row
+    twice; None: row n. chunk_index: [NT, 2] int32, runs of BT tokens as entry (-1: none)
+    and run within it; an empty entry has one run. norm_dim: K; heads of K channels in the
+    first two of three parts get length 1. final_state [N, D, W-1] holds the last inputs of
+    each entry; it is empty unless `output_final_state`.
     """
     x = _rows(x)
     D, W, N = x.shape[1], weight.shape[1], cu_seqlens.numel() - 1
     *ys, final_state = outputs = _outputs(x, weight, cu_seqlens, widths, output_final_state)
     initial = None if initial_state is None else initial_state.contiguous(), state_index
+    # One program for each run of tokens and block of channels.
     shape, blocks = _blocks(widths, FORWARD_CONFIG, norm_dim)
     sizes, parts = (D, *[*widths, 0][:2], blocks, x.stride(0)), _padded(ys[: len(widths)])
     conv1d_fwd_kernel[(chunk_index.shape[0] * blocks,)](
@@ -430,8 +460,8 @@ def conv1d_backward(
     silu: bool,
     norm_dim: int | None,
 ) -> Outputs:
-    """Gradients of x, weight, bias and initial_state, each in its input's dtype; the last two are empty where bias or
-    initial_state is None.
+    """Return the gradients of x, weight, bias and initial_state, each in its input's dtype.
+    The last two are empty where bias or initial_state is None.
 
     dys: [T, width] of each part of y."""
     x, dys = _rows(x), [_rows(dy) for dy in dys]
@@ -445,8 +475,9 @@ def conv1d_backward(
     state = initial_state.contiguous() if initial_state is not None else None
     d_final = d_final_state.contiguous() if d_final_state is not None else None
     d_state = x.new_empty(0)
-    if state is not None:  # rows that belong to no entry get zeros
+    if state is not None:  # rows without an entry get zeros
         d_state = torch.empty_like(state) if state_index is None else torch.zeros_like(state)
+    # Partial sums of the gradients of weight and bias, one row for each run.
     d_weight = x.new_empty(NT, W, D, dtype=torch.float32)
     d_bias = None if bias is None else x.new_empty(NT, D, dtype=torch.float32)
     shape, blocks = _blocks(widths, BACKWARD_CONFIG, norm_dim)
@@ -463,7 +494,8 @@ def conv1d_backward(
 def _blocks(
     widths: list[int], config: dict[str, int], norm_dim: int | None
 ) -> tuple[dict[str, int], int]:
-    """`config` for blocks that hold heads whole, and the number of blocks, over all parts."""
+    """Return `config` for blocks that hold complete heads, and the number of blocks over
+    all parts."""
     K = norm_dim or 1
     BK = triton.next_power_of_2(K)
     BD = max(config["BD"], BK)
@@ -472,7 +504,7 @@ def _blocks(
 
 
 def _padded(parts: list[Any]) -> tuple[Any, ...]:
-    """`parts`, padded with None to the three that the kernels take."""
+    """Pad `parts` with None to the three that the kernels take."""
     return (*parts, None, None)[:3]
 
 
@@ -505,8 +537,8 @@ def packed_conv1d(
     boundaries: Boundaries,
     options: ConvolutionOptions,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """x [T, D], initial [., D, W-1] or None (zeros) -> y, [T, width] for each of `widths`, and the final state
-    [N, D, W-1] or None."""
+    """Convolve x [T, D] within documents, from initial [., D, W-1] or None (zeros). Returns
+    y, [T, width] for each of `widths`, and the final state [N, D, W-1] or None."""
     chunks = boundaries.chunks.get(BT)
     chunk_index = (
         boundaries.derived(_chunk_index, x.shape[0], BT) if chunks is None else chunks.index

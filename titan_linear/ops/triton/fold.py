@@ -1,8 +1,9 @@
 """Folds S ← M S + S_ext: over the segments of one device, and over the chains of KCP.
 
-States [.., HV, K, V] and transitions [.., HV, K, K] are fp32; products run in three tf32 passes, so that errors stay
-those of fp32 however long a chain is. Of a diagonal M there is the diagonal [.., HV, K], or one number for all of it
-[.., HV, 1]. Nothing here knows KDA or GDN.
+States [.., HV, K, V] and transitions [.., HV, K, K] are fp32. Products run in three tf32
+passes, so errors stay at fp32 level however long a chain is. A diagonal M is given as its
+diagonal [.., HV, K], or as one number [.., HV, 1]. This module is independent of the
+recurrence's rule.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from titan_linear.ops.triton.tiles import (
 
 @triton.jit
 def _transition(p_m, p_s, r, K, V, BK, BV, NM, REVERSE):
-    """Rows r … r+BK of M S, or with REVERSE of Mᵀ S, for BV columns of S at p_s; M has NM numbers: K·K, K or 1."""
+    """Return rows r … r+BK of M S, or of Mᵀ S with REVERSE, for BV columns of S at p_s. M
+    has NM numbers: K·K, K or 1."""
     o_r, o_c = indices(BK, BK)
     _, o_v = indices(BK, BV)
     o_s = o_r * V + o_v
@@ -44,7 +46,8 @@ def _transition(p_m, p_s, r, K, V, BK, BV, NM, REVERSE):
 
 
 def _constants(S_ext: Tensor, M: Tensor, reverse: bool) -> dict[str, int]:
-    """With rows and columns of a state in a block, and warps: one tile of M a link, if it fits."""
+    """Return launch constants: the sizes of a state and of its blocks, and warps. M takes
+    one tile per link where it fits."""
     K, V = S_ext.shape[2:]
     BK = 64 if K > 128 else K
     of_matrix = {"NM": M.shape[2:].numel(), "REVERSE": reverse}
@@ -57,20 +60,23 @@ def fold_kernel(
     M,  # [transitions, HV, K, K], or [.., HV, K or 1]
     chain_offsets,  # [slots + 1]
     s_row, m_row,  # [links of all chains]
-    # [2, slots, HV, K, V]: the result, and room for the states before it; each half has `half` elements
+    # [2, slots, HV, K, V]: the result, and scratch for the states before it; each half has
+    # `half` elements
     out,
     half, HV, K: constexpr, V: constexpr, BK: constexpr, BV: constexpr, NM: constexpr, REVERSE: constexpr,
 ):  # fmt: skip
-    """Fold one (slot, head, slice of V) along its chain, from one half of `out` to the other and back; the last state
-    lands in the first half."""
+    """Fold one (slot, head, slice of V) along its chain. The result alternates between the
+    halves of `out`, and the last state lands in the first half."""
     i_v, i_sh, i_s, i_h = place_in_row(V // BV, HV)
     o_k, o_v = indices(BK, BV)
     o_s = o_k * V + i_v * BV + o_v
     begin, end = tl.load(chain_offsets + i_s), tl.load(chain_offsets + i_s + 1)
     p_out = out + i_sh * K * V
+    # An empty chain gives a zero state.
     if begin == end:
         for r in range(0, K, BK):
             tl.store(p_out + r * V + o_s, zeros(BK, BV))
+    # Each link writes the half that the next link reads.
     for i in range(begin, end):
         p_x = S_ext + (load_index(s_row + i) * HV + i_h) * K * V
         i_m = load_index(m_row + i)
@@ -91,11 +97,12 @@ def fold_kernel(
 def fold(
     S_ext: Tensor, M: Tensor, chain_offsets: Tensor, s_row: Tensor, m_row: Tensor, reverse: bool
 ) -> Tensor:
-    """-> [slots, HV, K, V]. Each slot starts with S = 0; then, for each of its links i, from chain_offsets[slot] up to
-    chain_offsets[slot + 1], S = M[m_row[i]] S + S_ext[s_row[i]], or S = S_ext[s_row[i]] where m_row is -1.
+    """Return the folded states [slots, HV, K, V]. Each slot starts with S = 0. For each of
+    its links i, from chain_offsets[slot] up to chain_offsets[slot + 1], S = M[m_row[i]] S +
+    S_ext[s_row[i]], or S = S_ext[s_row[i]] where m_row is -1.
 
-    S_ext [.., HV, K, V], M [.., HV, K, K] fp32; chain_offsets [slots + 1], s_row, m_row [links] int32. reverse: use
-    the transposes of M.
+    S_ext [.., HV, K, V], M [.., HV, K, K] fp32; chain_offsets [slots + 1], s_row, m_row
+    [links] int32. reverse: use the transposes of M.
     """
     (_, HV, K, V), slots = S_ext.shape, chain_offsets.shape[0] - 1
     out, half = S_ext.new_empty(2, slots, HV, K, V), slots * HV * K * V
@@ -110,14 +117,15 @@ def fold(
 def fold_segments_kernel(
     S_ext,  # [S, HV, K, V]
     M,  # [S, HV, K, K], or [S, HV, K or 1]
-    start,  # states, and the row of each entry's
+    start,  # states, and each entry's row among them
     segment_offsets,  # [N + 1]
     wanted,  # [S] or None
     out,  # [S, HV, K, V]
     N, S, HV, K: constexpr, V: constexpr, BK: constexpr, BV: constexpr, NM: constexpr, REVERSE: constexpr,
 ):  # fmt: skip
-    """Fold one (document, head, slice of V) along its segments. The program after the last document writes zeros for
-    the surplus segments, whose empty chunks the scans read."""
+    """Fold one (document, head, slice of V) along its segments. The program after the last
+    document writes zeros for the surplus segments, because the scans read states for their
+    empty chunks."""
     i_v, _, i_n, i_h = place_in_row(V // BV, HV)
     begin = load_index(segment_offsets + i_n)
     o_k, o_v = indices(BK, BV)
@@ -127,12 +135,14 @@ def fold_segments_kernel(
             for r in range(0, K, BK):
                 tl.store(out + (i * HV + i_h) * K * V + r * V + o_s, zeros(BK, BV))
         return
+    # Each segment's state follows from the state of the segment before it.
     end = load_index(segment_offsets + i_n + 1)
     for i in range(begin, end):
         i_s = begin + end - 1 - i if REVERSE else i
         i_before = i_s + 1 if REVERSE else i_s - 1
         p_to, p_from = out + (i_s * HV + i_h) * K * V, out + (i_before * HV + i_h) * K * V
         p_x, p_m = S_ext + (i_before * HV + i_h) * K * V, M + (i_before * HV + i_h) * NM
+        # `given` is what the segment before passes on: 0 nothing, 1 S_ext, 2 M too.
         given = 2
         if wanted is not None and i > begin:
             given = tl.load(wanted + i_before)
@@ -168,13 +178,16 @@ def fold_segments(
     wanted: Tensor | None,
     reverse: bool,
 ) -> Tensor:
-    """-> [S, HV, K, V]: the state that enters each segment, `start` for the first one of each of N documents; or, in
-    reverse, the gradient of the state that leaves each segment, `start` for the last one of each document.
+    """Return [S, HV, K, V], the state that enters each segment, with `start` for the first
+    segment of each of N documents; or, in reverse, the gradient of the state that leaves
+    each segment, with `start` for the last segment of each document.
 
-    S_ext (dS_ext) [S, HV, K, V], M [S, HV, ...] fp32; segment_offsets [N + 1] int32, each document's first segment.
-    start [.., HV, K, V] (None: zeros): row n for document n, or row index[n], with index [≥ N]; zeros if negative.
-    wanted [S] int32 (None: 2): what a segment passes on: 0 nothing, 1 S_ext, 2 also M times the state that enters it.
-    What it does not pass on is not read, so that NaN of one document never meets another's state.
+    S_ext (dS_ext) [S, HV, K, V], M [S, HV, ...] fp32; segment_offsets [N + 1] int32, each
+    document's first segment. start [.., HV, K, V] (None: zeros): row n for document n, or
+    row index[n] with index [≥ N]; zeros if index[n] is negative. wanted [S] int32 (None:
+    2): what a segment passes on, which is 0 nothing, 1 S_ext, 2 also M times the state that
+    enters it. Anything that is not passed on is not read, so NaN in one document never
+    reaches another document's state.
     """
     (S, HV, _, V), N, out = S_ext.shape, segment_offsets.shape[0] - 1, torch.empty_like(S_ext)
     states, constants = (
@@ -191,8 +204,9 @@ def fold_segments(
 def _through_entry(
     x, M, wanted, out, half, begin, end, i_nh, i_h, HV, column, K, V, BK, BV, NM, ADDS, REVERSE
 ):
-    """Fold BV of the V columns of x through an entry's segments, from the first one's x; ADDS: the rest add theirs. A
-    segment of which `wanted` asks for no M begins again with its x."""
+    """Fold BV of the V columns of x through an entry's segments, starting from the first
+    segment's x. With ADDS the other segments add their x. A segment for which `wanted`
+    excludes M restarts from its own x."""
     o_k, o_v = indices(BK, BV)
     o_s = o_k * V + column + o_v
     p_out = out + i_nh * K * V
@@ -223,10 +237,12 @@ def fold_entries_kernel(
     n, HV, SLICES: constexpr, K: constexpr, V: constexpr, BK: constexpr, BV: constexpr, NM: constexpr,
     REVERSE: constexpr,
 ):  # fmt: skip
-    """Fold one (entry, head, slice of the state's or the transition's columns) along its segments."""
+    """Fold one (entry, head, slice of columns of the state or of the transition) along its
+    segments."""
     i_v, i_nh, i_n, i_h = place_in_row(SLICES, HV)
     entry = tl.load(entries + i_n)
     begin, end = load_index(segment_offsets + entry), load_index(segment_offsets + entry + 1)
+    # The first slices fold the state, the others the transition.
     if i_v < V // BV:
         column, half = i_v * BV, tl.cast(n, tl.int64) * HV * K * V
         _through_entry(
@@ -250,7 +266,8 @@ def fold_entries_kernel(
             REVERSE,
         )
     elif transition is not None:
-        # A matrix is a state of K columns, a diagonal one of one column, a number one of one row.
+        # Fold M like a state: a matrix has K columns, a diagonal one column, and a number
+        # one row.
         rows: constexpr = K if NM > K else NM
         columns: constexpr = NM // rows
         BR: constexpr = BK if rows > BK else rows
@@ -287,7 +304,8 @@ def _launch_fold_entries(
     transition: Tensor | None,
     reverse: bool,
 ) -> Tensor:
-    """-> [n, HV, K, V]; transition [2, n, *M's] or None: filled here."""
+    """Return the folded states [n, HV, K, V]. Fills `transition` [2, n, *M's] if it is not
+    None."""
     (_, HV, K, V), n = S_ext.shape, len(entries)
     state, constants = S_ext.new_empty(2, n, HV, K, V), _constants(S_ext, M, reverse)
     of_transition = 0 if transition is None else max(constants["NM"] // K // constants["BV"], 1)
@@ -318,11 +336,12 @@ def fold_entries(
     wanted: Tensor | None,
     reverse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """S_ext [n, HV, K, V] and M [n, HV, ...] of `entries` [n] int32, from those of all segments: S_ext is their fold
-    from a zero state, in reverse from the end with the transposes of M; M is the fold from the identity with S_ext left
-    out, in reverse too.
+    """Fold the S_ext and M of all segments to S_ext [n, HV, K, V] and M [n, HV, ...] of
+    `entries` [n] int32. S_ext is the fold from a zero state, or in reverse from the end
+    with the transposes of M. M is the fold from the identity without S_ext, in reverse too.
 
-    wanted [S] int32 (None: 2): where it is below 2, M is not read for S_ext; the entry's M is meaningless then.
+    wanted [S] int32 (None: 2): where it is below 2, M is not read for S_ext, and the
+    entry's M is meaningless.
     """
     transition = M.new_empty(2, len(entries), *M.shape[1:])
     return _launch_fold_entries(
@@ -334,5 +353,5 @@ def fold_entries(
 def fold_entries_back(
     dS_ext: Tensor, M: Tensor, segment_offsets: Tensor, entries: Tensor
 ) -> Tensor:
-    """dS_ext [n, HV, K, V] of `entries` [n] int32, from those of all segments."""
+    """Fold the dS_ext of all segments to dS_ext [n, HV, K, V] of `entries` [n] int32."""
     return _launch_fold_entries(dS_ext, M, segment_offsets, entries, None, None, True)

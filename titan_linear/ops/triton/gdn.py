@@ -1,9 +1,10 @@
 """The chunked gated delta rule (GDN) in Triton: launches of its kernels.
 
-A pass keeps its inputs and the tiles (2 × 64 numbers and two of fp32 per token and head) between forward and backward.
+The inputs and the tiles (2 × 64 numbers of the inputs' dtype and two of fp32 per token and
+head) are kept between forward and backward.
 
-q, k [T, H, K], v [T, HV, V], g, beta [T, HV], HV = R·H. With A_log [HV], g is raw and the gate is
--exp(A_log) softplus(g + dt_bias).
+q, k [T, H, K], v [T, HV, V], g, beta [T, HV], HV = R·H. With A_log [HV], g is raw and the
+gate is -exp(A_log) softplus(g + dt_bias).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Numbers(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of NT chunks of BT = 64 tokens; the letters are those of gdn_kernels."""
+    """Tiles of NT chunks with BT = 64 tokens each. The letters are defined in gdn_kernels."""
 
     C: Tensor  # [NT, HV, BT, BT]
     A: Tensor  # [NT, HV, BT, BT]
@@ -40,7 +41,8 @@ class Tiles(NamedTuple):
 
 
 def _sliced(kernel: str, k: Tensor, HV: int, V: int) -> Config:
-    """Constants of a kernel that takes all K rows of a state, and its V columns slice by slice."""
+    """Return constants of a kernel that holds all K rows of a state and takes its V columns
+    slice by slice."""
     H, K = k.shape[1:]
     return {"R": HV // H, "K": K, "V": V} | config(kernel, k, K, BV=min(K, widest_slice(V)))
 
@@ -74,6 +76,7 @@ class GDNStages(Stages):
         kernels.prepare_kernel[(NT * HV,)](
             *streams, tiles, given.chunks, numbers.scale, HV, **constants
         )
+        # Solve the chunks' triangular systems in place, from N to C.
         beta = tiles.gates[:, :, 1]
         solve_kernel[(NT * HV,)](
             beta, tiles.C, STRIDE_B=2 * BT, SCALED=True, **config("solve", x.k, K)
@@ -90,6 +93,7 @@ class GDNStages(Stages):
         chosen = _sliced(kernel, x.k, HV, V)
         if "o" in outputs:
             outputs |= {"q_desc": ragged_tiles(x.q, K), "A_desc": chunk_tiles(tiles.A)}
+        # Slices of the transition's columns follow the slices of V.
         columns = V + K if "M" in outputs else V
         read = ragged_tiles(x.k, K), ragged_tiles(x.v, chosen["BV"]), chunk_tiles(tiles.C)
         kernels.scan_kernel[(listed_entries(listed, chunks) * HV * (columns // chosen["BV"]),)](
@@ -101,6 +105,7 @@ class GDNStages(Stages):
         (_, HV, V), K = do.shape, x.k.shape[2]
         if outputs and gdn_hopper.fits(x.k, V):
             return gdn_hopper.launch_reverse(given, d_initial, **outputs)
+        # Scan in Triton, slice by slice of V.
         chosen = _sliced("gdn reverse" if outputs else "gdn boundary", x.k, HV, V)
         read = ragged_tiles(x.q, K), ragged_tiles(x.k, K), ragged_tiles(do, chosen["BV"])
         read = *read, chunk_tiles(tiles.C), chunk_tiles(tiles.A)
@@ -122,13 +127,15 @@ class GDNStages(Stages):
         (NT, HV, _, _), (_, _, K), V = given.tiles.C.shape, x.k.shape, x.v.shape[2]
         h, dh = (x.k.new_empty(NT, HV, K, V) for _ in range(2))
         y, dv = (x.v.new_empty(x.v.shape) for _ in range(2))
+        # Recompute the states, then scan their gradients in reverse.
         self.launch_scan(given, h=h, y=y)
         self.launch_reverse(given, (d_initial, given.initial[1]), dh=dh, dv=dv)
         dq, dk, dg, dbeta, *of_heads = _gradients(given, h, dh, y, dv)
         return dq, dk, dv, dg, dbeta, *of_heads
 
     def room(self, x: Inputs) -> int:
-        """For each chunk: states and their gradients, y; dq and dk of value heads that share them."""
+        """Return the bytes of each chunk's states, their gradients and y, and of dq and dk
+        per value head where value heads share keys."""
         (T, HV, V), (_, H, K) = x.v.shape, x.k.shape
         shared = 2 * K if HV > H else 0
         return T * HV * (2 * K * V // BT + V + shared) * x.v.element_size()
@@ -140,7 +147,7 @@ GDN = GDNStages()
 def _gradients(
     given: Given, h: Tensor, dh: Tensor, y: Tensor, dv: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """dq, dk, dg, dbeta, dA_log, ddt_bias."""
+    """Return dq, dk, dg, dbeta, dA_log and ddt_bias."""
     x, tiles, chunks, numbers, initial, d_final, _, do, _ = given
     (T, H, K), (NT, HV, _, V) = x.k.shape, h.shape
     dq, dk = (x.q.new_empty(T, HV, K) for _ in range(2))
@@ -169,6 +176,7 @@ def _gradients(
         kernels.gradients_kernel[(NT * HV,)](
             *read, initial, d_final, *written, chunks, numbers.scale, HV, NT, **chosen
         )
+    # Value heads that share a key head add up their dq and dk.
     if HV > H:
         dq, dk = sum_groups(dq, x.q), sum_groups(dk, x.k)
     pairs = (d_gate[0], x.A_log), (d_gate[1], x.dt_bias)

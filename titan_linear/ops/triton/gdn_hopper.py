@@ -1,13 +1,14 @@
-"""GDN for Hopper, in Gluon: `prepare`, scans, and gradients with V = 128. `gdn_kernels` has their algebra, and them in
-Triton for other dims and GPUs.
+"""GDN for Hopper, in Gluon: `prepare`, scans, and gradients with V = 128. `gdn_kernels`
+describes their algebra, and has the Triton versions for other dims and GPUs.
 
-In a scan, a group of warps carries Sᵀ [BV, K] in registers. Its products have a register operand on their left, so that
-nothing that is computed passes through shared memory from one to the next. One more warp loads tiles by the copy
-engine, and one makes a chunk's factors from its gates. The copy engine writes too, from tiles that are transposed on
-the way.
+In a scan, a group of warps carries Sᵀ [BV, K] in registers. Its products have a register
+operand on their left, so no computed value passes through shared memory between products.
+Another warp loads tiles by the copy engine, and one more computes a chunk's factors from
+its gates. The copy engine also writes the results, from tiles that are transposed on the
+way.
 
-For gradients, the copy engine has all of a program's tiles on their way before it computes, and a multiprocessor has
-two programs: one waits for its tiles while the other computes.
+For gradients, the copy engine loads all of a program's tiles before the program computes,
+and each multiprocessor has two programs. One waits for its tiles while the other computes.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ STATE = constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))  # rows of 
 
 
 def fits(k: Tensor, V: int) -> bool:
-    """Whether these kernels take keys like k [T, H, K] and values of V dims; at V = 192 they spill."""
+    """Return whether these kernels support keys like k [T, H, K] and values of V dims. At V
+    = 192 they spill."""
     shaped = k.shape[2] == K.value and widest_slice(V) == V >= BV.value and k.element_size() == 2
     return shaped and is_hopper(k.device)
 
@@ -88,11 +90,13 @@ def prepare_kernel(
     q_desc, k_desc, A_desc, C_desc, g, beta, A_log, dt_bias, gates, chunks, scale, HV, R,
     K: constexpr, BETA_RANGE: constexpr,
 ):  # fmt: skip
-    """Gates, A and C of one chunk and value head. A pair's earlier token is its row, so that decays serve both."""
+    """Compute the gates, A and C of one chunk and value head. A pair's earlier token is its
+    row, so that the same decays serve both matrices."""
     i_p = gl.program_id(0)
     i_t, i_hv = i_p // HV, i_p % HV
     start, n = chunk_at(chunks, i_t)
     dtype: constexpr = k_desc.dtype
+    # Start loading q and k, and compute gates meanwhile.
     q_s, k_s = each(shared(dtype, 2, BT, K))
     bar = barriers(1).index(0)
     place = [END, start.to(gl.int32) + n, END - n, i_hv // R * K]
@@ -112,6 +116,7 @@ def prepare_kernel(
             o_i >= o_j, G_s.load(OF_TOKENS)[None, :] - G_s.load(TOKENS)[:, None], -float("inf")
         )
     )
+    # Products of pairs, then A, and C by the triangular solve.
     mbarrier.wait(bar, 0)
     b_n, b_a = product(k_s, turned(k_s)), product(k_s, turned(q_s))
     b_n, b_a = warpgroup_mma_wait(0, (b_n, b_a))
@@ -127,7 +132,7 @@ def prepare_kernel(
 
 
 def prepares(k: Tensor) -> bool:
-    """Whether `prepare_kernel` takes keys like k [T, H, K]."""
+    """Return whether `prepare_kernel` supports keys like k [T, H, K]."""
     return k.shape[2] in (BT.value, K.value) and k.element_size() == 2 and is_hopper(k.device)
 
 
@@ -142,7 +147,7 @@ def launch_prepare(given: Given, tiles: Any) -> None:
 
 @gluon.jit
 def places(i_hv, i_v, V):
-    """Of Sᵀ in a state [HV, K, V]."""
+    """Return the offsets of Sᵀ in a state [HV, K, V]."""
     o_v, o_k = indices(BV, K, CARRY)
     return i_hv * (K * V) + o_k * V + i_v * BV + o_v
 
@@ -154,7 +159,7 @@ def _left(x, k, layout):
 
 @gluon.jit
 def _factors(vectors, stage):
-    """2^G, β 2^(γ-G), β [1, BT], and 2^γ."""
+    """Load 2^G, β 2^(γ-G), β [1, BT], and 2^γ."""
     b_e = vectors.index(3 * stage).load(OF_TOKENS)
     b_w, b_beta = (
         vectors.index(3 * stage + 1).load(OF_TOKENS),
@@ -179,6 +184,7 @@ def _forward(tiles, vectors, bars, rooms, ends, V, STAGES):
         tile = (first + i).to(gl.int32) * HV + i_hv
         row = [END, start + length, END - length + i * BT, i_hv * V + i_v * BV]
         b_sd = b_s.to(k.dtype)
+        # Products of the incoming state with k and q. Without q, the state is written to h.
         b_left = gl.convert_layout(b_sd, LEFT)
         mbarrier.wait(ready.index(stage), phase)
         b_x = product(b_left, turned(k))
@@ -193,12 +199,14 @@ def _forward(tiles, vectors, bars, rooms, ends, V, STAGES):
             b_x, b_o = warpgroup_mma_wait(0, (b_x, b_o))
         else:
             b_x = warpgroup_mma_wait(0, (b_x,))
+        # X and Y of the chunk, and the state that leaves it.
         b_x = b_v - b_e * b_x
         b_y = product(_left(b_x, k, LEFT), turned(C))
         b_s *= last
         b_y = b_x - warpgroup_mma_wait(0, (b_y,))
         b_s = add(_left(b_w * b_y, k, LEFT_OF_CARRY), k, b_s)
         if q_s is not None:
+            # The output from U. The stage is free after its products.
             b_u = _left(b_beta * b_y, k, LEFT)
             b_o = add(b_u, turned(A_s.index(stage)), (scale * b_e) * b_o)
             b_s, b_o = warpgroup_mma_wait(0, (b_s, b_o))
@@ -229,6 +237,7 @@ def _backward(tiles, vectors, bars, rooms, ends, V, STAGES):
         tile = (first + i).to(gl.int32) * HV + i_hv
         b_dsd = b_ds.to(k.dtype)
         mbarrier.wait(ready.index(stage), phase)
+        # dU, from the gradient of the state that leaves the chunk and from do.
         b_kds = product(gl.convert_layout(b_dsd, LEFT), turned(k))
         b_du = product(do, A_s.index(stage))
         put(states_desc, [tile * K, i_v * BV], states_s.index(n % 2), b_dsd, 2)
@@ -237,6 +246,7 @@ def _backward(tiles, vectors, bars, rooms, ends, V, STAGES):
         b_scaled = scale * vectors.index(3 * stage).load(gl.SliceLayout(0, LEFT_OF_CARRY))[None, :]
         b_do = (wide(do.load(LEFT_OF_CARRY)) * b_scaled).to(k.dtype)
         b_kds, b_du = warpgroup_mma_wait(0, (b_kds, b_du))
+        # Z and dX, and the gradient of the state that enters.
         b_ds = add(b_do, q_s.index(stage), b_ds * last)
         b_z = b_w * b_kds + b_beta * b_du
         b_dx = product(_left(b_z, k, LEFT), C_s.index(stage))
@@ -261,6 +271,7 @@ def _load(tiles, bars, descs, span, HV, R, V, STAGES, BACK):
     for n in range(NT):
         i = NT - 1 - n if BACK else n
         stage = n % STAGES
+        # Wait until the stage is free, then load all tiles of a chunk into it.
         mbarrier.wait(empty.index(stage), n // STAGES & 1 ^ 1)
         bar, end, row = ready.index(stage), start + length, END - length + i * BT
         tile = ((first + i).to(gl.int32) * HV + i_hv) * BT
@@ -286,6 +297,7 @@ def _make_factors(vectors, bars, gates, span, HV, STAGES, BACK):
         p_g = gates + ((first + i) * HV + i_hv) * (2 * BT)
         b_G, b_beta, last = gl.load(p_g + o_c), gl.load(p_g + BT + o_c), gl.load(p_g + BT - 1)
         mbarrier.wait(empty.index(stage), n // STAGES & 1 ^ 1)
+        # 2^G, β 2^(γ−G) and β.
         vectors.index(3 * stage).store(gl.exp2(b_G))
         vectors.index(3 * stage + 1).store(gl.exp2(last - b_G) * b_beta)
         vectors.index(3 * stage + 2).store(b_beta)
@@ -294,15 +306,17 @@ def _make_factors(vectors, bars, gates, span, HV, STAGES, BACK):
 
 @GluonKernel
 def scan_kernel(
-    k_desc, v_desc, C_desc, q_desc, A_desc,  # v: do with BACK; q and A: None where no o is wanted
-    states_desc, rows_desc,  # h and y, None and o, or with BACK dh and dv
+    k_desc, v_desc, C_desc, q_desc, A_desc,  # v is do with BACK; without o, q and A are None
+    states_desc, rows_desc,  # outputs: h and y, None and o, or with BACK dh and dv
     gates, initial, final_state, listed, chunks, scale, HV, R,
     V: constexpr, STAGES: constexpr, BACK: constexpr,
 ):  # fmt: skip
-    """Scan one entry's chunks, for one head and BV columns of its state; with BACK, from the last to the first."""
+    """Scan one entry's chunks for one head and BV columns of its state; with BACK, from the
+    last chunk to the first."""
     i_v, _, i_n, i_hv = place_in_row(V // BV, HV)
     start, length, first = entry_at(chunks, listed, i_n)
     span = start.to(gl.int32), length, first, i_n, i_hv, i_v
+    # Shared memory: stages of loaded tiles, and two tiles of each output.
     dtype: constexpr = k_desc.dtype
     q_s, A_s, states_s = None, None, None
     if q_desc is not None:
@@ -319,7 +333,8 @@ def scan_kernel(
     rows_s = shared(dtype, 2, BT, BV)
     vectors = gl.allocate_shared_memory(gl.float32, [3 * STAGES, BT], VECTOR)
     bars = barriers(STAGES), barriers(STAGES), barriers(STAGES)
-    # Constants stand in the calls: in a tuple of its own they would become tensors.
+    # Constants are passed in the calls, because in a tuple of their own they would become
+    # tensors.
     descs = q_desc, k_desc, v_desc, C_desc, A_desc
     ends = initial, final_state, span, scale, HV
     rooms = states_s, rows_s, states_desc, rows_desc
@@ -342,7 +357,8 @@ def _launch(
     ends: tuple[Pair, Pair],
     BACK: bool,
 ) -> None:
-    """states: of chunks; ends: the states of entries that are read and written."""
+    """Launch the scan. states: the chunks' states to write, or None. ends: the entries'
+    states to read and to write."""
     x, tiles, (_, HV, V) = given.x, given.tiles, v.shape
     read: tuple[TensorDescriptor | None, ...] = None, None
     if BACK or states is None:
@@ -371,19 +387,19 @@ def launch_reverse(given: Given, d_initial: Pair, dh: Tensor, dv: Tensor) -> Non
 
 @gluon.jit
 def _half(rows, i):
-    """Half of the channels of rows [BT, K]."""
+    """Return one half of the channels of rows [BT, K]."""
     return rows.slice(BT * i, BT, 1)
 
 
 @gluon.jit
 def _products(a, first, second):
-    """a times the transposes of both, under way."""
+    """Start the products of a with the transposes of both."""
     return product(a, turned(first)), product(a, turned(second))
 
 
 @gluon.jit
 def _add(a, rows, first, second):
-    """a @ rows, under way, added to its halves."""
+    """Start a @ rows, added to its halves."""
     return add(a, _half(rows, 0), first), add(a, _half(rows, 1), second)
 
 
@@ -394,7 +410,7 @@ def _read(rows, i):
 
 @gluon.jit
 def _write(desc, place, rows, first, second):
-    """Write two halves of the channels, through `rows`."""
+    """Write two halves of the channels through `rows`."""
     _half(rows, 0).store(first.to(desc.dtype))
     _half(rows, 1).store(second.to(desc.dtype))
     send(desc, place, rows)
@@ -402,7 +418,7 @@ def _write(desc, place, rows, first, second):
 
 @gluon.jit
 def _given_product(initial, d_final, i_n, i_hv, HV):
-    """<S, dS'> of an entry's given states."""
+    """Compute <S, dS'> from an entry's initial and final fp32 states."""
     o_k, o_v = indices(16, K, STATE)
     total = gl.zeros([16, K], gl.float32, STATE)
     for i in range(K // 16):
@@ -419,7 +435,8 @@ def gradients_kernel(
     gates, g, A_log, dt_bias, initial, d_final, dg, dbeta, d_gate, chunks, scale, HV, NT, R,
     BETA_RANGE: constexpr,
 ):  # fmt: skip
-    """As `gradients_kernel` of gdn_kernels; dh comes where do and dv were."""
+    """Compute the gradients like `gradients_kernel` of gdn_kernels. dh reuses the shared
+    memory of do and dv."""
     i_p = gl.program_id(0)
     i_t, i_hv = i_p // HV, i_p % HV
     start, n = chunk_at(chunks, i_t)
@@ -429,6 +446,7 @@ def gradients_kernel(
             gl.store(d_gate + NT * HV + i_p, 0.0)
         return
     dtype: constexpr = k_desc.dtype
+    # Start loading all tiles that fit at once.
     q_s, k_s, y_s = each(shared(dtype, 3, BT, K))
     do_s, dv_s = each(shared(dtype, 2, BT, K))
     h1, h2 = each(shared(dtype, 2, BT, K))
@@ -453,6 +471,7 @@ def gradients_kernel(
     b_betas = gl.load(p_g + BT + o_j)[None, :]
     o_i, o_j = o_i[:, None], o_j[None, :]
     b_d = gl.exp2(gl.where(o_i >= o_j, b_G[:, None] - gl.load(p_g + o_j), -float("inf")))
+    # Products of pairs of tokens.
     mbarrier.wait(keys_ready, 0)
     b_a, b_kk = product(q_s, turned(k_s)), product(k_s, turned(k_s))
     mbarrier.wait(values_ready, 0)
@@ -460,19 +479,21 @@ def gradients_kernel(
     b_a, b_kk, b_p, b_n = warpgroup_mma_wait(0, (b_a, b_kk, b_p, b_n))
     b_p *= scale * b_d
     b_n = gl.where(o_i > o_j, -b_n * b_d, 0.0)
-    # as `_pair_gradients`
+    # The gradients of G and beta, like `_pair_gradients`.
     b_w = b_p * b_a + b_n * b_kk
     b_own = diagonal(b_w)
     b_w = gl.where(o_i == o_j, 0.0, b_w)
     b_dg = gl.sum(b_w * b_betas, 1)
-    b_db = gl.sum(gl.reshape(b_w, [4, BT // 4, BT]), 1)  # of each warp
+    b_db = gl.sum(gl.reshape(b_w, [4, BT // 4, BT]), 1)  # one sum per warp
     b_p, b_n = (b_p * b_betas).to(dtype), (b_n * b_betas).to(dtype)
 
     mbarrier.wait(h_ready, 0)
+    # The share of the entering state in dq and dk.
     dq1, dq2 = _products(do_s, h1, h2)
     dk1, dk2 = _products(dv_s, h1, h2)
     dq1, dq2, dk1, dk2 = warpgroup_mma_wait(0, (dq1, dq2, dk1, dk2))
     tl.debug_barrier()
+    # do and dv are no longer needed: load dh's first half in their place.
     dh1 = shared(dtype, 1, BT, K).index(0)
     mbarrier.expect(dh1_ready, 2 * BT * K)
     fetch(dh_desc, [i_p * K, 0], dh1_ready, dh1)
@@ -487,6 +508,7 @@ def gradients_kernel(
     b_dg += gl.sum(
         dq1 * _read(q_s, 0) + dq2 * _read(q_s, 1) + dk1 * _read(k_s, 0) + dk2 * _read(k_s, 1), 1
     )
+    # The share of pairs of tokens in dq and dk.
     dq1, dq2 = _add(p_s, k_s, dq1, dq2)
     dk1, dk2 = _add(n_s, k_s, dk1, dk2)
     dk1, dk2 = _add(turned(n_s), k_s, dk1, dk2)
@@ -499,6 +521,7 @@ def gradients_kernel(
     _write(dq_desc, values, q_s, dq1, dq2)
 
     mbarrier.wait(dh1_ready, 0)
+    # The share of dS' in dk and dbeta, and <S, dS'>.
     ydh1, b_s = product(y_s, turned(dh1)), product(h1, turned(dh1))
     mbarrier.wait(dh2_ready, 0)
     ydh2 = product(y_s, turned(dh2))
@@ -511,6 +534,7 @@ def gradients_kernel(
     dk2 += b_w * ydh2
 
     b_sds = gl.sum(diagonal(b_s), 0)
+    # For a document within one chunk, read the fp32 states.
     if initial[0] is not None and d_final[0] is not None:
         i_n, alone = of_one_chunk(chunks, i_t, n)
         if alone:
@@ -519,19 +543,20 @@ def gradients_kernel(
     b_beta, b_dbs = gl.load(p_g + BT + o_c), gl.convert_layout(b_dbs, EACH_WARP)
     b_db = gl.convert_layout(gl.sum(b_db, 0), EACH_WARP)
     b_dg = gl.convert_layout(b_dg, EACH_WARP) - b_beta * b_db
-    # as in gdn_kernels: the last token has no later gates
+    # As in gdn_kernels, the last token has no later gates.
     b_later = gl.where(o_c < n - 1, b_beta * b_dbs, 0.0)
     store_gate_gradients(
         o_c, b_dg, b_later, b_db + gl.convert_layout(b_own, EACH_WARP) + b_dbs, b_beta, gl.exp2(last) * b_sds, g, A_log,
         dt_bias, dg, dbeta, d_gate, i_p, start, n, i_hv, HV, NT, BETA_RANGE,
     )  # fmt: skip
-    # last: what is reduced or converted above may pass through memory that the compiler takes for free
+    # dk is written last, because reductions and conversions above may pass through memory
+    # that the compiler considers free.
     _write(dk_desc, values, k_s, dk1, dk2)
     tma.store_wait(0)
 
 
 def launch_gradients(given: Given, read: tuple[Tensor, ...], written: tuple[Tensor, ...]) -> None:
-    """read: h, dh, y and dv; written: dq, dk, dg, dbeta and d_gate."""
+    """Launch the gradients. read: h, dh, y and dv. written: dq, dk, dg, dbeta and d_gate."""
     (x, tiles, chunks, n, initial, d_final, _, do, _), (h, dh, *values), (dq, dk, *of_gates) = (
         given,
         read,

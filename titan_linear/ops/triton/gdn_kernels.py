@@ -2,18 +2,21 @@
 
 With G the gate summed inside a chunk (here in base 2), D_ij = 2^(G_i - G_j):
 
-    N = strict_lower(D * k kᵀ)        A = scale * lower(D * q kᵀ)         C = N (I + diag(beta) N)^-1 diag(beta)
+    N = strict_lower(D * k kᵀ)        A = scale * lower(D * q kᵀ)
+    C = N (I + diag(beta) N)^-1 diag(beta)
     X = v - 2^G k S                   Y = X - C X                         U = beta Y
-    o = scale 2^G q S + A U           S' = 2^γ S + kᵀ (2^(γ-G) U)          γ = G of the chunk's last token
+    o = scale 2^G q S + A U           S' = 2^γ S + kᵀ (2^(γ-G) U)
+    γ = G of the chunk's last token
 
-I - C = (I + N diag(beta))^-1: the identity stays exact when C is rounded, and Y gives d beta without a division.
-Backward, with dS' the gradient of the state that leaves the chunk:
+I - C = (I + N diag(beta))^-1: the identity stays exact when C is rounded, and Y gives d
+beta without a division. In backward, with dS' the gradient of the state that leaves the
+chunk:
 
     dU = Aᵀ do + 2^(γ-G) k dS'        Z = beta dU                         dv = dX = Z - Cᵀ Z
     dS = 2^γ dS' + scale qᵀ (2^G do) - kᵀ (2^G dX)
 
-Everything else needs only do, Y, dX, S and dS' of its own chunk: `gradients_kernel`. All sums are fp32; operands of a
-dot are rounded to the inputs' dtype.
+All other gradients need only do, Y, dX, S and dS' of their own chunk: `gradients_kernel`.
+All sums are fp32, and operands of a dot are rounded to the inputs' dtype.
 """
 
 from __future__ import annotations
@@ -51,12 +54,13 @@ from titan_linear.ops.triton.tiles import (
 
 @triton.jit
 def store_gates(o_c, g, beta, A_log, dt_bias, gates, i_p, start, length, HV, BETA_RANGE):
-    """Store G in base 2 and beta of the tokens o_c of one chunk and head, and return them; past a document's end, the
-    last G and zero."""
+    """Store G in base 2 and beta for the tokens o_c of one chunk and head, and return them.
+    Past a document's end these are the last G and zero."""
     i_hv = i_p % HV
     p_g, stride = g
     m_t = o_c < length
     b_g = load_wide(p_g + start * stride + i_hv + o_c * stride, m_t)
+    # Compute the gate from its raw input.
     if A_log is not None:
         if dt_bias is not None:
             b_g += load_wide(dt_bias + i_hv)
@@ -72,7 +76,8 @@ def store_gates(o_c, g, beta, A_log, dt_bias, gates, i_p, start, length, HV, BET
 def prepare_kernel(
     q, k, g, beta, A_log, dt_bias, tiles, chunks, scale, HV, R: constexpr, K: constexpr, BETA_RANGE: constexpr,
 ):  # fmt: skip
-    """Gates, A and N (in C's tile, for solve_kernel) of one chunk and value head."""
+    """Compute the gates, A and N (in C's tile, for solve_kernel) of one chunk and value
+    head."""
     i_p = program()
     i_t, i_hv = i_p // HV, i_p % HV
     start, length = chunk_at(chunks, i_t)
@@ -83,6 +88,7 @@ def prepare_kernel(
         o_c, g, beta, A_log, dt_bias, tiles.gates, i_p, start, length, HV, BETA_RANGE
     )
     o_i, o_j = indices(BT, BT)
+    # A and N from products of pairs of tokens and their decays D.
     b_d = tl.exp2(tl.where(o_i >= o_j, b_G[:, None] - b_G[None, :], -float("inf")))
     b_a = dot(b_q, b_k.T) * scale * b_d
     tl.store(tiles.A + i_p * BT * BT + (o_i * BT + o_j), b_a)
@@ -92,7 +98,7 @@ def prepare_kernel(
 
 @triton.jit
 def _load_gates(gates, i_p):
-    """G and beta of a chunk and head, each [BT], and its last G."""
+    """Load G and beta of a chunk and head, each [BT], and its last G."""
     o_c = arange(BT)
     p_g = gates + i_p * 2 * BT
     return tl.load(p_g + o_c), tl.load(p_g + BT + o_c), tl.load(p_g + BT - 1)
@@ -104,16 +110,17 @@ def scan_kernel(
     R: constexpr, K: constexpr, V: constexpr, BV: constexpr, STAGES: constexpr,
     q_desc=None, A_desc=None, o=None,  # [T, HV, V]
     h=None, y=None,  # [NT, HV, K, V], the state that enters each chunk, and [T, HV, V]
-    final_state=None,  # of each entry or listed one, [., HV, K, V] fp32
+    final_state=None,  # of all or of the listed entries, [., HV, K, V] fp32
     M=None,  # [F, HV, K, K] fp32
 ):  # fmt: skip
-    """Scan one entry's chunks in order, for one head and BV columns of final_state or, with v = 0 and from the
-    identity, of M."""
+    """Scan one entry's chunks in order, for one head and BV columns of final_state or of M.
+    M is the scan from the identity with v = 0."""
     i_v, i_nh, i_n, i_hv = place_in_row(V // BV if M is None else (V + K) // BV, HV)
     is_m = i_v >= V // BV
     if not is_wanted(listed, i_n, tl.where(is_m, 2, 1)):
         return
     start, length, first = entry_at(chunks, listed, i_n)
+    # Start from the initial state or, for M, from the identity.
     o_k, o_v = indices(K, BV)
     i_m, v_length = i_v - V // BV, length
     if M is None:
@@ -133,6 +140,7 @@ def scan_kernel(
         b_sd = b_s.to(C_desc.dtype)
         if h is not None:
             tl.store(h + i_p * K * V + i_v * BV + (o_k * V + o_v), b_sd)
+        # X and Y of the chunk, from the state that enters it.
         b_x = b_v - b_e[:, None] * dot(b_k, b_sd)
         b_y = b_x - dot(b_c, b_x.to(b_sd.dtype))  # [BT, BV]
         if h is not None:
@@ -143,6 +151,7 @@ def scan_kernel(
             b_o = (scale * b_e)[:, None] * dot(b_q, b_sd)
             b_o += dot(b_a, (b_beta[:, None] * b_y).to(b_sd.dtype))
             store_tokens((o, HV * V), b_o, token, n, column, BV)
+        # The state that leaves the chunk.
         b_w = (tl.exp2(b_last - b_G) * b_beta)[:, None] * b_y
         b_s = b_s * tl.exp2(b_last) + dot(b_k.T, b_w.to(b_sd.dtype))
     if M is not None and is_m:
@@ -158,7 +167,8 @@ def reverse_kernel(
     # [NT, HV, K, V], the gradient of the state that leaves each chunk, and [T, HV, V]
     dh=None, dv=None,
 ):  # fmt: skip
-    """Scan one entry's chunks from the last to the first, for one head and BV columns of a state's gradient."""
+    """Scan one entry's chunks from the last to the first, for one head and BV columns of a
+    state's gradient."""
     i_v, i_nh, i_n, i_hv = place_in_row(V // BV, HV)
     if not is_wanted(listed, i_n, 1):
         return
@@ -181,12 +191,14 @@ def reverse_kernel(
         b_dsd = b_ds.to(C_desc.dtype)
         if dh is not None:
             tl.store(dh + i_p * K * V + o_s, b_dsd)
+        # dU, Z and dX of the chunk, from the gradient of the state that leaves it.
         b_du = tl.exp2(b_last - b_G)[:, None] * dot(b_k, b_dsd)
         b_du += dot(b_a.T, b_do)  # [BT, BV]
         b_z = b_beta[:, None] * b_du
         b_dx = b_z - dot(b_c.T, b_z.to(b_dsd.dtype))
         if dh is not None:
             store_tokens((dv, HV * V), b_dx, start + i * BT, length - i * BT, column, BV)
+        # The gradient of the state that enters the chunk.
         b_e = tl.exp2(b_G)
         b_ds *= tl.exp2(b_last)
         b_ds += dot(b_q.T, ((scale * b_e)[:, None] * b_do).to(b_dsd.dtype))
@@ -196,11 +208,11 @@ def reverse_kernel(
 
 @triton.jit
 def _pair_gradients(b_w, b_beta):
-    """What the products of pairs of tokens add to the gradients of G and beta, from w [BT, BT]: the gradient of o_i or
-    X_i times U_j / beta_j.
+    """Return the contributions of products of pairs of tokens to the gradients of G and
+    beta. w [BT, BT] is the gradient of o_i or X_i times U_j / beta_j.
 
-    A token's product with itself does not decay and is left out of G's gradient: its rounding would exceed the gradient
-    of a fast gate.
+    A token's product with itself does not decay, so it is left out of G's gradient: its
+    rounding error would exceed the gradient of a fast gate.
     """
     o_i, o_j = indices(BT, BT)
     b_own = tl.sum(tl.where(o_i == o_j, b_w, 0.0), 1)
@@ -214,13 +226,16 @@ def store_gate_gradients(
     o_c, b_dg, b_later, b_db, b_beta, b_entering, g, A_log, dt_bias, dg, dbeta, d_gate, i_p, start, length, i_hv, HV,
     NT, BETA_RANGE,
 ):  # fmt: skip
-    """dg and dbeta of the tokens o_c of one chunk and head from those of G, of what is later written to the state, of
-    what enters it, and of β."""
+    """Store dg and dbeta for the tokens o_c of one chunk and head, from the gradients of G
+    (b_dg), of later writes to the state (b_later), of the entering state (b_entering) and
+    of β (b_db)."""
     m_t = o_c < length
-    # the gate of token t decays the state that enters, updates before t, and what tokens from t on read
+    # The gate of token t decays the state that enters, updates before t, and all reads from
+    # token t on.
     b_dg = tl.cumsum(b_dg, 0, reverse=True) + tl.cumsum(b_later, 0) - b_later
     b_dg += b_entering
     p_g = start * HV + i_hv + o_c * HV
+    # Through the gate's function to its raw input, A_log and dt_bias.
     if A_log is not None:
         p_x, stride = g
         b_x = load_wide(p_x + start * stride + i_hv + o_c * stride, m_t)
@@ -247,7 +262,8 @@ def gradients_kernel(
     chunks, scale, HV, NT, R: constexpr, K: constexpr, V: constexpr, BV: constexpr, BETA_RANGE: constexpr,
     STAGES: constexpr,
 ):  # fmt: skip
-    """dq, dk, dg, dbeta of one chunk and value head; queries come first, so that few tiles are live at a time."""
+    """Compute dq, dk, dg and dbeta of one chunk and value head. Queries come first, so that
+    few tiles are live at a time."""
     i_p = program()
     i_t, i_hv = i_p // HV, (i_p % HV).to(tl.int32)
     start, length = chunk_at(chunks, i_t)
@@ -260,7 +276,8 @@ def gradients_kernel(
     o_c = arange(BT)
     i_s = (i_p * K).to(tl.int32)
 
-    # by ordinary loads, before a loop: both at once, and into shared memory before the loop's sums take the registers
+    # Load q and k without the copy engine, before the loop: both at once, and into shared
+    # memory before the loop's sums take the registers.
     keys = start, length, i_hv // R * K
     b_q = load_tokens(q, *keys, K)
     b_k = load_tokens(k, *keys, K)
@@ -279,6 +296,7 @@ def gradients_kernel(
     b_e = tl.exp2(b_G)
     o_i, o_j = indices(BT, BT)
     b_d = tl.exp2(tl.where(o_i >= o_j, b_G[:, None] - b_G[None, :], -float("inf")))
+    # dq, and the share of pairs of tokens in the gradients of G and beta.
     b_p *= scale * b_d
     b_n = tl.where(o_i > o_j, -b_n * b_d, 0.0)
     b_dgs = (scale * b_e) * tl.sum(b_dq * wide(b_q), 1)
@@ -292,19 +310,21 @@ def gradients_kernel(
     b_n *= b_beta[None, :]
     b_nk = (b_n + b_n.T).to(dtype)
 
-    # q, k and gates are loaded again rather than held in registers across a loop
+    # Load q, k and gates again instead of holding them in registers across a loop.
     b_q = load_tokens(q, *keys, K)
     b_dk = zeros(BT, K)  # dX Sᵀ
-    for i_v in tl.range(0, V // BV, num_stages=STAGES + 1):  # its tiles are fewer
+    for i_v in tl.range(0, V // BV, num_stages=STAGES + 1):  # this loop has fewer tiles
         b_dx = fetch_rows(dv_desc, start, length, 0, i_hv * V + i_v * BV)
         b_dk = dot(b_dx, h_desc.load([i_s, i_v * BV]).T, b_dk)
     b_k = fetch_rows(k_desc, start, length, 0, i_hv // R * K)
     b_G, b_beta, b_last = _load_gates(gates, i_t * HV + i_hv)
     b_e = tl.exp2(b_G)
+    # dk without the share of dS'.
     b_dg -= b_e * tl.sum(b_dk * wide(b_k), 1)
     b_dk = dot(b_nk, b_k, -b_e[:, None] * b_dk)
     b_dk = dot(b_pq.T, b_q, b_dk)
 
+    # The share of dS' in dk, dbeta and dg.
     b_ydh = zeros(BT, K)  # Y dS'ᵀ
     b_sds = 0.0  # <S, dS'>
     for i_v in tl.range(0, V // BV, num_stages=STAGES):
@@ -317,12 +337,13 @@ def gradients_kernel(
     b_G, b_beta, b_last = _load_gates(gates, i_t * HV + i_hv)
     b_w = tl.exp2(b_last - b_G)
     b_dbs = b_w * tl.sum(b_ydh * wide(b_k), 1)
-    # what U_j adds to the state decays with the gates of the tokens after j: the last token has none
+    # U_j's update of the state decays with the gates after token j. The last token has
+    # none.
     b_later = tl.where(o_c < length - 1, b_beta * b_dbs, 0.0)
     b_dk += (b_w * b_beta)[:, None] * b_ydh
     store_tokens((dk, HV * K), b_dk, start, length, i_hv * K, K)
 
-    # for a document within one chunk the given fp32 states are read: <S, dS'> may be most of its dg
+    # For a document within one chunk, read the fp32 states: <S, dS'> may be most of its dg.
     if initial[0] is not None and d_final[0] is not None:
         i_n, alone = of_one_chunk(chunks, i_t, length)
         if alone:

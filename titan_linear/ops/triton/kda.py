@@ -1,7 +1,7 @@
 """Kimi Delta Attention in Triton: launches of its kernels.
 
-A pass keeps its inputs, Aqk and Gn (2 × 64 numbers of the compute dtype per token and head) between forward and
-backward.
+The inputs, Aqk and Gn (2 × 64 numbers of the compute dtype per token and head) are kept
+between forward and backward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ GATES = {"none": 0, "softplus": 1, "bounded": 2}
 class Numbers(NamedTuple):
     scale: float
     lower_bound: float
-    # g is the log decay (0), or the raw input of the softplus gate (1) or of the bounded gate (2)
+    # g is the log decay (0), or the raw input of the softplus gate (1) or the bounded gate
+    # (2)
     gate: float
     safe_gate: float
     # 0: beta is β; otherwise beta holds logits, and β is this times their sigmoid
@@ -36,36 +37,39 @@ class Numbers(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of NT chunks of C = 64 tokens; the letters are those of kda_kernels."""
+    """Tiles of NT chunks with C = 64 tokens each. The letters are defined in kda_kernels."""
 
     qg: Tensor  # [NT, HV, K, C] scale·q·2^Γ
     kn: Tensor  # [NT, HV, K, C] −k·2^Γ
     kg: Tensor  # [NT, HV, K, C] k·2^(γ−Γ)
     decay: Tensor  # [NT, HV, K] fp32, 2^γ
     b: Tensor  # [NT, HV, C] fp32, β
-    Aqk: Tensor | None  # [NT, HV, C, C]; None, like Gn: not computed again
+    Aqk: Tensor | None  # [NT, HV, C, C]; None, like Gn, when recomputed for backward
     Gn: Tensor | None  # [NT, HV, C, C]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of matrix operands: fp16's exponent cannot hold the factors of fast gates, so fp16 inputs use bf16."""
+    """Return the dtype of matrix operands. fp16 inputs use bf16, because fp16's exponent
+    cannot hold the factors of fast gates."""
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
 def _constants(tiles: Tiles, kernel: str, V: int, BV: int) -> Config:
-    """Of a kernel that goes through an entry's chunks; BV: columns of a slice at most."""
+    """Return constants of a kernel that loops over an entry's chunks. BV: upper bound on
+    the columns of a slice."""
     _, HV, K, _ = tiles.qg.shape
     return {"HV": HV, "K": K, "V": V, **config(kernel, tiles.qg, K, BV=BV)}
 
 
 def _of_gates(x: Inputs, n: Numbers) -> Config:
-    """Constants of a kernel on a chunk's gates."""
+    """Return constants of a kernel that reads a chunk's gates."""
     _, H, K = x.q.shape
     return {"H": H, "HV": x.v.shape[1], "K": K, "GATE": int(n.gate)}
 
 
 def _passes(safe_gate: float, safe: str, any_gate: str) -> list[tuple[str, bool]]:
-    """Kernels to launch, and whether each relies on bounded gates; see `is_fast`."""
+    """Return the kernels to launch, and whether each relies on bounded gates; see
+    `is_fast`."""
     return [(safe, True)] if safe_gate else [(safe, True), (any_gate, False)]
 
 
@@ -96,10 +100,13 @@ class KDAStages(Stages):
     def launch_prepare(self, given: Given, tiles: Tiles) -> None:
         x, n = given.x, given.numbers
         (NT, HV, K, _), matrices = tiles.qg.shape, given.tiles.Aqk is None
+        # Aqk and Gn, if they were kept, are not computed again.
         if not matrices:
             tiles = tiles._replace(Aqk=None, Gn=None)
         if kda_hopper.prepares(x, n.safe_gate, n.gate):
             return kda_hopper.launch_prepare(given, tiles)
+        # Without safe_gate a second kernel recomputes the chunks that the first one flags
+        # in `fast`.
         fast = x.q.new_empty(NT, HV, dtype=torch.int32) if matrices and not n.safe_gate else None
         kernel = "kda prepare" if matrices else "kda recompute"
         passes = _passes(n.safe_gate, f"{kernel} safe", kernel)
@@ -156,9 +163,11 @@ class KDAStages(Stages):
     def launch_backward(self, given: Given, d_initial: Tensor | None) -> tuple[Tensor | None, ...]:
         x, tiles, V = given.x, given.tiles, given.do.shape[2]
         NT, HV, K, C = tiles.qg.shape
+        # States at the chunk boundaries, the chunks' writes, and the gradients of both.
         h, dh = (tiles.qg.new_empty(NT, HV, V, K) for _ in range(2))
         r, y = (tiles.qg.new_empty(NT, HV, V, C) for _ in range(2))
         self.launch_reverse(given, (d_initial, given.initial[1]), h=h, dh=dh, r=r, y=y)
+        # dv, dβ, and the gradients of the chunks' two matrices.
         dv, dbeta = x.v.new_empty(x.v.shape), x.beta.new_empty(x.beta.shape)
         dA, dK = (tiles.qg.new_empty(NT, HV, C, C) for _ in range(2))
         constants = _constants(tiles, "kda matrix", V, widest_slice(V))
@@ -180,8 +189,8 @@ class KDAStages(Stages):
         return dq, dk, dv, dg, dbeta, dA_log, ddt_bias
 
     def room(self, x: Inputs) -> int:
-        """For each chunk: states and their gradients, r and y, the gradients of two matrices; dq and dk of value heads
-        that share them."""
+        """Return the bytes of each chunk's states, their gradients, r, y and the gradients
+        of two matrices, and of dq and dk per value head where value heads share keys."""
         (T, HV, V), (_, H, K) = x.v.shape, x.k.shape
         shared = 2 * K if HV > H else 0
         return T * HV * (2 * K * V // CHUNK + 2 * V + 2 * CHUNK + shared) * x.v.element_size()
@@ -193,16 +202,19 @@ KDA = KDAStages()
 def _gradients(
     given: Given, h: Tensor, dh: Tensor, r: Tensor, y: Tensor, dA: Tensor, dK: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """dq, dk, dg, dA_log, ddt_bias."""
+    """Return dq, dk, dg, dA_log and ddt_bias."""
     x, tiles, chunks, n, *_, do, _ = given
     (T, H, K), (NT, HV, V, _), C = x.q.shape, h.shape, CHUNK
-    # With grouped value heads, each value head writes its own dq and dk in fp32; they are summed below.
+    # With grouped value heads, each value head writes its own dq and dk in fp32. They are
+    # summed below.
     dq, dk = (
         x.q.new_empty(T, HV, K, dtype=x.q.dtype if HV == H else torch.float32) for _ in range(2)
     )
     dg = x.g.new_empty(x.g.shape)
+    # Partial sums of the gradients of dt_bias and A_log, one row per chunk.
     dbias_part, dA_part = parts = x.g.new_empty(2, NT if n.gate else 0, HV * K, dtype=torch.float32)
     limits = {"BK": K, "BV": widest_slice(V)}
+    # The first kernel flags blocks of BF channels with gates too fast for it.
     BF = config("kda gradient safe", x.q, K, **limits)["BK"]
     fast = None if n.safe_gate else x.g.new_empty(NT, HV, K // BF, dtype=torch.int32)
     constants = _of_gates(x, n) | {"V": V, "BF": BF}
@@ -223,6 +235,7 @@ def _gradients(
             *map(rows, (x.q, x.k, x.g)), *read, x.A_log, x.dt_bias, tiles.b, dA, dK, dq, dk, dg, *sums, fast, chunks,
             n.scale, n.lower_bound, SAFE=safe, **constants, **chosen,
         )  # fmt: skip
+    # Add up the value heads' shares, and the chunks' partial sums.
     if HV != H:
         dq, dk = sum_groups(dq, x.q), sum_groups(dk, x.k)
     ddt_bias, dA_log = parts.sum(1)

@@ -1,9 +1,11 @@
-"""KDA's `prepare` and gradients for Hopper, in Gluon, for gates that `half_decays` takes. `kda_kernels` has their
-algebra, and them in Triton for other gates, shapes and GPUs.
+"""KDA's `prepare` and gradients for Hopper, in Gluon, for gates that `half_decays`
+supports. `kda_kernels` describes their algebra, and has the Triton versions for other
+gates, shapes and GPUs.
 
-The copy engine has all of a program's tiles on their way before it computes, and a multiprocessor has two programs: one
-waits for its tiles while the other computes. Tiles have channels as rows, and tokens of one half of a chunk as columns:
-pairs of two halves then need no mask, and products read parts of the chunk's matrices where these lie.
+The copy engine loads all of a program's tiles before the program computes, and each
+multiprocessor has two programs. One waits for its tiles while the other computes. Tiles
+have channels as rows, and tokens of one half of a chunk as columns. Pairs of two halves
+then need no mask, and products read parts of the chunk's matrices in place.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ WORDS = constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 def fits(x: Inputs) -> bool:
-    """Whether this kernel takes heads and dtypes like those of x."""
+    """Return whether this kernel supports heads and dtypes like x's."""
     return (
         x.q.shape == x.v.shape
         and x.q.shape[2] == D.value
@@ -77,13 +79,13 @@ def fits(x: Inputs) -> bool:
 
 @gluon.jit
 def _part(matrix, i, j):
-    """Tokens of half i by those of half j, of a chunk's matrix."""
+    """Return the part of a chunk's matrix with rows of half i and columns of half j."""
     return matrix.slice(32 * i, 32, 0).slice(32 * j, 32, 1)
 
 
 @gluon.jit
 def _turned(rows, i):
-    """The tokens of half i of rows [C, C], as [C, 32]."""
+    """Return the tokens of half i of rows [C, C], as [C, 32]."""
     return turned(rows.slice(32 * i, 32, 0))
 
 
@@ -99,7 +101,7 @@ def _of_tokens(vector, i):
 
 @gluon.jit
 def _write(desc, place, rows, first, second):
-    """Write the rows of two halves, through `rows`."""
+    """Write the rows of two halves through `rows`."""
     _turned(rows, 0).store(first.to(desc.dtype))
     _turned(rows, 1).store(second.to(desc.dtype))
     send(desc, place, rows)
@@ -112,7 +114,7 @@ def _is_token(i, n):
 
 @gluon.jit
 def _log2_gates(g_s, i, rate, bias, lower_bound, n, GATE):
-    """As `log2_gates`, of half i."""
+    """Return the gates of half i, like `log2_gates`."""
     raw = _read(g_s, i)
     if GATE > 0:
         raw += bias
@@ -123,14 +125,15 @@ def _log2_gates(g_s, i, rate, bias, lower_bound, n, GATE):
 
 @gluon.jit
 def _store_sums(sums_s):
-    """Σ_i x_i sums_ij: sums up to j, less half of all."""
+    """Store the matrix `sums` for which Σ_i x_i sums_ij is the sum up to j, minus half of
+    the total."""
     o_i, o_j = indices(32, 32, SUMS)
     sums_s.store(gl.where(o_i <= o_j, 0.5, -0.5).to(gl.bfloat16))
 
 
 @gluon.jit
 def _half_decays(g_s, sums_s, rate, bias, lower_bound, n, GATE):
-    """As `half_decays`, but 2^x, of each half, in place of x."""
+    """Return the results of `half_decays`, with 2^x of each half in place of x."""
     x1 = sums(_log2_gates(g_s, 0, rate, bias, lower_bound, n, GATE), sums_s)
     x2 = sums(_log2_gates(g_s, 1, rate, bias, lower_bound, n, GATE), sums_s)
     x1, x2 = warpgroup_mma_wait(0, (x1, x2))
@@ -148,34 +151,37 @@ def _half_decays(g_s, sums_s, rate, bias, lower_bound, n, GATE):
 
 @gluon.jit
 def _put(rows, first, second):
-    """Two halves of tokens, channels as rows."""
+    """Store two halves of tokens, with channels as rows."""
     rows.store(joined(first, second, SQUARE).to(gl.bfloat16))
 
 
 @GluonKernel
 def prepare_kernel(
-    # A and G: None where they are not asked for
+    # Descriptors of A and G are None if these are not wanted.
     q_desc, k_desc, g_desc, qg_desc, kn_desc, kg_desc, A_desc, G_desc,
     beta, A_log, dt_bias, decay, b, chunks, scale, lower_bound, HV, R, GATE: constexpr, BETA_RANGE: constexpr,
 ):  # fmt: skip
-    """As `prepare_kernel` of kda_kernels with SAFE, and `solve`. A pair's earlier token is its row."""
+    """Compute the tiles like `prepare_kernel` of kda_kernels with SAFE, followed by
+    `solve`. A pair's earlier token is its row."""
     tile = gl.program_id(0)
     i_t, i_h = tile // HV, tile % HV
     start, n = chunk_at(chunks, i_t)
     q_s, k_s = each(shared(gl.bfloat16, 2, C, C)), each(shared(gl.bfloat16, 2, C, C))
     size: constexpr = g_desc.dtype.primitive_bitwidth
-    # two, since each falls free for what is made of it
+    # Two buffers, since each becomes free for the tiles computed from it.
     g_s = room(g_desc.dtype), room(g_desc.dtype)
     sums_s = gl.allocate_shared_memory(gl.bfloat16, [32, 32], gl.NVMMASharedLayout(64, 16, 2))
     b_s = vector()
     bars = each(barriers(2))
     end, row = start.to(gl.int32) + n, END - n
+    # Start loading both halves of the channels.
     for i_k in gl.static_range(2):
         mbarrier.expect(bars[i_k], C * C * (4 + size // 8))
         fetch(g_desc, [END, end, row, i_h * D + i_k * C], bars[i_k], g_s[i_k])
         fetch(k_desc, [END, end, row, i_h // R * D + i_k * C], bars[i_k], k_s[i_k])
         fetch(q_desc, [END, end, row, i_h // R * D + i_k * C], bars[i_k], q_s[i_k])
     _store_sums(sums_s)
+    # Store β.
     o_c = gl.arange(0, C, WORDS)
     b_b = load_beta(beta, o_c, start, n, i_h, BETA_RANGE)
     gl.store(b + tile.to(gl.int64) * C + o_c, b_b)
@@ -183,7 +189,7 @@ def prepare_kernel(
     fence_async_shared()
     rate = gate_rate(A_log, i_h)
     if A_desc is not None:
-        # pairs with later tokens of each half, of k and of q
+        # Pairs with later tokens of each half, for k and for q.
         first, second = gl.zeros([C, C], gl.float32, SQUARE), gl.zeros([C, C], gl.float32, SQUARE)
     for i_k in gl.static_range(2):
         channels = i_k * C + gl.arange(0, C, CHANNELS)
@@ -209,7 +215,7 @@ def prepare_kernel(
             down1 = gl.exp2(middle - reference1).to(gl.bfloat16)[:, None]
             down2 = gl.exp2(reference2 - middle).to(gl.bfloat16)[:, None]
             kW1 = rounded(W1)
-            near.slice(0, 32, 1).store(kW1)  # what stands in the other half is not used
+            near.slice(0, 32, 1).store(kW1)  # the other half is not read
             _put(far, kW1 * down1 * down2, rounded(W2))
             _put(q, kE1, qE1)
             _put(k, kE2, qE2)
@@ -218,6 +224,7 @@ def prepare_kernel(
             second = add(turned(far), k, second)
             first, second = warpgroup_mma_wait(0, (first, second))
             tl.debug_barrier()
+        # Write the tiles of these channels.
         _put(q, qE1 * start1, qE2 * start2)
         _put(k, -kE1 * start1, -kE2 * start2)
         _put(
@@ -233,6 +240,7 @@ def prepare_kernel(
     tma.store_wait(0)
     if A_desc is not None:
         tl.debug_barrier()
+        # Solve, and write Aqk and −G.
         o_j, o_i = indices(C, C, SQUARE)
         A_s, G_s = q_s[0], k_s[0]
         n1, a1 = halves(first, HALF)
@@ -248,7 +256,7 @@ def prepare_kernel(
 
 
 def prepares(x: Inputs, safe_gate: float, gate: float) -> bool:
-    """Whether `prepare_kernel` takes heads, dtypes and gates like those of x."""
+    """Return whether `prepare_kernel` supports heads, dtypes and gates like x's."""
     gates = safe_gate and gate != 1 and x.g.dtype == (torch.bfloat16 if gate else torch.float32)
     return (
         bool(gates)
@@ -273,7 +281,8 @@ def gradient_kernel(
     q_desc, k_desc, g_desc, do_desc, r_desc, y_desc, h_desc, dh_desc, dA_desc, dK_desc, dq_desc, dk_desc, dg_desc,
     A_log, dt_bias, b, dA_part, dbias_part, fast, chunks, scale, lower_bound, HV, GATE: constexpr,
 ):  # fmt: skip
-    """One (chunk, head, half of K), as `gradient_kernel` of kda_kernels with SAFE, for K = V = 128."""
+    """Compute the gradients of one (chunk, head, half of K), like `gradient_kernel` of
+    kda_kernels with SAFE, for K = V = 128."""
     i_k, tile = gl.program_id(0) % (D // C), gl.program_id(0) // (D // C)
     i_t, i_h = tile // HV, tile % HV
     start, n = chunk_at(chunks, i_t)
@@ -281,6 +290,7 @@ def gradient_kernel(
     o_part = tile.to(gl.int64) * D + channels
     if fast is not None:
         fast += tile * (D // C) + i_k
+    # A surplus program writes zeros to its partial sums.
     if n <= 0:
         if fast is not None:
             gl.store(fast, 0)
@@ -298,6 +308,7 @@ def gradient_kernel(
     keys_ready, ready, last_ready = each(barriers(3))
     end, row = start.to(gl.int32) + n, END - n
     place = [END, end, row, i_h * D + i_k * C]
+    # Start loading all tiles that fit at once; gates, keys and queries come first.
     mbarrier.expect(keys_ready, C * C * (4 + size // 8))
     fetch(g_desc, place, keys_ready, g_s)
     fetch(k_desc, place, keys_ready, k_s)
@@ -316,6 +327,7 @@ def gradient_kernel(
     rate, bias = gate_rate(A_log, i_h), 0.0
     if dt_bias is not None:
         bias = wide(gl.load(dt_bias + (i_h * D + channels)))[:, None]
+    # Decays, and queries and keys relative to the references.
     mbarrier.wait(keys_ready, 0)
     E1, E2, reference1, reference2, middle, gamma = _half_decays(
         g_s, sums_s, rate, bias, lower_bound, n, GATE
@@ -334,11 +346,13 @@ def gradient_kernel(
     qE1, qE2 = rounded(_read(q_s, 0) * E1), rounded(_read(q_s, 1) * E2)
 
     mbarrier.wait(ready, 0)
+    # The share of the entering state in dq and dk.
     b_dq = product(turned(h_s.slice(0, C)), turned(do1_s))
     b_dq = add(turned(h_s.slice(C, C)), turned(do2_s), b_dq)
     b_dk = product(turned(h_s), y_s)
     b_dq, b_dk = warpgroup_mma_wait(0, (b_dq, b_dk))
     tl.debug_barrier()
+    # y and do are no longer needed: load r and dh in their place.
     dh_s, r1_s, r2_s = y_s, do1_s, do2_s
     mbarrier.expect(last_ready, 4 * C * D)
     fetch(r_desc, [tile * D, 0], last_ready, r1_s)
@@ -347,6 +361,7 @@ def gradient_kernel(
 
     dq1, dq2 = halves(b_dq, HALF)
     dk1, dk2 = halves(b_dk, HALF)
+    # The share of pairs of tokens in dq and in dk of the reads.
     far_kW = kW1 * down1 * down2
     dq1 = add(left(kW1), turned(_part(dA_s, 0, 0)), dq1 * (scale * start1))
     dq2 = add(left(kW2), turned(_part(dA_s, 1, 1)), dq2 * (scale * start2))
@@ -355,7 +370,8 @@ def gradient_kernel(
     dk2 = add(left(kW2), turned(_part(dK_s, 1, 1)), dk2 * (-_of_tokens(b_s, 1) * start2))
     dk2 = add(left(far_kW), turned(_part(dK_s, 1, 0)), dk2)
     dq1, dq2, dk1, dk2 = warpgroup_mma_wait(0, (dq1, dq2, dk1, dk2))
-    # dΓ takes the rounded operands: a pair (i, j) then gives +x at i, −x at j, which cancel in dg.
+    # dΓ takes the rounded operands. A pair (i, j) then gives +x at i and −x at j, which
+    # cancel in dg.
     sum1 = wide(qE1) * dq1 + wide(kE1) * dk1
     sum2 = wide(qE2) * dq2 + wide(kE2) * dk2
     mbarrier.wait(last_ready, 0)
@@ -365,6 +381,7 @@ def gradient_kernel(
     dk1 *= E1
     dk2 *= E2
     b_dkm = warpgroup_mma_wait(0, (b_dkm,))
+    # dk of the writes, from dS' and from pairs of tokens.
     dkm1, dkm2 = halves(b_dkm, HALF)
     dkm1 *= _of_tokens(b_s, 0) * end1
     dkm2 *= _of_tokens(b_s, 1) * end2
@@ -380,6 +397,7 @@ def gradient_kernel(
     sum2 -= wide(kW2) * dkm2
     _write(dk_desc, place, k_s, dk1 + dkm1 * inverse(E1), dk2 + dkm2 * inverse(E2))
 
+    # dg sums dΓ over later tokens, from half sums and totals.
     dg1, dg2 = sums(sum1, turned(sums_s)), sums(sum2, turned(sums_s))
     b_ds = product(turned(h_s), dh_s)  # its diagonal: Σ_v S ⊙ dS'
     total2 = gl.sum(sum2, 1)
@@ -404,7 +422,8 @@ def gradient_kernel(
 def launch_gradient(
     given: Given, read: tuple[Tensor, ...], written: tuple[Tensor, ...], *sums: Tensor | None
 ) -> None:
-    """read: r, y, h, dh, dA and dK; written: dq, dk and dg; sums: dA_part, dbias_part and fast."""
+    """Launch the gradients. read: r, y, h, dh, dA and dK. written: dq, dk and dg. sums:
+    dA_part, dbias_part and fast."""
     (x, tiles, chunks, n, *_, do, _), (r, *states, dA, dK) = given, read
     NT, HV, K, _ = tiles.qg.shape
     gradient_kernel[(NT * HV * (K // C.value),)](

@@ -1,38 +1,45 @@
-"""Kernels of Kimi Delta Attention. Forward: `prepare` (work inside a chunk, but for solve.py) and `scan` (the state
-through the chunks, and o). Backward: `backward_scans` (the states, and their gradients through the chunks), `matrix`
-(dv, dβ and the gradients of the chunk's two matrices) and `gradient` (dq, dk, dg).
+"""Kernels of Kimi Delta Attention. Forward: `prepare` (work inside a chunk, except for
+solve.py) and `scan` (the state through the chunks, and o). Backward: `backward_scans` (the
+states, and their gradients through the chunks), `matrix` (dv, dβ and the gradients of the
+chunk's two matrices) and `gradient` (dq, dk, dg).
 
-Letters: C = 64 tokens of a chunk, Γ the inclusive cumulative gate inside a chunk (log2), γ its last row.
-With q̃ = scale·q·2^Γ, k̃ = k·2^Γ, k̂ = k·2^(γ−Γ), Kk[i,j] = Σ_k k_i k_j 2^(Γ_i−Γ_j) for j < i, and S the incoming state
+Letters: C = 64 tokens of a chunk, Γ the inclusive cumulative gate inside a chunk (log2), γ
+its last row. With q̃ = scale·q·2^Γ, k̃ = k·2^Γ, k̂ = k·2^(γ−Γ), Kk[i,j] = Σ_k k_i k_j
+2^(Γ_i−Γ_j) for j < i, and S the incoming state
 
     r = (I + Kk diag β)⁻¹ (v − k̃ S)        "what each token writes", before its β
     o = q̃ S + Aqk (β r)                     Aqk[i,j] = scale Σ_k q_i k_j 2^(Γ_i−Γ_j) for j ≤ i
     S' = 2^γ S + k̂ᵀ (β r)
 
-(I + Kk β)⁻¹ = I − G β with G strictly lower: keeping −G makes the identity exact, needs no division by β, and its
-transpose serves the backward pass. The scan keeps Sᵀ [BV, K] in registers: every product then has a register operand on
-its left and a tile of the chunk on its right, and nothing of the state passes through shared memory.
+(I + Kk β)⁻¹ = I − G β with G strictly lower. Keeping −G makes the identity exact and needs
+no division by β, and its transpose serves the backward pass. The scan keeps Sᵀ [BV, K] in
+registers. Every product then has a register operand on its left and a tile of the chunk on
+its right, and no part of the state passes through shared memory.
 
 Backward, with N = β r (what the chunk writes) and dS' the gradient of the outgoing state:
 
     dN = Aqkᵀ do + k̂ dS'
-    y  = (I + β Kk)⁻ᵀ dN = dN − Gᵀ (β dN)      the gradient of N with the writes of later tokens counted in
+    y  = (I + β Kk)⁻ᵀ dN = dN − Gᵀ (β dN)      the gradient of N, later writes included
     dv = β y ;  dβ = y · r (by rows) ;  dKk = −dv Nᵀ ;  dAqk = do Nᵀ
     dS = 2^γ dS' + q̃ᵀ do − k̃ᵀ dv
     dq̃ = do Sᵀ ;  dk̃ = −dv Sᵀ ;  dk̂ = N dS'ᵀ ;  dγ = Σ_i k̂ ⊙ dk̂ + 2^γ Σ_v S ⊙ dS'
 
-so nothing divides by β, and neither the WY form's w and u nor their gradients exist. Γ's gradient needs no products of
-its own: each part of dq and dk carries 2^(+Γ_i) or 2^(−Γ_i), hence dΓ = q ⊙ dq + k ⊙ (dk₊ − dk₋).
+Nothing divides by β, and the WY form's w and u and their gradients are not needed. Γ's
+gradient needs no extra products: each part of dq and dk carries 2^(+Γ_i) or 2^(−Γ_i), hence
+dΓ = q ⊙ dq + k ⊙ (dk₊ − dk₋).
 
-The state that enters each chunk is recomputed by `scan` (its h and r), which does not depend on the reverse scan.
+The state that enters each chunk is recomputed by `scan` (its h and r), independently of the
+reverse scan.
 
-Precision: states, Γ, Kk and the solve are fp32 (solve products in bf16x3); the other products take operands in the
-compute dtype (bf16; for fp32 inputs IEEE fp32) and accumulate in fp32.
+Precision: states, Γ, Kk and the solve are fp32 (with the solve's products in bf16x3). The
+other products take operands in the compute dtype (bf16; IEEE fp32 for fp32 inputs) and
+accumulate in fp32.
 
-Gates: with safe_gate a chunk has two halves, each relative to the middle of its own decay, and one product takes the
-keys twice, relative to their own half and to the second one. Without it, six levels of blocks of 2B tokens
-(B = 1 … 32), each relative to its block's middle, cover any g ≤ 0: no factor exceeds 1.
-Tiles have channels as rows and tokens as columns: cumulative gates are then a product with a constant on the right.
+Gates: with safe_gate a chunk has two halves, each relative to the middle of its decay. One
+product takes the keys twice, relative to their own half and to the second one. Without
+safe_gate, six levels of blocks of 2B tokens (B = 1 … 32), each relative to its block's
+middle, cover any g ≤ 0, and no factor exceeds 1. Tiles have channels as rows and tokens as
+columns, so that cumulative gates are a product with a constant on the right.
 """
 
 from __future__ import annotations
@@ -68,9 +75,11 @@ from titan_linear.ops.triton.tiles import dot_ieee as dot
 
 @triton.jit
 def split_dot(x, m, CT):
-    """x @ m for a matrix m of 0, ±1/2 and 1 (sums of columns of x), with x fp32 in two bf16 parts.
+    """Compute x @ m for a matrix m of 0, ±1/2 and 1 (sums of columns of x), with fp32 x in
+    two bf16 parts.
 
-    A sum Γ then has an error of 2^-16 |Γ|, and 2^Γ one of |Γ| 2^Γ 2^-16 < 2^-16: fast gates stay exact."""
+    A sum Γ then has an error of 2^-16 |Γ|, and 2^Γ an error of |Γ| 2^Γ 2^-16 < 2^-16, so
+    fast gates stay exact."""
     if CT == tl.float32:  # noqa: SIM300
         return tl.dot(x, wide(m), input_precision="ieee")
     else:
@@ -80,14 +89,15 @@ def split_dot(x, m, CT):
 
 @triton.jit
 def halves(first, second):
-    """[BK], [BK] → [BK, 64]: one number for each half of the chunk. (A reshape to [BK, 2, 32] forks the layouts.)"""
+    """Spread [BK], [BK] to [BK, 64]: one number for each half of the chunk. (A reshape to
+    [BK, 2, 32] would make the layouts diverge.)"""
     _, o_c = indices(64, 64)
     return tl.where(o_c < 32, first[:, None], second[:, None])
 
 
 @triton.jit
 def gate_rate(A_log, i_h):
-    """exp(A_log), or 1 without it."""
+    """Return exp(A_log), or 1 without A_log."""
     if A_log is None:
         return 1.0
     else:
@@ -96,7 +106,7 @@ def gate_rate(A_log, i_h):
 
 @triton.jit
 def gate_bias(dt_bias, i_h, K, i_k, BK):
-    """A block of dt_bias [HV·K], or zeros without it: [BK, 1]."""
+    """Load a block of dt_bias [HV·K] as [BK, 1], or zeros without dt_bias."""
     if dt_bias is None:
         return zeros(BK, 1)
     else:
@@ -105,17 +115,22 @@ def gate_bias(dt_bias, i_h, K, i_k, BK):
 
 @triton.jit
 def half_decays(g, CT):
-    """g [BK, 64], log2 gates ≥ −7.3 → what the safe path needs: x [BK, 64], Γ relative to its half's reference; and,
-    all [BK], the reference of each half, the whole number nearest to the middle of its decay; the whole number nearest
-    to Γ in the middle of the chunk; and γ. E = 2^x and W = 2^-x then stay within 2^±117, which bf16 holds, and moving
-    to another reference multiplies by a power of two, which scales bf16 numbers without rounding them again."""
+    """Return the decays of the safe path from g [BK, 64], log2 gates ≥ −7.3.
+
+    The results are x [BK, 64], which is Γ relative to its half's reference, and four [BK]:
+    the reference of each half, which is the whole number nearest to the middle of the
+    half's decay; the whole number nearest to Γ in the middle of the chunk; and γ. E = 2^x
+    and W = 2^-x then stay within 2^±117, which bf16 holds. Moving to another reference
+    multiplies by a power of two, which scales bf16 numbers without rounding them again.
+    """
     o_i, o_j = indices(64, 64)
     x = split_dot(g, tl.where(o_i // 32 == o_j // 32, tl.where(o_i <= o_j, 0.5, -0.5), 0.0), CT)
     in_first = o_j < 32
-    first = tl.min(tl.where(in_first, x, 0.0), 1)  # x falls from −s/2 to s/2, s the sum of the half
+    first = tl.min(tl.where(in_first, x, 0.0), 1)  # x falls from −s/2 to s/2, s the half's sum
     second = tl.min(tl.where(in_first, 0.0, x), 1)
     gamma = 2.0 * (first + second)
     second += 2.0 * first
+    # Whole-number references, and Γ relative to them.
     reference1 = tl.floor(first + 0.5)
     reference2 = tl.floor(second + 0.5)
     x += halves(first - reference1, second - reference2)
@@ -124,22 +139,24 @@ def half_decays(g, CT):
 
 @triton.jit
 def is_fast(first, second, middle):
-    """1 if the gates of a chunk decay too fast for `half_decays`, by its references, else 0. Where gates have no bound,
-    kernels with SAFE compute every chunk and say which are wrong; those without SAFE compute these again."""
+    """Return 1 if a chunk's gates, judged by its references, decay too fast for
+    `half_decays`, else 0. Where gates are unbounded, kernels with SAFE compute every chunk
+    and flag the wrong ones, and kernels without SAFE recompute these."""
     return (tl.min(tl.minimum(first, second - middle)) < -118.0).to(tl.int32)
 
 
 @triton.jit
 def full_decays(g, CT):
-    """g [BK, 64], any log2 gates ≤ 0 → 2^Γ, 2^(γ−Γ) [BK, 64], gamma [BK]."""
+    """Return 2^Γ, 2^(γ−Γ) [BK, 64] and gamma [BK] from g [BK, 64], any log2 gates ≤ 0."""
     o_i, o_j = indices(64, 64)
     return tl.exp2(split_dot(g, o_i <= o_j, CT)), tl.exp2(split_dot(g, o_i > o_j, CT)), tl.sum(g, 1)
 
 
 @triton.jit
 def level_decay(g, level, CT):
-    """g [BK, 64] → 2^(gates between token i and the middle of its block of 2B tokens), B = 2^level, all ≤ 1: the factor
-    of a query in the second half, and of a key in the first."""
+    """Return 2^(gates between token i and the middle of its block of 2B tokens) from g
+    [BK, 64], B = 2^level. All are ≤ 1. This is the factor of a query in the second half of
+    the block, and of a key in the first."""
     o_i, o_j = indices(64, 64)
     same = (o_i >> level) == (o_j >> level)
     second = (o_j >> level) % 2 == 1
@@ -148,28 +165,31 @@ def level_decay(g, level, CT):
 
 @triton.jit
 def level_mask(level):
-    """[64, 64]: whether the row is in the second and the column in the first half of one block of 2B, B = 2^level."""
+    """Return a mask [64, 64] of pairs with the row in the second and the column in the
+    first half of one block of 2B, B = 2^level."""
     o_i, o_j = indices(64, 64)
     return ((o_i >> level) % 2 == 1) & (o_j >> level == (o_i >> level) - 1)
 
 
 @triton.jit
 def log2_gates(raw, rate, bias, lower_bound, n, GATE):
-    """The log2 gates of a chunk from its rows [64, BK] of g: fp32 [BK, 64], 0 (no decay) beyond the entry's end."""
+    """Return the log2 gates of a chunk from its rows [64, BK] of g: fp32 [BK, 64], and 0
+    (no decay) past the entry's end."""
     raw = wide(raw.T)
     if GATE > 0:
         x = raw + bias
         raw = -rate * softplus(x) if GATE == 1 else lower_bound * sigmoid(rate * x)
         _, o_c = indices(64, 64)
         raw = tl.where(o_c < n, raw, 0.0)
-    # a bounded gate is far above log2_gate's least
+    # A bounded gate is far above log2_gate's minimum.
     return raw * LOG2E if GATE == 2 else log2_gate(raw)
 
 
 @triton.jit
 def load_chunk(g, q, k, start, n, i_h, i_k, R, K, BK):
-    """A chunk's rows [64, BK] of one head of g, q and k. The loads have a block of their own: otherwise the compiler
-    converts each tile before it loads the next, and waits three times instead of once."""
+    """Load a chunk's rows [64, BK] of one head of g, q and k. The loads are in a separate
+    block; otherwise the compiler converts each tile before it loads the next, and waits
+    three times instead of once."""
     b_g = tl.zeros([64, BK], g[0].dtype.element_ty)
     b_q = tl.zeros([64, BK], q[0].dtype.element_ty)
     b_k = tl.zeros([64, BK], k[0].dtype.element_ty)
@@ -182,7 +202,7 @@ def load_chunk(g, q, k, start, n, i_h, i_k, R, K, BK):
 
 @triton.jit
 def store_keys(p, x, tile, i_k, K, BK):
-    """Store x [BK, 64], channels from i_k·BK on, in a chunk's tile of p [NT·HV, K, 64]."""
+    """Store x [BK, 64], channels starting at i_k·BK, in a chunk's tile of p [NT·HV, K, 64]."""
     o_k, o_c = indices(BK, 64)
     tl.store(p + (tile * K + i_k * BK) * 64 + (o_k * 64 + o_c), x)
 
@@ -191,13 +211,15 @@ def store_keys(p, x, tile, i_k, K, BK):
 def prepare_kernel(
     q, k, g, beta, A_log, dt_bias,
     tiles,  # Aqk and Gn only with MATRICES
-    fast,  # [NT, HV] int32 or None: as in `is_fast`
+    fast,  # [NT, HV] int32 or None: results of `is_fast`
     chunks, scale, lower_bound, H: constexpr, HV: constexpr, K: constexpr, BK: constexpr, GATE: constexpr,
     SAFE: constexpr, BETA_RANGE: constexpr, MATRICES: constexpr,
 ):  # fmt: skip
-    """One (chunk, head): all channels with MATRICES (Aqk, and Kk for solve_kernel), else one block of channels."""
+    """Compute the tiles of one (chunk, head): all channels with MATRICES (Aqk, and Kk for
+    solve_kernel), else one block of channels."""
     CT: constexpr = tiles.qg.dtype.element_ty
     begin, i_h, tile, start, n = chunk_and_head(chunks, HV, 1 if MATRICES else K // BK)
+    # Chunks that are not flagged need no second computation.
     if not SAFE and fast is not None and tl.load(fast + tile) == 0:
         return
     row = arange(64)
@@ -220,6 +242,7 @@ def prepare_kernel(
             x, first, second, middle, gamma = half_decays(b_g, CT)
             if fast is not None:
                 too_fast |= is_fast(first, second, middle)
+            # Keys and queries relative to the references of their halves.
             to_start = halves(tl.exp2(first), tl.exp2(second)).to(CT)
             W = b_k * tl.exp2(-x)
             b_w = W.to(CT)
@@ -237,7 +260,8 @@ def prepare_kernel(
             store_keys(tiles.qg, b_q * to_start, tile, i_k, K, BK)
             store_keys(tiles.kn, -b_k * to_start, tile, i_k, K, BK)
             if MATRICES:
-                # The first half's keys relative to the second: where one is below 2^-126, E times it is below 2^-9.
+                # The first half's keys relative to the second half. Where such a key is
+                # below 2^-126, its product with E is below 2^-9.
                 far_w = (
                     b_w
                     * tl.exp2(middle - first).to(CT)[:, None]
@@ -247,6 +271,7 @@ def prepare_kernel(
                 halves_A = dot(b_q.T, b_w, halves_A)
                 halves_K = dot(b_k.T, b_w, halves_K)
         else:
+            # Any gates: products of pairs level by level, and the diagonal separately.
             E, W, gamma = full_decays(b_g, CT)
             store_keys(tiles.qg, b_q * E, tile, i_k, K, BK)
             store_keys(tiles.kn, -b_k * E, tile, i_k, K, BK)
@@ -262,6 +287,7 @@ def prepare_kernel(
     if SAFE and fast is not None:
         tl.store(fast + tile, too_fast)
     if MATRICES:
+        # Store Aqk, and Kk as the strictly lower matrix that solve_kernel reads.
         o_i, o_j = indices(64, 64)
         if SAFE:
             b_A, b_K = tl.where(o_i >= o_j, join_halves(halves_A), 0.0), join_halves(halves_K)
@@ -274,7 +300,8 @@ def prepare_kernel(
 
 @triton.jit
 def join_halves(x):
-    """x [64, 128] → [64, 64]: even columns of x, but odd ones for rows of the second and columns of the first half."""
+    """Return [64, 64] from x [64, 128]: even columns of x, but odd columns for rows of the
+    second and columns of the first half."""
     o_i, o_j = indices(64, 64)
     near, far = tl.split(tl.reshape(x, [64, 64, 2]))
     return tl.where((o_i >= 32) & (o_j < 32), far, near)
@@ -282,9 +309,12 @@ def join_halves(x):
 
 @triton.jit
 def scan(S, v, tiles, o, h, r, start, length, v_length, first, i_h, column, HV, K, V, BV, STAGES):
-    """Carry Sᵀ [BV, K], columns of V from `column` on, through the chunks of one entry and head; returns the state that
-    leaves. From token v_length on, v is taken as zero. Writes o, and each chunk's incoming Sᵀ (h) and rᵀ (r), where
-    these are given."""
+    """Carry Sᵀ [BV, K], BV columns of V starting at `column`, through the chunks of one
+    entry and head, and return the state that leaves.
+
+    v is taken as zero from token v_length on. Writes o, and each chunk's incoming Sᵀ (h)
+    and rᵀ (r), where these are given.
+    """
     CT: constexpr = tiles.qg.dtype.element_ty
     NT = chunks_in(length)
     row, o_k = arange(64), arange(K)
@@ -292,11 +322,12 @@ def scan(S, v, tiles, o, h, r, start, length, v_length, first, i_h, column, HV, 
     o_v, o_s = indices(BV, K)
     o_d, _ = indices(K, 64)
     o_v += column
-    eye = (o_i == o_j).to(CT)  # a product with it transposes v on the tensor cores
+    eye = (o_i == o_j).to(CT)  # a product with eye transposes v on the tensor cores
     next_decay = masked(tiles.decay + (first * HV + i_h) * K + o_k, mask=(o_k >= 0) & (NT > 0))
     for i_t in tl.range(0, NT, num_stages=STAGES):
         tile = (first + i_t) * HV + i_h
-        # one chunk ahead by hand: pipelined, its buffers would be 512 bytes too many at K = 128
+        # Load the decay one chunk ahead by hand; pipelined, its buffers would be 512 bytes
+        # too many at K = 128.
         if o is not None:
             b_decay = next_decay
             next_decay = tl.load(tiles.decay + (tile + HV * (i_t + 1 < NT)) * K + o_k)
@@ -328,16 +359,18 @@ def scan_kernel(
     v, tiles, initial, listed, chunks,
     HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, STAGES: constexpr,
     o=None,  # [T, HV, V]
-    final_state=None,  # of each entry or listed one, [., HV, K, V] fp32
+    final_state=None,  # of all or of the listed entries, [., HV, K, V] fp32
     M=None,  # [F, HV, K, K] fp32
 ):  # fmt: skip
-    """One (entry, head, slice of V or, for M, of K): o, and the last states. M: from the identity with v = 0."""
+    """Scan one (entry, head, slice of V or, for M, of K): o, and the last states. M is the
+    scan from the identity with v = 0."""
     i_v, i_nh, i_n, i_h = place_in_row(V // BV if M is None else (V + K) // BV, HV)
     is_m = i_v >= V // BV
     if not is_wanted(listed, i_n, tl.where(is_m, 2, 1)):
         return
     start, length, first = entry_at(chunks, listed, i_n)
     o_v, o_k = indices(BV, K)
+    # The slices of M follow the slices of V.
     i_m, v_length, column = i_v - V // BV, length, i_v * BV
     if M is None:
         S = read_state(initial, i_n, HV * K * V, i_h * K * V + o_k * V + column + o_v)
@@ -374,9 +407,9 @@ def scan_kernel(
 
 @triton.jit
 def _reverse_scan(dS, do, tiles, dh, y, start, length, first, i_h, column, HV, K, V, BV, STAGES):
-    """Carry dSᵀ [BV, K], columns of V from `column` on, through the chunks of one entry and head from the last to the
-    first; returns the gradient of the state that enters. Writes each chunk's dS'ᵀ (dh) and yᵀ (y) where these are
-    given."""
+    """Carry dSᵀ [BV, K], BV columns of V starting at `column`, through the chunks of one
+    entry and head from the last to the first, and return the gradient of the state that
+    enters. Writes each chunk's dS'ᵀ (dh) and yᵀ (y) where these are given."""
     CT: constexpr = tiles.qg.dtype.element_ty
     NT = chunks_in(length)
     row, o_k = arange(64), arange(K)
@@ -395,11 +428,13 @@ def _reverse_scan(dS, do, tiles, dh, y, start, length, first, i_h, column, HV, K
         b_do = load_tokens(do, start + i_t * 64, length - i_t * 64, i_h * V + column, BV).to(CT)
         b_do = b_do.T
         b_b = tl.load(tiles.b + tile * 64 + row)[None, :]
+        # dN, then yᵀ.
         dN = dot(dS16, tl.load(tiles.kg + o_tile))  # [BV, C]
         dN = dot(b_do, tl.load(tiles.Aqk + o_c), dN)
         dN = dot((dN * b_b).to(CT), tl.load(tiles.Gn + o_c), dN)  # yᵀ
         if dh is not None:
             tl.store(y + (tile * V + o_v) * 64 + o_j, dN)
+        # dS = 2^γ dS' + q̃ᵀ do − k̃ᵀ dv.
         dS *= tl.load(tiles.decay + tile * K + o_k)[None, :]
         dS = dot(b_do, tl.load(tiles.qg + o_tile).T, dS)
         dS = dot((dN * b_b).to(CT), tl.load(tiles.kn + o_tile).T, dS)
@@ -410,12 +445,13 @@ def _reverse_scan(dS, do, tiles, dh, y, start, length, first, i_h, column, HV, K
 def backward_scans_kernel(
     do, v, tiles, initial, d_final, d_initial, listed, chunks,
     HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, STAGES: constexpr,
-    # [NT, HV, V, K], the state that enters each chunk, and the gradient of the one that leaves it
+    # [NT, HV, V, K], the state that enters each chunk, and the gradient of the state that leaves it
     h=None, dh=None,
     r=None, y=None,  # [NT, HV, V, 64]
 ):  # fmt: skip
-    """One (entry, head, slice of V), in reverse for dh and y and the gradient of the state that enters; or, in programs
-    of their own, forward again for h and r. Neither needs the other."""
+    """Scan one (entry, head, slice of V) in reverse, for dh, y and the gradient of the
+    state that enters. Other programs scan forward again for h and r. The two directions are
+    independent."""
     i_p, half = tl.program_id(0), tl.num_programs(0) // 2
     i_v, _, i_n, i_h = place_in_row(V // BV, HV, i_p if h is None else i_p % half)
     if not is_wanted(listed, i_n, 1):
@@ -423,6 +459,7 @@ def backward_scans_kernel(
     start, length, first = entry_at(chunks, listed, i_n)
     o_v, o_k = indices(BV, K)
     o_s = i_h * K * V + o_k * V + (i_v * BV + o_v)
+    # The first half of the programs scans forward if h is wanted.
     if h is not None and i_p < half:
         S = read_state(initial, i_n, HV * K * V, o_s)
         scan(
@@ -454,8 +491,12 @@ def backward_scans_kernel(
 
 @triton.jit
 def transposed(x):
-    """Rows [64, BK] → fp32 [BK, 64]. The tensor cores do it for 16-bit rows, by a product with the identity, which is
-    exact: the result has the layout of other products, so that nothing made of it is computed in two layouts."""
+    """Transpose rows [64, BK] to fp32 [BK, 64].
+
+    The tensor cores transpose 16-bit rows by a product with the identity, which is exact.
+    The result has the layout of other products, so nothing computed from it needs two
+    layouts.
+    """
     if x.dtype == tl.float32:
         return x.T
     else:
@@ -465,7 +506,8 @@ def transposed(x):
 
 @triton.jit
 def gate_gradient(dg, x, rate, lower_bound, GATE):
-    """dg of the natural-log gate → gradients of the biased input x and, before its sum, of A_log, both [BK, 64]."""
+    """Return the gradients of the biased input x and, before its sum, of A_log, both
+    [BK, 64], from dg of the natural-log gate."""
     if GATE == 1:
         return -dg * rate * sigmoid(x), -dg * rate * softplus(x)
     else:
@@ -482,7 +524,8 @@ def matrix_kernel(
     dbeta,  # [T, HV]
     chunks, scale, HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, BETA_RANGE: constexpr,
 ):  # fmt: skip
-    """One (chunk, head): dv, dβ, and the gradients of Aqk and Kk, 0 above their diagonals."""
+    """Compute dv, dβ, and the gradients of Aqk and Kk of one (chunk, head). The matrices'
+    gradients are 0 above their diagonals."""
     _, i_h, tile, token, n = chunk_and_head(chunks, HV, 1)
     row = arange(64)
     o_i, o_j = indices(64, 64)
@@ -492,6 +535,7 @@ def matrix_kernel(
     b_dA = zeros(64, 64)
     b_dK = zeros(64, 64)
     db = zeros(64)
+    # Sum over slices of V, writing dv of each.
     for i_v in range(V // BV):
         p_r = (tile * V + i_v * BV + o_r) * 64 + o_j
         b_r = tl.load(r + p_r)  # [BV, C]
@@ -505,6 +549,7 @@ def matrix_kernel(
         tl.store(dv + o_dv, b_dv, mask=o_i < n)
     db = beta_gradient(db, b_b, BETA_RANGE)
     tl.store(dbeta + (token + row) * HV + i_h, db, mask=row < n)
+    # Through scale and β to the gradients of Aqk and Kk.
     o_c = tile * 64 * 64 + o_i * 64 + o_j
     tl.store(dA + o_c, tl.where(o_i >= o_j, b_dA * (scale * b_b)[None, :], 0.0))
     b_dK *= -b_b[:, None] * b_b[None, :]
@@ -513,7 +558,7 @@ def matrix_kernel(
 
 @triton.jit
 def read_state_gradients(do, y, h, start, n, tile, i_o, i_k, V, BK, BV, STAGES):
-    """(do Sᵀ)ᵀ and (y Sᵀ)ᵀ [BK, 64], 0 past an entry's end."""
+    """Return (do Sᵀ)ᵀ and (y Sᵀ)ᵀ [BK, 64], 0 past an entry's end."""
     dq = zeros(BK, 64)
     dk = zeros(BK, 64)
     for i_v in tl.range(V // BV, num_stages=STAGES):
@@ -525,7 +570,7 @@ def read_state_gradients(do, y, h, start, n, tile, i_o, i_k, V, BK, BV, STAGES):
 
 @triton.jit
 def write_state_gradient(r, h, dh, tile, i_k, V, BK, BV, STAGES):
-    """(r dS'ᵀ)ᵀ [BK, 64] and Σ_v S ⊙ dS' [BK]."""
+    """Return (r dS'ᵀ)ᵀ [BK, 64] and Σ_v S ⊙ dS' [BK]."""
     dk = zeros(BK, 64)
     ds = zeros(BK)
     for i_v in tl.range(V // BV, num_stages=STAGES):
@@ -543,10 +588,11 @@ def write_state_gradient(r, h, dh, tile, i_k, V, BK, BV, STAGES):
 def _by_levels(
     b_g, b_q, b_k, b_b, b_dA, b_dK, scale, do, r, y, h, dh, start, n, i_tile, i_o, i_k, V, BK, BV, STAGES,
 ):  # fmt: skip
-    """dq, dk and dΓ [BK, 64], and dγ [BK], for gates of any decay."""
+    """Return dq, dk and dΓ [BK, 64], and dγ [BK], for gates of any decay."""
     CT: constexpr = b_dA.dtype
     o_i, o_j = indices(64, 64)
     b_diagonal = tl.sum(tl.where(o_i == o_j, wide(b_dA), 0.0), 0)[None, :]
+    # The share of the states.
     b_dq, b_dkp = read_state_gradients(do, y, h, start, n, i_tile, i_o, i_k, V, BK, BV, STAGES)
     b_dq *= scale
     b_dkm, ds = write_state_gradient(r, h, dh, i_tile, i_k, V, BK, BV, STAGES)
@@ -556,6 +602,7 @@ def _by_levels(
     b_dkm *= b_b[None, :] * W
     dgamma = tl.sum(b_dkm * b_k, 1) + tl.exp2(gamma) * ds
     d_sum = b_q * b_dq + b_k * (b_dkp - b_dkm)
+    # The share of pairs of tokens, level by level.
     for level in range(6):
         E = level_decay(b_g, level, CT)
         cross = level_mask(level)
@@ -582,11 +629,12 @@ def gradient_kernel(
     A_log, dt_bias, b, dA, dK,
     dq, dk, dg,  # [T, HV, K]
     dA_part, dbias_part,  # [NT, HV·K] fp32, or None; zeros for a chunk without a token
-    fast,  # [NT, HV, K / BF] int32 or None: as in `is_fast`
+    fast,  # [NT, HV, K / BF] int32 or None: results of `is_fast`
     chunks, scale, lower_bound, H: constexpr, HV: constexpr, K: constexpr, V: constexpr, BF: constexpr, BK: constexpr,
     BV: constexpr, STAGES: constexpr, GATE: constexpr, SAFE: constexpr,
 ):  # fmt: skip
-    """One (chunk, head, block of K): dq, dk and dg, each written once in its own dtype."""
+    """Compute dq, dk and dg of one (chunk, head, block of K), each written once in its own
+    dtype."""
     CT: constexpr = dA.dtype.element_ty
     i_k, i_h, tile, start, n = chunk_and_head(chunks, HV, K // BK)
     o_k = i_k * BK + arange(BK)
@@ -594,6 +642,7 @@ def gradient_kernel(
         fast += tile * (K // BF) + i_k * BK // BF
         if not SAFE and tl.load(fast) == 0:
             return
+    # A surplus program writes zeros to its partial sums.
     if n == 0:
         if fast is not None:
             tl.store(fast, 0)
@@ -603,6 +652,7 @@ def gradient_kernel(
             tl.store(dbias_part + tile * K + o_k, zeros(BK))
         return
     i_tile = tile.to(tl.int32)  # where the copy engine reads the chunks' matrices
+    # Load the chunk's gates, queries, keys and matrices.
     row = arange(64)
     o_i, o_j = indices(64, 64)
     inside = o_i < n
@@ -610,12 +660,13 @@ def gradient_kernel(
     o_c = tile * 64 * 64 + (o_i * 64 + o_j)
     rate, bias = gate_rate(A_log, i_h), gate_bias(dt_bias, i_h, K, i_k, BK)
     b_g, b_q, b_k = load_chunk(g, q, k, start, n, i_h, i_k, HV // H, K, BK)
-    p_b = b + tile * 64 + row  # loaded at use: held, it would take registers
+    p_b = b + tile * 64 + row  # loaded at use, to save registers
     b_g = log2_gates(b_g, rate, bias, lower_bound, n, GATE)
     b_q = wide(b_q.T)
     b_k = wide(b_k.T)
     b_dA, b_dK = tl.load(dA + o_c), tl.load(dK + o_c)
-    # each gradient is relative to the references of half_decays until it is multiplied by E or W
+    # Each gradient is relative to the references of half_decays until it is multiplied by E
+    # or W.
     if SAFE:
         far, near = (o_i >= 32) & (o_j < 32), o_i // 32 == o_j // 32
         far_dA, near_dA = tl.where(far, b_dA, 0.0), tl.where(near, b_dA, 0.0)
@@ -624,8 +675,9 @@ def gradient_kernel(
         if fast is not None:
             tl.store(fast, is_fast(first, second, middle))
         to_start = halves(tl.exp2(first), tl.exp2(second))
-        # Between the halves the factor is 2^(second − first), as two numbers, since one alone could be 0. A product
-        # whose sum is scaled before the next product starts from zero: else every wgmma waits for the one before.
+        # Between the halves the factor is 2^(second − first), as two numbers, since one
+        # alone could be 0. Each scaled product starts from zero, because otherwise every
+        # wgmma would wait for the previous one.
         down1, down2 = tl.exp2(middle - first)[:, None], tl.exp2(second - middle)[:, None]
         E, W = tl.exp2(x), tl.exp2(-x)
         kE = (b_k * E).to(CT)
@@ -636,11 +688,13 @@ def gradient_kernel(
         b_dq *= scale * to_start
         b_dq += dot(kW, far_dA.T) * down1 * down2
         b_dq = dot(kW, near_dA.T, b_dq)
-        # Here and below, dΓ takes the rounded operands: a pair (i, j) then gives +x at i, −x at j, which cancel in dg.
+        # Here and below, dΓ takes the rounded operands. A pair (i, j) then gives +x at i
+        # and −x at j, which cancel in dg.
         qE = (b_q * E).to(CT)
         d_sum = wide(qE) * b_dq
         tl.store(dq + o_g, (b_dq * E).to(dq.dtype.element_ty).T, mask=inside)
 
+        # dk, first from k̃ and then from k̂.
         b_dk *= -tl.load(p_b)[None, :] * to_start
         b_dk += dot(kW, far_dK.T) * down1 * down2
         b_dk = dot(kW, near_dK.T, b_dk)
@@ -653,7 +707,7 @@ def gradient_kernel(
         b_dkm += dot(kE, far_dK, dot(qE, far_dA)) * down1 * down2
         b_dkm = dot(kE, near_dK, dot(qE, near_dA, b_dkm))
         d_sum -= wide(kW) * b_dkm
-        root = tl.rsqrt(E)  # its square is 1 / E, by two instructions where a division takes eight
+        root = tl.rsqrt(E)  # root² = 1 / E, in two instructions where a division takes eight
         b_dk += b_dkm * (root * root)
     else:
         b_dq, b_dk, d_sum, dgamma = _by_levels(
@@ -662,7 +716,10 @@ def gradient_kernel(
         )  # fmt: skip
         tl.store(dq + o_g, b_dq.to(dq.dtype.element_ty).T, mask=inside)
     tl.store(dk + o_g, b_dk.to(dk.dtype.element_ty).T, mask=inside)
-    raw = load_tokens(g, start, n, i_h * K + i_k * BK, BK) if GATE > 0 else b_g  # before what waits
+    raw = (
+        load_tokens(g, start, n, i_h * K + i_k * BK, BK) if GATE > 0 else b_g
+    )  # loaded early, before the products
+    # dg sums dΓ over later tokens; then the gate's function.
     b_dg = split_dot(d_sum, o_i >= o_j, CT) + dgamma[:, None]
     if GATE > 0:
         x = transposed(raw) + bias

@@ -1,4 +1,5 @@
-"""A block of attention is merged into another over the same queries, in place, in one pass."""
+"""Merging of one block of attention into another over the same queries, in place and in one
+pass."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from titan_linear.ops.triton.tiles import Kernel, arange, blocks_of, load_wide, 
 
 @Kernel
 def merge_kernel(o, lse, part, part_lse, S, T, H, D, BR: constexpr, BD: constexpr):
-    """o, part [T, H, D]; lse [H, T], S numbers from head to head; part_lse [H, T]. A program has BR rows of o."""
+    """Merge BR rows of `part` into o, and their log-sum-exps.
+
+    o, part [T, H, D]; lse [H, T] with S numbers between heads; part_lse [H, T].
+    """
     o_r = program() * BR + arange(BR)
     o_d = arange(BD)[None, :]
     m_r = o_r < T * H
@@ -20,6 +24,7 @@ def merge_kernel(o, lse, part, part_lse, S, T, H, D, BR: constexpr, BD: constexp
     o_x = o_r[:, None] * D + o_d
     p_lse = lse + o_r % H * S + o_r // H
     b_lse, b_part_lse = load_wide(p_lse, m_r), load_wide(part_lse + o_r % H * T + o_r // H, m_r)
+    # The weight of `part` is its share of the two exponential sums.
     b_w = tl.sigmoid(b_part_lse - b_lse)[:, None]
     tl.store(o + o_x, (1 - b_w) * load_wide(o + o_x, m) + b_w * load_wide(part + o_x, m), mask=m)
     tl.store(
@@ -30,7 +35,8 @@ def merge_kernel(o, lse, part, part_lse, S, T, H, D, BR: constexpr, BD: constexp
 
 
 def merge_(o: Tensor, lse: Tensor, *block: Tensor) -> None:
-    """As in ops/torch/attention.py, with B = 1, o contiguous, lse in fp32."""
+    """Merge `block` into o and lse, as in ops/torch/attention.py, with B = 1, o contiguous
+    and lse in fp32."""
     _, T, H, D = o.shape
     block = [x.contiguous() for x in block]
     grid = (blocks_of(T * H, 32),)

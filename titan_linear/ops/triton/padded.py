@@ -1,8 +1,10 @@
-"""Heads of any K and V up to 256, padded with zeros to dims that the kernels compute (`configs.kernel_dims`).
+"""Heads of any K and V up to 256, padded with zeros to dims that the kernels support
+(`configs.kernel_dims`).
 
-Channels of zeros change nothing: they add nothing to q·k, to what k reads from a state or to a norm, and their rows and
-columns of a state stay zero, as do their gradients. V is padded to a multiple of 32 only: v and o of 192 channels stay
-as they are. Inputs are kept for backward as they were given, and padded again there.
+Zero channels change nothing. They add nothing to q·k, to the values that k reads from a
+state or to a norm, and their rows and columns of a state stay zero, as do their gradients.
+V is padded only to a multiple of 32, so v and o with 192 channels are not copied. The
+unpadded inputs are kept for backward and padded again there.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from titan_linear.ops.runtime.options import AnyInputs, AnyOptions, DPLRInputs, 
 
 
 class Padded:
-    """A rule over padded heads that looks like one over the given heads. States that go to other ranks and come from
-    them stay padded."""
+    """A rule over padded heads with the interface of a rule over the original heads. States
+    exchanged with other ranks stay padded."""
 
     def __init__(
         self,
@@ -34,13 +36,14 @@ class Padded:
     ):
         self.given = inputs.q.shape[-1], inputs.v.shape[-1]
         self.dims = K, V = dims
+        # Inputs with K channels; v is the only one with V.
         self.of_keys = [
             n for n, x in inputs._asdict().items() if x is not None and x.dim() == 3 and n != "v"
         ]
         padded = {"v": filled(inputs.v, V)} | {
             n: filled(getattr(inputs, n), K) for n in self.of_keys
         }
-        self.bias = inputs.dt_bias if "g" in self.of_keys else None  # of each channel
+        self.bias = inputs.dt_bias if "g" in self.of_keys else None  # one number per channel
         if self.bias is not None:
             padded["dt_bias"] = filled(self.bias.reshape(-1, self.given[0]), K).flatten()
         self.rule = make(inputs._replace(**padded), options, boundaries, differentiable, kept)
@@ -65,6 +68,7 @@ class Padded:
         states = self._filled(initial), self._filled(d_final)
         grads, d_initial = self.rule.backward(filled(do, self.dims[1]), *states, need_d_initial)
         K, V = self.given
+        # Cut the padding off the gradients.
         cut = {n: getattr(grads, n)[..., :K] for n in self.of_keys} | {"v": grads.v[..., :V]}
         if self.bias is not None:
             cut["dt_bias"] = grads.dt_bias.view(-1, self.dims[0])[:, :K].reshape(self.bias.shape)
@@ -80,6 +84,7 @@ class Padded:
 
 
 def filled(x: Tensor, *dims: int) -> Tensor:
-    """x with its last dimensions padded with zeros at their ends to `dims`; x itself if nothing is missing."""
+    """Return x with its last dimensions zero-padded at their ends to `dims`, or x itself if
+    it already has these sizes."""
     missing = [dim - size for dim, size in zip(dims, x.shape[-len(dims) :], strict=True)]
     return F.pad(x, [n for missed in reversed(missing) for n in (0, missed)]) if any(missing) else x

@@ -1,5 +1,6 @@
-"""The rule that the driver of recurrences (`ops/recurrence.py`) takes for given inputs: whose kernels, over heads that
-are filled up where kernels need it, and over documents or segments of long ones."""
+"""Choice of the rule that the driver of recurrences (`ops/recurrence.py`) uses for given
+inputs: which kernels, whether heads are padded for them, and whether long documents are cut
+into segments."""
 
 from __future__ import annotations
 
@@ -29,16 +30,19 @@ def triton_rule(
     differentiable: bool,
     kept: Sequence[Tensor] = (),
 ) -> TritonRule | SplitDocuments | Padded:
-    """`differentiable` changes nothing here."""
+    """Return the rule for `inputs`. `differentiable` has no effect here."""
     stages, dims = _stages(inputs), (inputs.q.shape[-1], inputs.v.shape[-1])
     if stages is not SSD:
-        # at K = 32 in 16 bits, ptxas put the stack pointer in the place of a descriptor in RWKV-7's gradients
+        # At K = 32 in 16 bits, ptxas overwrote a descriptor with the stack pointer in
+        # RWKV-7's gradients.
         filled = kernel_dims(
             *dims, least=64 if stages is RWKV7 and inputs.q.element_size() == 2 else 32
         )
+        # Pad heads that the kernels do not support.
         if filled != dims:
             return Padded(triton_rule, inputs, options, boundaries, differentiable, kept, filled)
     tokens, HV, V = inputs.v.shape
+    # Cut long documents where programs are too few.
     find = _segments(boundaries, tokens, scan_programs(HV, V)) if boundaries.may_split else None
     if find is not None:
         return SplitDocuments(partial(TritonRule, stages), inputs, options, find, kept)
@@ -63,7 +67,8 @@ def _stages(inputs: AnyInputs) -> Stages:
 
 
 def _segments(boundaries: Boundaries, tokens: int, programs: int) -> Callable[[], Segments] | None:
-    """What gives the segments of long entries, from the batch's plan or found on the device; None: all stay whole."""
+    """Return a function that gives the segments of long entries, from the batch's plan or
+    built on the device; None if no entry is cut."""
     if programs in boundaries.segments:
         planned = boundaries.segments[programs]
         return None if planned is None else lambda: planned
@@ -72,7 +77,7 @@ def _segments(boundaries: Boundaries, tokens: int, programs: int) -> Callable[[]
 
 
 def _chunks(boundaries: Boundaries, tokens: int) -> Chunks:
-    """The chunks, from the batch's plan or found on the device."""
+    """Return the chunks from the batch's plan, or build them on the device."""
     if CHUNK in boundaries.chunks:
         table = boundaries.chunks[CHUNK]
         return Chunks(boundaries.cu_seqlens, table.index, table.offsets)

@@ -1,9 +1,10 @@
 """RWKV-7 in Triton: launches of its kernels.
 
-At T = 32768, 64 heads × 64, bf16, in GB (and ms at 4.2 TB/s): forward reads the inputs (1.6), writes T (0.3), writes
-and reads four tiles (2.1), writes o: 4.3 (1.0); backward reads inputs and T twice, makes three tiles, h and dh, and
-writes six gradients: 8.1 (1.9). Products: 0.2 TFLOP forward, 0.8 backward. T is kept between them, 128 bytes per token
-and head.
+Traffic at T = 32768, 64 heads × 64, bf16, in GB (and ms at 4.2 TB/s): forward reads the
+inputs (1.6), writes T (0.3), writes and reads four tiles (2.1) and writes o: 4.3 (1.0).
+Backward reads inputs and T twice, makes three tiles, h and dh, and writes six gradients:
+8.1 (1.9). Products take 0.2 TFLOP in forward and 0.8 in backward. T is kept between the
+two, 128 bytes per token and head.
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ class Numbers(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of NT chunks of C = 64 tokens; the letters are those of rwkv7_kernels."""
+    """Tiles of NT chunks with C = 64 tokens each. The letters are defined in rwkv7_kernels."""
 
     P: Tensor  # [NT, H, K, K]
     U: Tensor  # [NT, H, K, V]
     Q: Tensor  # [NT, H, C, K]
     decay: Tensor  # [NT, H, K] fp32, 2^γ
     inverse: Tensor  # [NT, H, C, C], T
-    O: Tensor | None  # [NT, H, C, V]; None: not computed again
+    O: Tensor | None  # [NT, H, C, V]; None when recomputed for backward
 
 
 def _of_chunks(kernel: str, tiles: Tiles, numbers: Numbers) -> Config:
-    """Constants of a kernel that works on each chunk by itself."""
+    """Return constants of a kernel that works on each chunk independently."""
     _, H, K, V = tiles.U.shape
     return {"H": H, "K": K, "V": V, "RATE": numbers.rate or None} | config(kernel, tiles.U, K)
 
 
 def _loop(tiles: Tiles, kernel: str = "rwkv7 loop") -> Config:
-    """Constants of kernels that go through an entry's chunks."""
+    """Return constants of a kernel that loops over an entry's chunks."""
     _, H, K, V = tiles.U.shape
     return {"H": H, "K": K, "V": V} | config(kernel, tiles.U, max(K, V), BV=min(K, widest_slice(V)))
 
@@ -102,11 +103,13 @@ class RWKV7Stages(Stages):
     def launch_backward(self, given: Given, d_initial: Tensor | None) -> list[Tensor]:
         x, tiles, chunks, numbers, initial, *_, do, _ = given
         NT, H, K, V = tiles.U.shape
+        # States at the chunk boundaries, and their gradients.
         h, dh = (
             tiles.U.new_empty(NT + listed_entries(ALL, chunks), H, K, V),
             torch.empty_like(tiles.U),
         )
         self.launch_reverse(given, (d_initial, initial[1]), h=h, dh=dh)
+        # Gradients of the inputs, chunk by chunk.
         grads = [t.new_empty(t.shape) for t in x]
         if rwkv7_hopper.fits(x):
             rwkv7_hopper.launch_gradient(given, h, dh, grads)
@@ -127,7 +130,8 @@ class RWKV7Stages(Stages):
         return grads
 
     def room(self, x: DPLRInputs) -> int:
-        """For each chunk: states, their gradients, and exponents unless they stay on the chip."""
+        """Return the bytes of each chunk's states, their gradients, and the exponents
+        unless they stay on the chip."""
         exponents = 0 if rwkv7_hopper.fits(x) else 4 * x.k.numel()
         return 2 * x.v.numel() * x.k.shape[-1] // CHUNK * x.v.element_size() + exponents
 

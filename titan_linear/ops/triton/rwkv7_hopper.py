@@ -1,9 +1,11 @@
-"""RWKV-7's `prepare` and gradients for Hopper, in Gluon, for K = V = 64. `rwkv7_kernels` has their algebra, and them in
-Triton for other shapes and GPUs.
+"""RWKV-7's `prepare` and gradients for Hopper, in Gluon, for K = V = 64. `rwkv7_kernels`
+describes their algebra, and has the Triton versions for other shapes and GPUs.
 
-The copy engine has all of a program's tiles on their way before it computes, and a multiprocessor has two programs, or
-three of `prepare`: one waits for its tiles while another computes. Products read tiles [64, 64] in shared memory, and
-make channels as rows and tokens as columns, so that sums over tokens take gates and their gradients from registers.
+The copy engine loads all of a program's tiles before the program computes, and each
+multiprocessor has two programs, or three of `prepare`. One waits for its tiles while
+another computes. Products read tiles [64, 64] in shared memory. Their results have channels
+as rows and tokens as columns, so that sums over tokens take gates and their gradients from
+registers.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ CHANNELS = constexpr(gl.SliceLayout(1, SQUARE.value))
 
 
 def fits(x: DPLRInputs) -> bool:
-    """Whether these kernels take heads and dtypes like those of x."""
+    """Return whether these kernels support heads and dtypes like x's."""
     wide, dtypes = x.q.shape == x.v.shape and x.q.shape[2] == C.value, {t.dtype for t in x[:-1]}
     half = dtypes == {torch.bfloat16} and x.gk.dtype in (torch.bfloat16, torch.float32)
     return wide and half and is_hopper(x.q.device)
@@ -61,13 +63,14 @@ def fits(x: DPLRInputs) -> bool:
 
 @gluon.jit
 def _read(rows):
-    """Rows of tokens, as [channels, tokens]."""
+    """Read rows of tokens as [channels, tokens]."""
     return wide(turned(rows).load(SQUARE))
 
 
 @gluon.jit
 def _earlier(STRICT):
-    """Which of a matrix's columns are tokens before those of its rows."""
+    """Return a mask [64, 64] of pairs whose column's token comes before its row's token, or
+    is the same unless STRICT."""
     i, j = indices(C, C, SQUARE)
     return (j < i) if STRICT else (j <= i)
 
@@ -79,7 +82,7 @@ def _store_pairs(tile, x, STRICT):
 
 @gluon.jit
 def _log2_gates(w_s, RATE):
-    """Log decays in base 2, and, with RATE, the sigmoids that give them."""
+    """Return log decays in base 2 and, with RATE, the sigmoids that determine them."""
     b_w = _read(w_s)
     if RATE is None:
         return b_w * LOG2E, b_w
@@ -90,7 +93,7 @@ def _log2_gates(w_s, RATE):
 
 @gluon.jit
 def _fetch_keys(descs, rooms, gates_ready, keys_ready, place):
-    """A chunk's gates, and then its q, k, a and b."""
+    """Start loading a chunk's gates, and then its q, k, a and b."""
     mbarrier.expect(gates_ready, C * C * descs[0].dtype.primitive_bitwidth // 8)
     fetch(descs[0], place, gates_ready, rooms[0])
     mbarrier.expect(keys_ready, 8 * C * C)
@@ -100,8 +103,8 @@ def _fetch_keys(descs, rooms, gates_ready, keys_ready, place):
 
 @gluon.jit
 def _decays(w_s, ready, ones_s, n, RATE):
-    """Once a chunk's gates are there: these in base 2 [channels, tokens]; γ and the reference [channels];
-    2^(Γ − reference). ones_s: room."""
+    """Wait for a chunk's gates, and return the gates in base 2 [channels, tokens]; γ and
+    the reference [channels]; and 2^(Γ − reference). ones_s: a free buffer."""
     ones_s.store(gl.where(_earlier(False), 1.0, 0.0).to(gl.bfloat16))
     visible()
     mbarrier.wait(ready, 0)
@@ -117,7 +120,7 @@ def _decays(w_s, ready, ones_s, n, RATE):
 
 @gluon.jit
 def _decay_keys(k_s, a_s, b_s, g, E):
-    """Multiply tokens by their decays relative to the reference, in place."""
+    """Multiply a, k and b by their decays relative to the reference, in place."""
     turned(a_s).store(rounded(_read(a_s) * E * gl.exp2(-g)))
     E_inverse = inverse(E)
     turned(k_s).store(rounded(_read(k_s) * E_inverse))
@@ -128,16 +131,18 @@ def _decay_keys(k_s, a_s, b_s, g, E):
 @GluonKernel
 def prepare_kernel(
     q_desc, k_desc, v_desc, a_desc, b_desc, w_desc, P_desc, U_desc, Q_desc, T_desc,
-    O_desc,  # None: T is given
+    O_desc,  # None if T is read instead of computed
     decay, chunks, scale, H, RATE: constexpr,
 ):  # fmt: skip
-    """One (chunk, head), as `prepare_kernel` of rwkv7_kernels. Its tiles are made transposed, so that w and u, in
-    registers, are on the left of the products that read them."""
+    """Compute the tiles of one (chunk, head), like `prepare_kernel` of rwkv7_kernels. Its
+    tiles are computed transposed, so that w and u, in registers, are the left operands of
+    the products that read them."""
     i_t, i_h = gl.program_id(0) // H, gl.program_id(0) % H
     start, n = chunk_at(chunks, i_t)
     if n <= 0:
         return
     tile = gl.program_id(0) * C
+    # Start loading all inputs; gates come first.
     w_s, q_s, k_s, a_s, b_s, v_s, ones_s = (
         room(w_desc.dtype),
         room(),
@@ -163,12 +168,14 @@ def prepare_kernel(
     to_start, to_end_s = gl.exp2(reference)[:, None], vector()
     to_end_s.store(gl.exp2(gamma - reference))
     mbarrier.wait(keys_ready, 0)
+    # q̃ in two bf16 parts, so that Q is rounded once.
     q_tilde = _read(q_s) * (scale * E)
     high, rest_s = rounded(q_tilde), room()
     turned(q_s).store(high)
     turned(rest_s).store(rounded(q_tilde - wide(high)))
     _decay_keys(k_s, a_s, b_s, g, E)
 
+    # Forward solves for T; backward has kept it.
     if O_desc is not None:
         b_T = warpgroup_mma_wait(0, (product(b_s, turned(a_s)),))
         i, j = indices(C, C, SQUARE)
@@ -176,6 +183,7 @@ def prepare_kernel(
         T_s = room()
         turned(T_s).store(rounded(gl.where(i == j, 1.0, b_T)))
         send(T_desc, [tile, 0], T_s)
+    # Products of pairs, masked, into shared memory.
     A_qb, A_ak = product(q_s, turned(b_s)), product(a_s, turned(k_s))
     A_qb, A_ak = warpgroup_mma_wait(0, (A_qb, A_ak))
     qb_s, ak_s = room(), room()
@@ -183,6 +191,7 @@ def prepare_kernel(
     _store_pairs(ak_s, A_ak, True)
     visible()
 
+    # u and w, transposed.
     mbarrier.wait(ready, 0)
     b_u, b_w = product(turned(v_s), turned(ak_s)), product(turned(a_s), turned(T_s))
     if O_desc is not None:
@@ -196,6 +205,7 @@ def prepare_kernel(
     b_w = left(rounded(b_w * to_start))
     b_u = warpgroup_mma_wait(0, (b_u,))
     b_u = left(rounded(b_u))
+    # The tiles P and Q.
     b_P, b_Q = product(b_w, b_s), add(b_w, turned(qb_s), (_read(q_s) + _read(rest_s)) * to_start)
     b_P, b_Q = warpgroup_mma_wait(0, (b_P, b_Q))
     tl.debug_barrier()
@@ -204,6 +214,7 @@ def prepare_kernel(
     turned(q_s).store(rounded(b_Q))
     send(P_desc, [tile, 0], a_s)
     send(Q_desc, [tile, 0], q_s)
+    # The tiles U and O.
     b_U = add(b_u, b_s, product(turned(v_s), k_s))
     if O_desc is not None:
         b_O = add(b_u, turned(qb_s), product(turned(v_s), turned(ak_s)))
@@ -233,13 +244,14 @@ def gradient_kernel(
     q_desc, k_desc, v_desc, a_desc, b_desc, w_desc, do_desc, T_desc, h_desc, dh_desc,
     dq_desc, dk_desc, dv_desc, da_desc, db_desc, dw_desc, chunks, scale, H, RATE: constexpr,
 ):  # fmt: skip
-    """One (chunk, head), as `gradient_kernel` of rwkv7_kernels."""
+    """Compute the gradients of one (chunk, head), like `gradient_kernel` of rwkv7_kernels."""
     tile = gl.program_id(0)
     i_t, i_h = tile // H, tile % H
     start, n = chunk_at(chunks, i_t)
     if n <= 0:
         return
     enters = tile + gl.load(chunks[1] + 2 * i_t) * H
+    # Start loading all inputs; gates come first, then keys.
     w_s, q_s, k_s, a_s, b_s, v_s, do_s = (
         room(w_desc.dtype),
         room(),
@@ -268,6 +280,7 @@ def gradient_kernel(
     turned(q_s).store(rounded(_read(q_s) * (scale * E)))
     _decay_keys(k_s, a_s, b_s, g, E)
 
+    # Products of pairs, into buffers that are free at this point, and dγ.
     ak_s, qb_s, qk_s = leaves_s, y_s, z_s
     A_qb, A_qk = product(q_s, turned(b_s)), product(q_s, turned(k_s))
     A_qb, A_qk = warpgroup_mma_wait(0, (A_qb, A_qk))
@@ -284,6 +297,7 @@ def gradient_kernel(
     dh_s.store(rounded(wide(dh_s.load(SQUARE)) * to_end))
     visible()
 
+    # y, z and dv.
     b_y = add(turned(v_s), turned(ak_s), product(turned(h_s), turned(a_s)))
     b_z = add(turned(do_s), qb_s, product(turned(dh_s), turned(b_s)))
     b_dv = add(turned(do_s), qk_s, product(turned(dh_s), turned(k_s)))
@@ -299,6 +313,7 @@ def gradient_kernel(
     b_dv = warpgroup_mma_wait(0, (b_dv,))
     visible()
 
+    # The gradients of the products of pairs.
     A_qk, A_qb = product(do_s, turned(v_s)), product(do_s, turned(y_s))
     b_dv = rounded(b_dv)
     A_qk, A_qb = warpgroup_mma_wait(0, (A_qk, A_qb))
@@ -312,10 +327,12 @@ def gradient_kernel(
     _store_pairs(ab_s, A_ab, True)
     visible()
 
+    # dk and db, and their share of dΓ.
     b_dk = add(turned(a_s), ak_s, add(turned(q_s), qk_s, product(dh_s, turned(v_s))))
     b_db = add(turned(a_s), ab_s, add(turned(q_s), qb_s, product(dh_s, turned(y_s))))
     b_dk, b_db = warpgroup_mma_wait(0, (b_dk, b_db))
-    # dΓ takes the rounded operands: a pair (i, j) then gives +x at i, −x at j, which cancel in dw.
+    # dΓ takes the rounded operands. A pair (i, j) then gives +x at i and −x at j, which
+    # cancel in dw.
     b_dw = -(_read(k_s) * b_dk + _read(b_s) * b_db)
     E_inverse = inverse(E)
     tl.debug_barrier()
@@ -325,6 +342,7 @@ def gradient_kernel(
     send(dv_desc, place, v_s)
     send(dk_desc, place, dh_s)
     send(db_desc, place, y_s)
+    # dq and da, and their share of dΓ.
     b_dq = add(
         turned(b_s), turned(qb_s), add(turned(k_s), turned(qk_s), product(h_s, turned(do_s)))
     )
@@ -334,6 +352,7 @@ def gradient_kernel(
     b_dw += _read(q_s) * b_dq + given
     tma.store_wait(0)
     tl.debug_barrier()
+    # Load the gates again for da and dw.
     dw_s = room(w_desc.dtype)
     mbarrier.expect(last_ready, C * C * w_desc.dtype.primitive_bitwidth // 8)
     fetch(w_desc, place, last_ready, dw_s)
@@ -345,6 +364,7 @@ def gradient_kernel(
     ones_s.store(gl.where(_earlier(False), 1.0, 0.0).to(gl.bfloat16))
     send(dq_desc, place, do_s)
     send(da_desc, place, z_s)
+    # dw sums dΓ over later tokens; a's gate excludes its own token.
     b_dw = sums(b_dw, ones_s)
     b_dw = warpgroup_mma_wait(0, (b_dw,))
     b_dw += dgamma[:, None] - given

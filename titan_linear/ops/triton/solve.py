@@ -1,7 +1,9 @@
-"""The triangular system inside a chunk, of both delta rules: (I + N diag(b)) G = N for N strictly lower, b = β.
+"""The triangular system inside a chunk, for both delta rules: (I + N diag(b)) G = N for N
+strictly lower, b = β.
 
-G = (I + N b)⁻¹ N = N (I + b N)⁻¹, so (I + N b)⁻¹ = I − G b: the identity stays exact when G is rounded. No power of
-N is formed, so collinear keys and β near 2 are as good as any. fp32, each product as three bf16 products.
+G = (I + N b)⁻¹ N = N (I + b N)⁻¹, so (I + N b)⁻¹ = I − G b: the identity stays exact when G
+is rounded. No power of N is formed, so collinear keys and β near 2 lose no accuracy.
+Arithmetic is fp32, with each product as three bf16 products.
 """
 
 from __future__ import annotations
@@ -15,14 +17,16 @@ from titan_linear.ops.triton.tiles import Kernel, arange, indices, masked, progr
 
 @triton.jit
 def split(x):
-    """fp32 x → two bf16 parts whose sum is x to 2^-16 of |x|. (Cutting bits is cheaper than rounding twice.)"""
+    """Split fp32 x into two bf16 parts whose sum is x to 2^-16 of |x|. Truncating bits is
+    cheaper than rounding twice."""
     hi = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     return hi.to(tl.bfloat16), (x - hi).to(tl.bfloat16)
 
 
 @triton.jit
 def dot_fp32(a, b, CT):
-    """fp32 a @ b: IEEE for fp32 inputs, else three bf16 products (relative error of an operand 2^-16)."""
+    """Compute a @ b in fp32: IEEE for fp32 inputs, otherwise three bf16 products (relative
+    error of an operand 2^-16)."""
     if CT == tl.float32:  # noqa: SIM300
         return tl.dot(a, b, input_precision="ieee")
     else:
@@ -33,20 +37,22 @@ def dot_fp32(a, b, CT):
 
 @triton.jit
 def lower_triangle(tile, i, j):
-    """Address in a tile of [64, 64] 16-bit numbers of element (i, j), j < i, of a strictly lower matrix in fp32."""
+    """Return the address of element (i, j), j < i, of a strictly lower fp32 matrix stored
+    in a tile of [64, 64] 16-bit numbers."""
     return tile.to(tl.pointer_type(tl.float32), bitcast=True) + (i * (i - 1) // 2 + j)
 
 
 @triton.jit
 def merge(N21, G11, G22, b1, b2, CT):
-    """G21 = (I − G22 b2) N21 (I − b1 G11) of pairs of blocks: each [pairs, B, B], b [pairs, 1, B]."""
+    """Compute G21 = (I − G22 b2) N21 (I − b1 G11) for pairs of blocks: each [pairs, B, B],
+    b [pairs, 1, B]."""
     x = N21 - dot_fp32(N21 * b1, G11, CT)
     return x - dot_fp32(G22 * b2, x, CT)
 
 
 @triton.jit
 def factors(b, place):
-    """b at these places; 1 without b."""
+    """Load b at `place`, or return 1 without b."""
     if b is None:
         return 1.0
     else:
@@ -55,10 +61,14 @@ def factors(b, place):
 
 @triton.jit
 def solve(b, G, SCALED):
-    """Write −G, or with SCALED G diag(b), in place of N [64, 64] at G; b [64], or None for ones: then write I − G.
-    Forward substitution in fp32 on 16×16 blocks, G_i = N_i − Σ_m N_im b_m G_m for m < i with one column per lane, then
-    merged to 32 and 64 rows."""
+    """Write −G, or −G diag(b) with SCALED, in place of N [64, 64] at G. b is [64]; with b =
+    None it is all ones, and I − G is written.
+
+    Forward substitution runs in fp32 on 16×16 blocks, G_i = N_i − Σ_m N_im b_m G_m for m <
+    i, with one column per lane. The blocks are then merged to 32 and 64 rows.
+    """
     CT: constexpr = G.dtype.element_ty
+    # Substitution in the four 16×16 blocks on the diagonal.
     lane = arange(64)
     first, column = lane // 16 * 16, lane % 16
     rows = ()
@@ -73,6 +83,7 @@ def solve(b, G, SCALED):
         tl.store(lower_triangle(G, first + i, first + column), rows[i], mask=column < i)
     tl.debug_barrier()
 
+    # Merge pairs of 16×16 blocks to 32×32.
     block, i, j = (
         arange(2)[:, None, None] * 32,
         arange(16)[None, :, None],
@@ -86,6 +97,7 @@ def solve(b, G, SCALED):
     tl.store(p_21, G21)
     tl.debug_barrier()
 
+    # Merge the two 32×32 blocks to 64×64.
     i, j = indices(32, 32)
     G11 = masked(lower_triangle(G, i, j), mask=j < i)
     G22 = masked(lower_triangle(G, 32 + i, 32 + j), mask=j < i)
@@ -98,6 +110,7 @@ def solve(b, G, SCALED):
     if b is None:
         one = tl.where(i == j, 1.0, 0.0)
         G11, G22 = G11 - one, G22 - one
+    # Write the whole tile in its dtype, with zeros above the diagonal blocks.
     p_G = G + i * 64 + j
     tl.store(p_G, (G11 * b1).to(CT))
     tl.store(p_G + 32, tl.zeros([32, 32], CT))
@@ -107,6 +120,6 @@ def solve(b, G, SCALED):
 
 @Kernel
 def solve_kernel(b, G, STRIDE_B: constexpr, SCALED: constexpr):
-    """`solve` for one (chunk, head)."""
+    """Run `solve` for one (chunk, head)."""
     i = program()
     solve(b + i * STRIDE_B, G + i * 64 * 64, SCALED)

@@ -1,9 +1,12 @@
-"""Long documents cut into segments, where heads and documents are too few to fill a GPU: KCP inside one device.
+"""Long documents cut into segments where heads and documents are too few to fill a GPU.
+This is KCP inside one device.
 
-A scan is sequential in a head; 16 heads keep a quarter of an H200's multiprocessors busy. Here each segment's last
-state from a zero state and its transition (S_ext, M) are found for all segments at once, a short fold gives the state
-that enters each segment, and the scans then run over segments as if they were documents. Backward does the same, with
-the same M. Between ranks nothing changes: an entry's own S_ext and M follow from those of its segments.
+A scan is sequential within a head, so 16 heads keep only a quarter of an H200's
+multiprocessors busy. Here each segment's last state from a zero state and its transition
+(S_ext, M) are computed for all segments at once. A short fold then gives the state that
+enters each segment, and the scans run over segments as if they were documents. Backward
+does the same, with the same M. The exchange between ranks is unchanged: an entry's S_ext
+and M follow from its segments' S_ext and M.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from titan_linear.ops.triton.tiles import Kernel, arange, blocks_of, masked
 
 @Kernel
 def boundaries_kernel(table, cu_seqlens, boundaries, tokens, length, S, B: constexpr):
-    """Where each segment of the table begins; surplus segments, and the boundary after the last, are at the end."""
+    """Write where each segment of the table begins. Surplus segments, and the boundary
+    after the last, begin at the end of the stream."""
     o_s = tl.program_id(0) * B + arange(B)
     i_n = tl.load(table + 2 * o_s, mask=o_s < S, other=-1)
     used = i_n >= 0
@@ -42,8 +46,8 @@ def _empty_table(cu_seqlens: Tensor, tokens: int, length: int) -> tuple[Tensor, 
 
 @operator(fake=_empty_table)
 def segment_table(cu_seqlens: Tensor, tokens: int, length: int) -> tuple[Tensor, Tensor]:
-    """cu_seqlens [N+1] int32 -> boundaries [S+1] of segments, of which surplus ones are empty, and segment_offsets
-    [N+1], each document's first segment."""
+    """Return the segments of cu_seqlens [N+1] int32: their boundaries [S+1], in which
+    surplus segments are empty, and segment_offsets [N+1], each document's first segment."""
     _, table, segment_offsets = chunks_of(cu_seqlens, tokens, length)
     boundaries = cu_seqlens.new_empty(len(table) + 1)
     boundaries_kernel[(blocks_of(len(boundaries), 256),)](
@@ -53,7 +57,8 @@ def segment_table(cu_seqlens: Tensor, tokens: int, length: int) -> tuple[Tensor,
 
 
 class SplitDocuments:
-    """A rule over the segments that `find` gives, which looks like a rule over entries."""
+    """A rule over the segments that `find` returns, with the interface of a rule over
+    entries."""
 
     def __init__(
         self,
@@ -63,6 +68,7 @@ class SplitDocuments:
         find: Callable[[], Segments],
         kept: Sequence[Tensor],
     ):
+        # In backward, `kept` has forward's states, transitions, tables and tiles.
         tiles: Sequence[Tensor] = ()
         if kept:
             self.states, self.M, *rest = kept
@@ -74,12 +80,12 @@ class SplitDocuments:
         self.rule = make(
             inputs, options, Chunks(s.cu_seqlens, s.chunk_index, s.chunk_offsets), tiles
         )
-        self.S_ext: Tensor | None = None  # of the segments, [S, HV, K, V]
+        self.S_ext: Tensor | None = None  # per segment, [S, HV, K, V]
         self.dS_ext: Tensor | None = None
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
-        """The segments' states, M and tables, and the rule's tiles."""
+        """Return the segments' states, M and tables, followed by the rule's tiles."""
         _, _, *tiles = self.rule.kept
         return self.states, self.M, *self.segments, *tiles
 
@@ -115,7 +121,8 @@ class SplitDocuments:
 
 
 def segments_of(boundaries: Boundaries, tokens: int, length: int) -> Segments:
-    """Segments of `length` tokens, found on the device; those that no entry needs are empty."""
+    """Build segments of `length` tokens on the device; segments beyond the number needed
+    are empty."""
     edges, offsets = segment_table(boundaries.cu_seqlens, tokens, length)
     numbers = torch.arange(len(edges) - 1, dtype=torch.int32, device=edges.device)
     _, chunk_index, chunk_offsets = chunks_of(edges, tokens)

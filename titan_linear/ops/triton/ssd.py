@@ -1,23 +1,27 @@
-"""Chunked recurrences whose state only decays, by one factor for each head (SSD, Simple GLA), in Triton: launches of
-their kernels.
+"""Launches of the Triton kernels of chunked recurrences whose state only decays, by one
+factor per head (SSD, Simple GLA).
 
-Chunks have 64 tokens. A program of the scan holds the state [K, 64 columns] of one head in registers from a document's
-first chunk to its last, and writes o alone: per token and head it moves 2 V numbers, and q, k and q kᵀ, which the heads
-of a group share, come from L2. Most of a chunk's time it waits: two share a multiprocessor, and where heads are too few
-for that, documents are cut into pieces, and the states of all parts before the last piece are found first, by
-themselves. (Segments, `split_documents.py`, would cut backward too, which has twice as many programs, and would pay for
-their gradients.)
+Chunks have 64 tokens. A program of the scan holds the state [K, 64 columns] of one head in
+registers from a document's first chunk to its last, and writes only o. Per token and head
+it moves 2 V numbers. q, k and q kᵀ, which the heads of a group share, come from L2. A
+program waits for most of a chunk's time, so two share a multiprocessor. Where heads are too
+few for that, documents are cut into pieces, and the states of all parts before the last
+piece are computed first, in a separate launch. (Segments, `split_documents.py`, would cut
+backward too, which has twice as many programs, and would pay for the segments' gradients.)
 
-For the gradients, states before and their gradients behind each chunk are written by two scans side by side (2 K V / 64
-numbers per token and head). Then programs of two kernels pass through the heads of a group at one chunk: `pairs` adds
-the gradient of q kᵀ in registers and writes dv, `carried` adds 64 columns of dq and dk, from that and from the state;
-of the sums that they leave per token and head, a last kernel makes the gradients of decays. A program has 4 warps (8
-add up sums by shared memory), and two share a multiprocessor. Where chunks and groups are few, heads of a group are
-split among programs, whose sums are added in order.
+For the gradients, two concurrent scans write the state before each chunk and the gradient
+after it (2 K V / 64 numbers per token and head). Programs of two kernels then pass through
+the heads of a group at one chunk. `pairs` accumulates the gradient of q kᵀ in registers and
+writes dv. `carried` accumulates 64 columns of dq and dk, from that gradient and from the
+state. A last kernel computes the gradients of decays from the sums that these kernels leave
+per token and head. A program has 4 warps (8 would add up sums through shared memory), and
+two share a multiprocessor. Where chunks and groups are few, the heads of a group are split
+among programs, whose sums are added in order.
 
-At T = 32768, 128 heads × 64, K = 128, G = 1, bf16, in GB and TFLOP, at 4.2 TB/s and 700 TFLOP/s in ms: forward 1.1
-(0.26) and 0.24 (0.34); states 3.3 (0.77) and 0.14 (0.20); pairs 2.7 (0.64) and 0.14 (0.20); carried 3.2 (0.77), with v
-and do twice from L2, and 0.20 (0.29).
+Traffic and products at T = 32768, 128 heads × 64, K = 128, G = 1, bf16, in GB and TFLOP
+(and in ms at 4.2 TB/s and 700 TFLOP/s): forward 1.1 (0.26) and 0.24 (0.34); states 3.3
+(0.77) and 0.14 (0.20); pairs 2.7 (0.64) and 0.14 (0.20); carried 3.2 (0.77), with v and do
+read twice from L2, and 0.20 (0.29).
 """
 
 from __future__ import annotations
@@ -45,8 +49,8 @@ from titan_linear.ops.triton.tiles import (
     rows,
 )
 
-BH = 16  # heads of a program on decays
-PROGRAMS = 256  # of `scan`, `carried` or `pairs` that fill a GPU, two on a multiprocessor
+BH = 16  # heads per program of the kernels of decays
+PROGRAMS = 256  # programs of `scan`, `carried` or `pairs` that fill a GPU, two per multiprocessor
 
 
 class Numbers(NamedTuple):
@@ -54,7 +58,7 @@ class Numbers(NamedTuple):
     softplus: float
     low: float
     high: float
-    parts: float  # of sums of decays: with two, differences of them are as exact as their terms
+    parts: float  # numbers per sum of decays; with two, differences are as exact as their terms
 
 
 class Tiles(NamedTuple):
@@ -62,8 +66,8 @@ class Tiles(NamedTuple):
 
 
 def _sliced(kernel: str, k: Tensor, v: Tensor, gates: Tensor) -> Config:
-    """Constants of a kernel that takes V slice by slice. Halves of slices serve where the last one would otherwise be
-    half empty."""
+    """Return constants of a kernel that takes V slice by slice. Slices are halved where the
+    last one would otherwise be at most half full."""
     (_, H, K), (_, HV, V) = k.shape, v.shape
     chosen = config(kernel, k, max(K, V), BK=K, BV=max(1 << (V - 1).bit_length(), 16))
     BV = chosen["BV"]
@@ -73,35 +77,37 @@ def _sliced(kernel: str, k: Tensor, v: Tensor, gates: Tensor) -> Config:
 
 
 def _of_decays(n: Numbers, parts: int) -> Config:
-    """Constants of a kernel on decays of a chunk."""
+    """Return constants of a kernel that computes a chunk's decays or their gradients."""
     return {"BH": BH, "PARTS": parts - 1, "SOFTPLUS": bool(n.softplus), "num_warps": 4}
 
 
 def _fetches(x: Tensor) -> bool:
-    """Whether tiles are read by the copy engine. In float32 two stages of its tiles do not fit."""
+    """Return whether the copy engine reads tiles. In float32, two stages of tiles do not
+    fit."""
     return x.element_size() == 2
 
 
 def _fetched(x: Tensor, columns: int | None = None) -> tuple[Tensor, int] | TensorDescriptor:
-    """x [T, heads, dim] as scans read it: a head, or slices of it of so many columns."""
+    """Return x [T, heads, dim] as scans read it: complete heads, or slices of `columns`
+    columns."""
     dim = x.shape[2]
     columns = columns or dim
     return ragged_tiles(x, columns) if _fetches(x) and dim % columns == 0 else rows(x)
 
 
 def _tiles(v: Tensor, do: Tensor, BV: int, BK: int, *states: Tensor) -> tuple[Any, ...]:
-    """v, do and states of chunks [NT, HV, K, V] as kernels of gradients read them."""
+    """Return v, do and the chunks' states [NT, HV, K, V] as the gradient kernels read them."""
     blocks = (chunk_tiles(h, BV, BK) if _fetches(v) else h for h in states)
     return _fetched(v, BV), _fetched(do, BV), *blocks
 
 
 def _wide(D: Tensor | None, HV: int) -> bool:
-    """Whether each channel has a factor of its own."""
+    """Return whether each channel has its own factor."""
     return D is not None and D.numel() > HV
 
 
 def _scores(q: Tensor, k: Tensor, NT: int, chunks: tuple[Tensor, ...]) -> Tensor:
-    """q kᵀ of each chunk [NT, H, BT, BT]."""
+    """Compute q kᵀ of each chunk, [NT, H, BT, BT]."""
     _, H, K = k.shape
     scores = k.new_empty(NT, H, BT, BT)
     kernels.scores_kernel[(NT * H,)](
@@ -111,8 +117,11 @@ def _scores(q: Tensor, k: Tensor, NT: int, chunks: tuple[Tensor, ...]) -> Tensor
 
 
 def _pieces(T: int, N: int, programs: int) -> int:
-    """Into how many pieces entries are cut for the scan, so that two programs share each multiprocessor: 1, 2, 4 or 8.
-    programs: of an entry."""
+    """Return the number of pieces that the scan cuts each entry into, so that two programs
+    share each multiprocessor: 1, 2, 4 or 8.
+
+    programs: number of programs per entry.
+    """
     pieces = 1
     while 2 * pieces * N * programs <= PROGRAMS and 2 * pieces * N * SHORTEST <= T and pieces < 8:
         pieces *= 2
@@ -120,8 +129,12 @@ def _pieces(T: int, N: int, programs: int) -> int:
 
 
 def _before_last_piece(given: Given, pieces: int) -> tuple[Tensor | None, Tensor | None, int]:
-    """Of each part of an entry before its last piece: its last state from a zero state, and the factor of any other;
-    and into how many parts an entry is cut: twice the pieces, to fill the GPU with parts too."""
+    """Compute, for each part of an entry before its last piece, the last state from a zero
+    state and the factor of an initial state.
+
+    Also returns the number of parts per entry, twice the number of pieces, so that the
+    parts fill the GPU too.
+    """
     if pieces == 1:
         return None, None, 1
     x, parts = given.x, 2 * pieces
@@ -142,7 +155,8 @@ def _launch_boundary(
     n: int = 1,
     parts: int = 1,
 ) -> None:
-    """The last states of listed entries from zero states, or of the first n of all entries' `parts`."""
+    """Compute the last states of the listed entries from zero states, or of the first n of
+    the `parts` of all entries."""
     (F, HV, _, V), (gates,) = S_ext.shape, given.tiles
     chosen = _sliced("ssd boundary", x, y, gates) | {"REVERSE": M is None}
     tiles, grid = (_fetched(x), _fetched(y, chosen["BV"])), (F * HV * blocks_of(V, chosen["BV"]),)
@@ -152,7 +166,8 @@ def _launch_boundary(
 
 
 def _splits(NT: int, H: int, R: int) -> int:
-    """Among how many programs the heads of a group are split at each chunk: a power of two that divides R."""
+    """Return the number of programs among which the heads of a group are split at each
+    chunk: a power of two that divides R."""
     splits = 1
     while splits * NT * H < PROGRAMS and R % (2 * splits) == 0:
         splits *= 2
@@ -202,6 +217,7 @@ class SSDStages(Stages):
         slices = blocks_of(V, chosen["BV"])
         pieces = _pieces(T, N, HV * slices)
         *before, parts = _before_last_piece(given, pieces)
+        # The Hopper kernel takes the same arguments in the same order.
         programs, R = N * HV * pieces, chosen.pop("R")
         more = (
             gates,
@@ -230,6 +246,7 @@ class SSDStages(Stages):
         x = given.x
         h, dh = _states(given, d_initial)
         chunk = _chunk_gradients(given, h, dh)
+        # Gradients of the heads' parameters, and dq and dk summed over splits.
         dg, dA, d_bias, d_skip = _gate_gradients(given, chunk)
         d_skip = d_skip if chunk.dD is None else chunk.dD.sum(0)
         pairs = (x.A, dA), (x.D, d_skip), (x.dt_bias, d_bias)
@@ -238,8 +255,8 @@ class SSDStages(Stages):
         return *of_groups, chunk.dv, dg, *of_heads
 
     def room(self, x: DecayInputs) -> int:
-        """For each chunk: states, their gradients and dE of a group; in fp32, a head's `sums`, `passed` and `products`,
-        of each slice of columns."""
+        """Return the bytes of each chunk's states, their gradients and a group's dE; and,
+        in fp32, of a head's `sums`, `passed` and `products` of each slice of columns."""
         (T, H, K), (_, HV, V), size = x.k.shape, x.v.shape, x.v.element_size()
         keys, slices = blocks_of(K, 64), blocks_of(V, 128 // size)
         chunk = 2 * HV * K * V // BT + H * BT
@@ -250,7 +267,8 @@ SSD = SSDStages()
 
 
 def _states(given: Given, d_initial: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Before each chunk the state, and behind it its gradient, [NT, HV, K, V]."""
+    """Compute the state before each chunk and the gradient of the state after it, both
+    [NT, HV, K, V]."""
     x, (gates,), chunks, numbers, initial, d_final, _, do, _ = given
     (NT, HV, _, _), K, V = gates.shape, x.k.shape[2], x.v.shape[2]
     h, dh = (x.v.new_empty(NT, HV, K, V) for _ in range(2))
@@ -264,27 +282,30 @@ def _states(given: Given, d_initial: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 class ChunkGradients(NamedTuple):
-    """Of chunks and heads, or of `splits` parts of a group's heads."""
+    """Gradients and sums per chunk and head, or per chunk and one of `splits` parts of a
+    group's heads."""
 
     dv: Tensor  # [T, HV, V]
-    dE: Tensor  # [NT, H, splits, BT, BT], Eᵀ
+    dE: Tensor  # [NT, H, splits, BT, BT], E transposed
     own: Tensor  # [NT, H, BT] fp32, <q, k> of each token
     sums: Tensor  # [NT, HV, slices, 3, BT] fp32
-    dD: Tensor | None  # [NT, HV·V] fp32, if each channel has a factor of its own
-    dq: Tensor  # [splits, T, H, K], in fp32 if there are several parts, as dk
+    dD: Tensor | None  # [NT, HV·V] fp32, if each channel has its own factor
+    dq: Tensor  # [splits, T, H, K], like dk in fp32 if splits > 1
     dk: Tensor
     passed: Tensor  # [NT, HV, slices, 2, BT] fp32
-    products: Tensor  # [NT, HV, slices, BV] fp32: the columns of S times those of dS'
+    products: Tensor  # [NT, HV, slices, BV] fp32: columns of S times columns of dS'
 
 
 def _chunk_gradients(given: Given, h: Tensor, dh: Tensor) -> ChunkGradients:
     x, (gates,), chunks, numbers, *_, do, _ = given
     (T, H, K), (NT, HV, _, V) = x.k.shape, h.shape
+    # Launch constants, and how heads and columns are divided among programs.
     of_pairs, of_carried = (
         _sliced(f"ssd {kernel}", x.k, x.v, gates) for kernel in ("pairs", "carried")
     )
     R, BK, BV, wide = of_carried["R"], of_carried["BK"], of_carried["BV"], _wide(x.D, HV)
     splits, slices, scale = _splits(NT, H, R), blocks_of(V, BV) * (K // BK), numbers.scale
+    # Splits are summed later, so they stay in fp32.
     sums = x.k if splits == 1 else gates
     grads = ChunkGradients(
         dv=x.v.new_empty(x.v.shape),
@@ -304,6 +325,7 @@ def _chunk_gradients(given: Given, h: Tensor, dh: Tensor) -> ChunkGradients:
         wide,
     )
     *of_pair, dq, dk, passed, products = grads
+    # dv and dE come from pairs of tokens; then dq and dk from dE and the states.
     tiles = _tiles(x.v, do, of_pairs["BV"], K, dh)
     kernels.pairs_kernel[(programs,)](
         *read, *tiles, gates, x.D, *of_pair, chunks, scale, HV, heads, **of_pairs
@@ -329,10 +351,11 @@ def _chunk_gradients(given: Given, h: Tensor, dh: Tensor) -> ChunkGradients:
 
 
 def _gate_gradients(given: Given, chunk: ChunkGradients) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dg, and of heads those of A, dt_bias and D."""
+    """Return dg, and the heads' gradients of A, dt_bias and D, summed over chunks."""
     x, (gates,), chunks, n, initial, d_final, *_ = given
     (NT, HV, parts, _), (_, H, K), V = gates.shape, x.k.shape, x.v.shape[2]
     dg, d_heads = x.g.new_empty(x.g.shape), gates.new_empty(3, NT, HV)
+    # The kernel adds up the slices that the two kernels before it wrote.
     slices = {
         "BV": chunk.products.shape[3],
         "PASSED": chunk.passed.shape[2],

@@ -1,8 +1,9 @@
-"""The scan of states that only decay, for Hopper, in Gluon, for K = 128 and V = 64. `ssd_kernels` has its algebra, and
-it in Triton for other dims and GPUs.
+"""Scan of states that only decay, for Hopper, in Gluon, with K = 128 and V = 64.
+`ssd_kernels` describes its algebra, and has the Triton version for other dims and GPUs.
 
-Two groups of warps carry the transposed states [V, K] of two neighbouring heads of a group in registers: q, k and q kᵀ
-come once for both. One more warp loads tiles by the copy engine, and one makes factors of gates.
+Two groups of warps carry the transposed states [V, K] of two neighboring heads of a group
+in registers, so q, k and q kᵀ are loaded once for both. Another warp loads tiles by the
+copy engine, and one more computes factors from gates.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ STAGES = constexpr(3)
 
 
 def fits(x: DecayInputs) -> bool:
-    """Whether this kernel takes heads and dtypes like those of x."""
+    """Return whether this kernel supports heads and dtypes like x's."""
     (_, H, _), (_, HV, V) = x.k.shape, x.v.shape
     shaped = BV.value == V and HV // H % 2 == 0 and fits_gdn(x.k, V)
     return shaped and (x.D is None or x.D.numel() == HV)
@@ -59,13 +60,13 @@ def fits(x: DecayInputs) -> bool:
 
 @gluon.jit
 def _vector(vectors, stage, i, PART, layout):
-    """What `_make_factors` made, of one of the two heads."""
+    """Load vector i of `_make_factors` for one of the two heads."""
     return vectors.index(4 * stage + i).slice(PART * BT, BT, 0).load(layout)
 
 
 @gluon.jit
 def _outputs(tiles, vectors, bars, ends, span, PART):
-    """Of one of the two heads."""
+    """Scan the chunks of one of the two heads: its o and its state."""
     q_s, k_s, v_s, scores_s, pairs_s, rows_s = tiles
     ready, factors_ready, empty = bars
     o_desc, D, initial, S_ext, M, first, before, final_state = ends
@@ -73,6 +74,7 @@ def _outputs(tiles, vectors, bars, ends, span, PART):
     i_hv += PART
     pairs, o_s = pairs_s.index(PART), places(i_hv, 0, BV)
     b_s = read_state(initial, i_n, HV * K * BV, o_s)
+    # Fold the states of all parts before this piece.
     if S_ext is not None:
         for i in range(first, first + before):
             b_s = b_s * gl.load(M + i * HV + i_hv) + gl.load(S_ext + i * (HV * K * BV) + o_s)
@@ -87,15 +89,18 @@ def _outputs(tiles, vectors, bars, ends, span, PART):
         b_o = product(b_left, turned(q_s.index(stage)))
         mbarrier.wait(factors_ready.index(stage), phase)
         b_G = _vector(vectors, stage, 0, PART, OF_TOKENS)
+        # q kᵀ of the chunk, decayed and weighted by time steps.
         b_d = _vector(vectors, stage, 0, PART, TOKENS)[:, None] - b_G[None, :]
         b_m = wide(scores_s.index(stage).load(SQUARE)) * gl.exp2(
             gl.where(o_i >= o_j, b_d, -float("inf"))
         )
         pairs.store((b_m * _vector(vectors, stage, 3, PART, OF_TOKENS)[None, :]).to(k.dtype))
         visible()
+        # Decay the state, and weight the chunk's writes to it.
         b_w = _vector(vectors, stage, 2, PART, gl.SliceLayout(0, LEFT_OF_CARRY))[None, :]
         b_w = (wide(v.load(LEFT_OF_CARRY)) * b_w).to(k.dtype)
         b_s *= gl.exp2(gl.sum(gl.where(gl.arange(0, BT, OF_TOKENS) == BT - 1, b_G, 0.0), 0))
+        # The output and the new state. The stage is free after their products.
         b_o = _vector(vectors, stage, 1, PART, OF_TOKENS)[None, :] * warpgroup_mma_wait(0, (b_o,))
         b_o = add(v, turned(pairs), b_o)
         b_s = add(b_w, k, b_s)
@@ -119,11 +124,14 @@ def _load(tiles, bars, descs, span, H, R):
     start, length, first, begin, until, _, i_hv, _ = span
     i_h = i_hv // R
     for n in range(until - begin):
+        # Wait until both heads have released the stage.
         stage = n % STAGES
         mbarrier.wait(empty.index(stage), n // STAGES & 1 ^ 1)
         bar, end, row = ready.index(stage), start + length, END - length + (begin + n) * BT
         keys = [END, end, row, i_h * K]
-        mbarrier.expect(bar, 7 * BT * K)  # q, k, v of two heads, half as much of q kᵀ: 2 bytes each
+        mbarrier.expect(
+            bar, 7 * BT * K
+        )  # q, k, v of two heads, and half as much q kᵀ, 2 bytes each
         fetch(q_desc, keys, bar, q_s.index(stage))
         fetch(k_desc, keys, bar, k_s.index(stage))
         fetch(
@@ -151,6 +159,7 @@ def _make_factors(vectors, bars, gates, span, scale):
             gl.load(p_g + 2 * o_h + BT - 1),
         )
         mbarrier.wait(empty.index(stage), n // STAGES & 1 ^ 1)
+        # G, scale 2^G, 2^(γ−G) Δ and scale Δ, for both heads.
         vectors.index(4 * stage).store(b_G)
         vectors.index(4 * stage + 1).store(scale * gl.exp2(b_G))
         vectors.index(4 * stage + 2).store(gl.exp2(last - b_G) * b_dt)
@@ -163,7 +172,7 @@ def scan_kernel(
     q_desc, k_desc, v_desc, scores_desc, o_desc, gates, D, initial, S_ext, M, final_state, chunks, listed, scale, HV, R,
     pieces, parts,
 ):  # fmt: skip
-    """As `scan_kernel` of ssd_kernels, of two heads."""
+    """Scan like `scan_kernel` of ssd_kernels, for two heads."""
     dtype: gl.constexpr = k_desc.dtype
     i_np = 2 * gl.program_id(0)
     i_hv, i_np = i_np % HV, (i_np // HV).to(gl.int64)
@@ -181,6 +190,7 @@ def scan_kernel(
         HV,
     )
     ends = o_desc, D, initial, S_ext, M, i_n * (parts - in_piece), i_p * in_piece, final_state
+    # Shared memory: stages of loaded tiles, scores and output tiles of both heads.
     q_s, k_s, v_s = (
         shared(dtype, STAGES, BT, K),
         shared(dtype, STAGES, BT, K),
@@ -210,6 +220,6 @@ def scan_kernel(
 
 
 def launch_scan(x: DecayInputs, scores: Tensor, o: Tensor, programs: int, *more: Any) -> None:
-    """programs: one a head."""
+    """Launch the scan. programs: one per head."""
     tiles = *(swizzled(t, K.value) for t in (x.q, x.k, x.v)), swizzled(scores, BT.value, BT.value)
     scan_kernel[(programs // 2,)](*tiles, swizzled(o, BV.value), *more, num_warps=4, maxnreg=168)

@@ -1,21 +1,27 @@
-"""Kernels of chunked recurrences whose state only decays, by one factor for each head and token (SSD, Simple GLA).
+"""Kernels of chunked recurrences whose state only decays, by one factor per head and token
+(SSD, Simple GLA).
 
-With G the log decay summed inside a chunk (here in base 2), D_ij = 2^(G_i - G_j) for i >= j, and v weighted by its time
-step Δ (1 without time steps):
+With G the log decay summed inside a chunk (here in base 2), D_ij = 2^(G_i - G_j) for i >=
+j, and v weighted by its time step Δ (1 without time steps):
 
-    o = scale 2^G q S + scale (q kᵀ ⊙ D) (Δ v) + skip v        S' = 2^γ S + kᵀ (2^(γ-G) Δ v)        γ = the last G
+    o = scale 2^G q S + scale (q kᵀ ⊙ D) (Δ v) + skip v        S' = 2^γ S + kᵀ (2^(γ-G) Δ v)
+    γ = the last G
 
 Backward, with dS' the gradient of the state that leaves the chunk and Z = 2^(γ-G) k dS':
 
     dv = Δ (scale (q kᵀ ⊙ D)ᵀ do + Z) + skip do                dS = 2^γ dS' + scale qᵀ (2^G do)
-    dq = scale 2^G do Sᵀ + E k                    dk = (2^(γ-G) Δ v) dS'ᵀ + Eᵀ q       E = scale do (Δ v)ᵀ ⊙ D
+    dq = scale 2^G do Sᵀ + E k                                 dk = (2^(γ-G) Δ v) dS'ᵀ + Eᵀ q
+    E = scale do (Δ v)ᵀ ⊙ D
 
-q and k belong to a group of heads: dq, dk and E are sums over its heads, in the registers of programs that pass from
-head to head, and only E's sum is multiplied by k and q. All sums are fp32; operands of a dot are rounded to the inputs'
-dtype. Every load of tokens stops at the document's end: what is not finite stays in its document.
+q and k belong to a group of heads. dq, dk and E are therefore sums over the group's heads,
+in the registers of programs that pass from head to head, and only E's sum is multiplied by
+k and q. All sums are fp32, and operands of a dot are rounded to the inputs' dtype. Every
+load of tokens stops at the document's end, so values that are not finite stay in their
+document.
 
-The copy engine reads tiles that are given as descriptors, those of a scan in 16 bits: of pointers its registers would
-hold dozens. v and do are pointers where V is not a multiple of its slices.
+The copy engine reads tiles that are passed as descriptors, which are the tiles of a scan in
+16 bits; their pointers would take dozens of registers. v and do are pointers where V is not
+a multiple of its slices.
 """
 
 from __future__ import annotations
@@ -51,7 +57,8 @@ from titan_linear.ops.triton.tiles import dot_ieee as dot
 
 @triton.jit
 def _tokens(x, start, length, row, column, BD):
-    """A tile of an entry [length, .] from its token `row` on, zeros past its end. start: its first token."""
+    """Load a tile of an entry [length, .] starting at its token `row`, with zeros past its
+    end. start: the entry's first token."""
     if isinstance(x, tl.tensor_descriptor):
         return fetch_rows(x, start, length, row, column)
     else:
@@ -60,7 +67,7 @@ def _tokens(x, start, length, row, column, BD):
 
 @triton.jit
 def _columns(x, start, length, row, i_h, i_v, V, BV):
-    """As `_tokens`, slice i_v of head i_h's V columns, zeros beyond them."""
+    """Load slice i_v of head i_h's V columns like `_tokens`, with zeros beyond them."""
     if V % BV == 0:
         return _tokens(x, start, length, row, i_h * V + i_v * BV, BV)
     else:
@@ -73,7 +80,7 @@ def _columns(x, start, length, row, i_h, i_v, V, BV):
 
 @triton.jit
 def _store_columns(x, b_x, start, n, HV, i_h, i_v, V, BV):
-    """Into x [T, HV, V], as `_columns`."""
+    """Store into x [T, HV, V] at the places that `_columns` reads."""
     if V % BV == 0:
         store_tokens((x, HV * V), b_x, start, n, i_h * V + i_v * BV, BV)
     else:
@@ -85,7 +92,7 @@ def _store_columns(x, b_x, start, n, HV, i_h, i_v, V, BV):
 
 @triton.jit
 def _state(i_v, K, V, BV):
-    """Where slice i_v of a state [K, V] lies in it, and which of its columns there are."""
+    """Return the offsets of slice i_v in a state [K, V], and which of its columns exist."""
     o_k, o_v = indices(K, BV)
     o_v += i_v * BV
     return o_k * V + o_v, (o_k >= 0) & (o_v < V)
@@ -93,7 +100,8 @@ def _state(i_v, K, V, BV):
 
 @triton.jit
 def _block(states, i_th, i_k, i_v, K, BK, V, BV):
-    """Rows i_k BK to (i_k + 1) BK of slice i_v of a chunk's state, of `states` [NT, HV, K, V]."""
+    """Load rows i_k BK to (i_k + 1) BK of slice i_v of a chunk's state, from `states`
+    [NT, HV, K, V]."""
     if isinstance(states, tl.tensor_descriptor):
         return states.load([(i_th * K).to(tl.int32) + i_k * BK, i_v * BV])
     else:
@@ -103,7 +111,7 @@ def _block(states, i_th, i_k, i_v, K, BK, V, BV):
 
 @triton.jit
 def _load_state(states, i_n, HV, i_hv, i_v, K, V, BV):
-    """A slice of entry i_n's state [K, BV] in fp32; zeros if there are no states."""
+    """Load a slice of entry i_n's state [K, BV] in fp32, or zeros if there are no states."""
     if states[0] is None:
         return zeros(K, BV)
     else:
@@ -122,8 +130,8 @@ def _store_state(states, b_s, i_row, HV, i_hv, i_v, K, V, BV):
 
 @triton.jit
 def _load_gates(gates, i_p, PARTS):
-    """Of one chunk and head: G and its second part (with PARTS = 2), Δ, what follows of G after each token, each [BT],
-    and the last G."""
+    """Load the gates of one chunk and head: G and its second part (with PARTS = 2), Δ, and
+    the decay after each token, each [BT], and the last G."""
     p_g = gates + i_p * (1 + PARTS) * BT + arange(BT)
     b_G, b_last = tl.load(p_g), tl.load(gates + i_p * (1 + PARTS) * BT + BT - 1)
     b_low, b_after = b_G, b_last - b_G
@@ -136,8 +144,9 @@ def _load_gates(gates, i_p, PARTS):
 
 @triton.jit
 def _decays(b_G, b_low, PARTS, BY_LATER):
-    """D [BT, BT], with later tokens as rows, or else as columns. The first parts' differences are exact: what decays
-    slowly after a fast token keeps its digits."""
+    """Return D [BT, BT], with later tokens as rows or, without BY_LATER, as columns.
+    Differences of the first parts are exact, so a slow decay after a fast token keeps its
+    digits."""
     o_i, o_j = indices(BT, BT)
     if BY_LATER:
         b_d, b_l, m_d = b_G[:, None] - b_G[None, :], b_low[:, None] - b_low[None, :], o_i >= o_j
@@ -150,7 +159,7 @@ def _decays(b_G, b_low, PARTS, BY_LATER):
 
 @triton.jit
 def _skip(D, i_hv, i_v, V, BV, WIDE):
-    """Head i_hv's factors of v in o: one, or with WIDE a row [1, BV]."""
+    """Load head i_hv's factor of v in o: one number, or with WIDE a row [1, BV]."""
     if WIDE:
         o_v = i_v * BV + arange(BV)
         return load_wide(D + i_hv * V + o_v, o_v < V)[None, :]
@@ -163,7 +172,8 @@ def _skip(D, i_hv, i_v, V, BV, WIDE):
 
 @triton.jit
 def _steps(b_g, dt_bias, o_h, m_h, low, high, SOFTPLUS):
-    """What goes into the clamp from raw time steps [BT, BH]: raw with its bias, and time steps before and after."""
+    """Return the stages of time steps from raw ones [BT, BH]: raw with its bias, and the
+    time steps before and after clamping."""
     if dt_bias is not None:
         b_g += load_wide(dt_bias + o_h, m_h)[None, :]
     b_dt = softplus(b_g) if SOFTPLUS else b_g
@@ -174,11 +184,12 @@ def _steps(b_g, dt_bias, o_h, m_h, low, high, SOFTPLUS):
 @Kernel
 def prepare_kernel(
     g, A, dt_bias,
-    # [NT, HV, 1 + PARTS, BT] fp32: G in base 2, Δ; past a document's end, the last G and zero
+    # [NT, HV, 1 + PARTS, BT] fp32: G in base 2, Δ; past a document's end, the last G and 0
     gates,
     chunks, low, high, HV, BH: constexpr, PARTS: constexpr, SOFTPLUS: constexpr,
 ):  # fmt: skip
-    """Decays of one chunk and BH heads. With two parts, the first are sums of multiples of 2^-8 and exact."""
+    """Compute the decays of one chunk and BH heads. With two parts, the first parts are
+    sums of multiples of 2^-8, which are exact."""
     blocks = (HV + BH - 1) // BH
     i_t, i_b = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     start, length = chunk_at(chunks, i_t)
@@ -189,12 +200,14 @@ def prepare_kernel(
     m_t = (o_c < length) & (o_b < HV)
     p_g, stride = g
     b_g = load_wide(p_g + start * stride + (o_c * stride + o_b), m_t)
+    # Time steps, and log decays in base 2.
     b_dt = tl.where(m_t, 1.0, 0.0)
     if A is not None:
         _, _, b_steps = _steps(b_g, dt_bias, o_h, m_h, low, high, SOFTPLUS)
         b_dt = tl.where(m_t, b_steps, 0.0)
         b_g = b_dt * load_wide(A + o_h, m_h)[None, :]
     b_g = log2_gate(b_g)
+    # Write the cumulative decays and the time steps.
     p_g = gates + i_t * HV * (1 + PARTS) * BT + (o_b * (1 + PARTS) * BT + o_c)
     m_g = (o_b < HV) & (o_c >= 0)
     if PARTS == 2:
@@ -210,7 +223,8 @@ def prepare_kernel(
 
 @triton.jit
 def _chunk_and_group(chunks, H, splits):
-    """Which chunk, group and part of its heads a program has, the chunk's first token and its number of tokens."""
+    """Return the program's part of a group's heads, its chunk and group, the chunk's first
+    token and its number of tokens."""
     i_p = program()
     i_split, i_t, i_h = i_p % splits, i_p // splits // H, (i_p // splits % H).to(tl.int32)
     start, length = chunk_at(chunks, i_t)
@@ -219,7 +233,7 @@ def _chunk_and_group(chunks, H, splits):
 
 @Kernel
 def scores_kernel(q, k, scores, chunks, H, K: constexpr):
-    """q kᵀ of one chunk and group, [NT, H, BT, BT]."""
+    """Compute q kᵀ of one chunk and group, [NT, H, BT, BT]."""
     _, i_t, i_h, start, length = _chunk_and_group(chunks, H, 1)
     b_q = load_tokens(q, start, length, i_h * K, K)
     b_k = load_tokens(k, start, length, i_h * K, K)
@@ -232,7 +246,7 @@ def scores_kernel(q, k, scores, chunks, H, K: constexpr):
 
 @triton.jit
 def _piece(length, i_p, pieces):
-    """The first chunk of piece i_p of an entry that is cut into `pieces`."""
+    """Return the first chunk of piece i_p of an entry that is cut into `pieces`."""
     return i_p * tl.cdiv(length, BT) // pieces
 
 
@@ -242,22 +256,24 @@ def scan_kernel(
     scores,  # [NT, H, BT, BT], or its descriptor
     o,  # [T, HV, V]
     gates, D, initial,
-    S_ext,  # [N, parts before the last piece, HV, K, V] fp32, or None: there is one piece
+    S_ext,  # [N, parts before the last piece, HV, K, V] fp32, or None for one piece
     M,  # [N, parts before the last piece, HV] fp32
     final_state,  # [N, HV, K, V] fp32 or None
     chunks, listed, scale, HV, R: constexpr, pieces,
-    parts,  # of an entry, a multiple of `pieces`
+    parts,  # parts per entry, a multiple of `pieces`
     K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr, STAGES: constexpr,
     WIDE: constexpr,
 ):  # fmt: skip
-    """One (entry, head, piece, slice of V): o, and the last states where they are asked for. The state stays in
-    registers; before a piece it follows from those of the parts before."""
+    """Scan one (entry, head, piece, slice of V): o, and the last states if they are wanted.
+    The state stays in registers. The state before a piece follows from the earlier parts'
+    states."""
     blocks: constexpr = (V + BV - 1) // BV
     i_v, i_nhp = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     i_p, i_nh = (i_nhp % pieces).to(tl.int32), i_nhp // pieces
     i_n, i_hv = i_nh // HV, (i_nh % HV).to(tl.int32)
     start, length, first = entry_at(chunks, listed, i_n)
     b_s = _load_state(initial, i_n, HV, i_hv, i_v, K, V, BV)
+    # Fold the states of all parts before this piece.
     if S_ext is not None:
         in_piece = parts // pieces
         for i in range(0, i_p * in_piece):
@@ -274,19 +290,22 @@ def scan_kernel(
         b_v = _columns(v, start, length, i * BT, i_hv, i_v, V, BV)
         b_G, b_low, b_dt, b_after, b_last = _load_gates(gates, i_t * HV + i_hv, PARTS)
         i_m = i_t * (HV // R) + i_hv // R
+        # q kᵀ of the chunk, decayed and weighted by time steps.
         b_m = (
             fetch_tile(scores, i_m)
             if isinstance(scores, tl.tensor_descriptor)
             else load_tokens((scores, BT), i_m * BT, BT, 0, BT)
         )
         b_m = b_m * _decays(b_G, b_low, PARTS, True) * (scale * b_dt)[None, :]
+        # The output: from the chunk's tokens, from the state, and the skip.
         b_o = dot(b_m.to(b_q.dtype), b_v)
         b_y = dot(b_q, b_s.to(b_q.dtype))
         b_o += b_y * (scale * tl.exp2(b_last - b_after))[:, None]
         if D is not None:
             b_o += _skip(D, i_hv, i_v, V, BV, WIDE) * b_v
         _store_columns(o, b_o, start + i * BT, length - i * BT, HV, i_hv, i_v, V, BV)
-        # Last: while the next chunk's products that do not need it are computed.
+        # The state comes last, so that the next chunk's products that do not need it can
+        # run meanwhile.
         b_w = (tl.exp2(b_after) * b_dt)[:, None] * b_v
         b_s = dot(b_k.T, b_w.to(b_q.dtype), b_s * tl.exp2(b_last))
     if final_state is not None:
@@ -299,9 +318,13 @@ def _pass(
     b_s, x, y, gates, h, start, length, first, begin, end, i_hv, i_v, scale, HV, R, K, V, BV, PARTS, STAGES,
     REVERSE,
 ):  # fmt: skip
-    """Carry a state through an entry's chunks from `begin` to before `end`, x = k and y = v; or with REVERSE its
-    gradient through these from the last, x = q and y = do. Writes it before each chunk to h [NT, HV, K, V], if given.
-    Returns the last one and the sum of G over the chunks."""
+    """Carry a state through an entry's chunks from `begin` to before `end`, with x = k and
+    y = v; or, with REVERSE, its gradient through these chunks from the last, with x = q and
+    y = do.
+
+    Writes the carried value before each chunk to h [NT, HV, K, V] if h is given. Returns
+    the last value and the sum of G over the chunks.
+    """
     b_sum = 0.0
     for n in tl.range(begin, end, num_stages=STAGES):
         i = begin + end - 1 - n if REVERSE else n
@@ -322,11 +345,12 @@ def boundary_kernel(
     x, y, gates, S_ext,
     M,  # [F, HV, 1] fp32 or None
     chunks,
-    listed,  # as `ALL`; or all, with rows for the first `rows` of an entry's `parts`
+    listed,  # see `ALL`; or all entries, with the first `rows` of an entry's `parts`
     scale, HV, rows, parts, R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr,
     STAGES: constexpr, REVERSE: constexpr,
 ):  # fmt: skip
-    """One (listed entry or part, head, slice of V): `_pass` from a zero state, and the factor of any other."""
+    """Run `_pass` from a zero state for one (listed entry or part, head, slice of V), and
+    compute the factor of an initial state."""
     i_v, i_fh, i_f, i_hv = place_in_row((V + BV - 1) // BV, HV)
     if not is_wanted(listed, i_f, 1):
         return
@@ -349,12 +373,14 @@ def states_kernel(
     d_initial, chunks, listed, scale, HV, R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr,
     STAGES: constexpr,
 ):  # fmt: skip
-    """One (entry, head, slice of V) in one direction: all states, or all their gradients."""
+    """Scan one (entry, head, slice of V) in one direction: all states, or all their
+    gradients."""
     blocks: constexpr = (V + BV - 1) // BV
     i_p = tl.program_id(0) // 2
     i_v, i_nh = i_p % blocks, (i_p // blocks).to(tl.int64)
     i_n, i_hv = i_nh // HV, (i_nh % HV).to(tl.int32)
     start, length, first = entry_at(chunks, listed, i_n)
+    # Even programs scan states forward, odd ones gradients in reverse.
     if tl.program_id(0) % 2 == 0:
         b_s = _load_state(initial, i_n, HV, i_hv, i_v, K, V, BV)
         _pass(
@@ -379,12 +405,13 @@ def pairs_kernel(
     q, k,  # (x, stride)
     v, do, dh,  # descriptors, else (x, stride), and states
     gates, D,
-    dv, dE, own, sums, dD,  # as `ChunkGradients` has them
+    dv, dE, own, sums, dD,  # fields of `ChunkGradients`
     chunks, scale, HV, heads, R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr,
     STAGES: constexpr, WIDE: constexpr,
 ):  # fmt: skip
-    """dv of a chunk, what heads add to E, and what pairs of its tokens give and take: `heads` heads of a group, one
-    after another, slice by slice of V. What a token gives to itself does not decay."""
+    """Compute dv of a chunk, the heads' contributions to E, and sums over pairs of the
+    chunk's tokens. A program takes `heads` heads of a group, one after another, slice by
+    slice of V. A token's pair with itself does not decay, so it is kept apart."""
     slices: constexpr = (V + BV - 1) // BV
     H, o_c = HV // R, arange(BT)
     o_j, o_i = indices(BT, BT)
@@ -393,6 +420,7 @@ def pairs_kernel(
         return
     b_q = load_tokens(q, start, length, i_h * K, K)
     b_k = load_tokens(k, start, length, i_h * K, K)
+    # k qᵀ without its diagonal, shared by the group's heads.
     b_kq = scale * dot(b_k, b_q.T)
     b_own = tl.sum(tl.where(o_i == o_j, b_kq, 0.0), 1)
     tl.store(own + (i_t * H + i_h) * BT + o_c, b_own)
@@ -407,6 +435,7 @@ def pairs_kernel(
         b_G, b_low, b_dt, b_after, _ = _load_gates(gates, i_th, PARTS)
         p_s = sums + (i_th * slices + i_v) * 3 * BT + o_c
         tl.store(p_s + 2 * BT, tl.sum(wide(b_v) * b_do, 1))
+        # E of this head, and its sums over earlier and later tokens.
         b_a = dot(b_v, b_do.T)  # [j, i]
         b_p = _decays(b_G, b_low, PARTS, False)
         b_e += b_a * b_p * b_dt[:, None]
@@ -414,6 +443,7 @@ def pairs_kernel(
         b_a *= b_m
         tl.store(p_s, tl.sum(b_a * b_dt[:, None], 0))
         tl.store(p_s + BT, tl.sum(b_a, 1))
+        # dv from the state's gradient, from later tokens, and from the token itself.
         b_z = dot(b_k, b_ds) * tl.exp2(b_after)[:, None]  # [BT, BV]
         b_dv = dot(b_m.to(b_k.dtype), b_do, b_z) * b_dt[:, None]
         b_skip = (b_own * b_dt)[:, None]
@@ -430,14 +460,15 @@ def pairs_kernel(
 @Kernel
 def carried_kernel(
     q, k,  # (x, stride)
-    v, do, h, dh,  # as `pairs_kernel` takes them
+    v, do, h, dh,  # as in `pairs_kernel`
     gates, dE,
-    dq, dk, passed, products,  # as `ChunkGradients` has them
+    dq, dk, passed, products,  # fields of `ChunkGradients`
     chunks, scale, T, HV, heads, R: constexpr, K: constexpr, BK: constexpr, V: constexpr, BV: constexpr,
     PARTS: constexpr, STAGES: constexpr,
 ):  # fmt: skip
-    """BK columns of dq and dk of a chunk, from E and from the state, head by head as `pairs_kernel`; and of these, what
-    tokens take from the state and give to it, and <S, dS'>."""
+    """Compute BK columns of dq and dk of a chunk, from E and from the states, head by head
+    like `pairs_kernel`. Also write these columns' sums of reads from and writes to the
+    state per token, and <S, dS'>."""
     slices: constexpr = (V + BV - 1) // BV
     blocks: constexpr = K // BK
     H, o_c, o_v = HV // R, arange(BT), arange(BV)
@@ -449,6 +480,7 @@ def carried_kernel(
     b_q = load_tokens(q, start, length, column, BK)
     b_k = load_tokens(k, start, length, column, BK)
     b_e = load_tokens((dE, BT), program() // blocks * BT, BT, 0, BT)  # Eᵀ
+    # The share of pairs of tokens, once for all heads.
     b_dq = dot(b_e.T, b_k)
     b_dk = dot(b_e, b_q)
     for n in tl.range(0, heads * slices, num_stages=STAGES):
@@ -460,11 +492,14 @@ def carried_kernel(
         b_v = _columns(v, start, length, 0, i_hv, i_v, V, BV)
         _, _, b_dt, b_after, b_last = _load_gates(gates, i_th, PARTS)
         i_s = (i_th * slices + i_v) * blocks + i_k
+        # Reads from the state: dq, and their sums.
         b_x = dot(b_do, b_s.T) * (scale * tl.exp2(b_last - b_after))[:, None]
         b_dq += b_x
         tl.store(passed + i_s * 2 * BT + o_c, tl.sum(b_x * b_q, 1))
+        # <S, dS'> by columns: the diagonal of Sᵀ dS'.
         b_p = dot(b_s.T, b_ds)
         tl.store(products + i_s * BV + o_v, tl.sum(tl.where(o_v[:, None] == o_v, b_p, 0.0), 1))
+        # Writes to the state: dk, and their sums.
         b_x = dot(b_v, b_ds.T) * tl.exp2(b_after)[:, None]
         b_dk += b_x * b_dt[:, None]
         tl.store(passed + i_s * 2 * BT + BT + o_c, tl.sum(b_x * b_k, 1))
@@ -474,7 +509,7 @@ def carried_kernel(
 
 @triton.jit
 def _given_product(initial, d_final, i_n, i_hv, used, HV, KV, B):
-    """<S, dS'> from the states that were given, 0 unless `used`."""
+    """Compute <S, dS'> from the initial and final fp32 states, or 0 unless `used`."""
     row, final_row = state_row(initial, i_n), state_row(d_final, i_n)
     p_s, p_ds = initial[0] + (row * HV + i_hv) * KV, d_final[0] + (final_row * HV + i_hv) * KV
     b_sum = zeros(B)
@@ -493,8 +528,12 @@ def gates_kernel(
     chunks, low, high, HV, NT, R: constexpr, K: constexpr, V: constexpr, BV: constexpr, BH: constexpr, PARTS: constexpr,
     PASSED: constexpr, SLICES: constexpr, SOFTPLUS: constexpr,
 ):  # fmt: skip
-    """dg of one chunk and BH heads, from what a token takes from the state and gives to it, and sums [3, BT]: what it
-    takes from earlier tokens, what it gives to later ones, and <v, do>. What it gives is without Δ."""
+    """Compute dg of one chunk and BH heads.
+
+    The terms are the sums of a token's reads from and writes to the state (`passed`), and
+    `sums` [3, BT]: reads from earlier tokens, writes to later ones, and <v, do>. Sums of
+    writes are without Δ.
+    """
     blocks = (HV + BH - 1) // BH
     i_t, i_b = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     start, length = chunk_at(chunks, i_t)
@@ -503,6 +542,7 @@ def gates_kernel(
     o_b += i_b * BH
     m_h = o_h < HV
     m_t = (o_c < length) & (o_b < HV)
+    # Add up the slices of each sum.
     b_dt = load_wide(gates + i_t * HV * (1 + PARTS) * BT + BT + (o_b * (1 + PARTS) * BT + o_c), m_t)
     b_dg = zeros(BT, BH)
     b_earlier, b_skip, b_state = b_dg, b_dg, b_dg
@@ -519,7 +559,7 @@ def gates_kernel(
         p_p = products + o_s * BV + arange(BV)[:, None]
         b_product += tl.sum(load_wide(p_p, (o_b < HV) & (length > 0)), 0)
     b_dg -= b_dt * b_earlier
-    # For an entry within one chunk the given fp32 states are read: <S, dS'> may be most of its dg.
+    # For an entry within one chunk, read the fp32 states: <S, dS'> may be most of its dg.
     if initial[0] is not None and d_final[0] is not None:
         cu_seqlens, chunk_index, _ = chunks
         i_n = tl.maximum(tl.load(chunk_index + 2 * i_t), 0).to(tl.int64)
@@ -530,7 +570,8 @@ def gates_kernel(
                 i_hv = i_b * BH + n
                 b_given = _given_product(initial, d_final, i_n, i_hv, i_hv < HV, HV, K * V, 1024)
                 b_product = tl.where(o_h == i_hv, b_given, b_product)
-    # The decay of token t acts on the state that enters, updates before t, and what tokens from t on read.
+    # The decay of token t acts on the state that enters, updates before t, and all reads
+    # from token t on.
     p_last = gates + (i_t * HV + o_h) * (1 + PARTS) * BT + BT - 1
     b_last = load_wide(p_last, m_h)
     if PARTS == 2:
@@ -539,6 +580,8 @@ def gates_kernel(
     b_later = b_dt * b_state
     b_dg = tl.cumsum(b_dg, 0, reverse=True) + tl.cumsum(b_later, 0) - b_later + b_product[None, :]
     b_dg = tl.where(m_t, b_dg, 0.0)
+    # Through clamp, softplus and bias to the raw time steps, and partial sums for A and
+    # dt_bias.
     if A is not None:
         p_g, stride = g
         p_g += start * stride + (o_c * stride + o_b)

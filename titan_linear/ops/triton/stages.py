@@ -1,15 +1,16 @@
-"""The stages of a chunked recurrence in Triton: as operators, and behind the driver's interface (`ops/recurrence.py`,
-`Rule`). The operators of a rule are
+"""Stages of a chunked recurrence in Triton, as operators and behind the driver's interface
+(`Rule` in `ops/recurrence.py`). The operators of a rule are
 
     NAME_prepare        -> tiles                                                chunk-parallel
-    NAME_recompute      -> tiles that are not kept, again for backward; only if a rule keeps a part
+    NAME_recompute      -> tiles that forward did not keep; only if a rule keeps a part
     NAME_scan           -> o [T, HV, V], last states                            sequential in a head
     NAME_boundary       -> S_ext, M: for context parallelism and segments
     NAME_boundary_bwd   -> dS_ext
-    NAME_backward       -> gradients of the inputs (empty if not given), and of the initial states in their rows
+    NAME_backward       -> gradients of the inputs (empty if not given), and of the
+                           initial states, in their rows
 
-All take what `Given` names, as lists. Inputs are flat packed streams [T, ...] of N entries (`tiles.py`: any stride
-between tokens). Nothing here waits for the device.
+All operators take the fields of `Given`, as lists. Inputs are flat packed streams [T, ...]
+of N entries with any stride between tokens (`tiles.py`). No operator waits for the device.
 """
 
 from __future__ import annotations
@@ -31,43 +32,45 @@ from titan_linear.ops.triton.tiles import NONE, Pair, dense_heads, empty_states
 
 
 class Given(NamedTuple):
-    """What every stage is given; x, tiles and numbers are the rule's."""
+    """Arguments of every stage. The rule defines the types of x, tiles and numbers."""
 
     x: Any
-    tiles: Any  # None: not prepared
+    tiles: Any  # each is None until it is prepared
     chunks: tuple[Tensor, ...]  # `Chunks`
     numbers: Any
-    initial: Pair  # states that enter entries
-    d_final: Pair  # gradients of those that leave them
-    listed: Pair  # at whose boundaries states are written (`ALL`)
+    initial: Pair  # initial states of the entries
+    d_final: Pair  # gradients of their final states
+    listed: Pair  # entries whose boundary states are written (`ALL`)
     do: Tensor | None
-    rows: int  # of the states, or of their gradients, that are written, [rows, HV, K, V] fp32
+    rows: int  # number of states or state gradients to write, [rows, HV, K, V] fp32
 
 
 Launch = Callable[[Given], list[Tensor]]
 Operator = Callable[..., list[Tensor]]
-NO_ENDS = *NONE, *NONE, *ALL, None  # as `Given` has pairs and do
+NO_ENDS = *NONE, *NONE, *ALL, None  # `initial`, `d_final`, `listed` and `do` of `Given`
 
 
 class Stages(ABC):
-    """One rule's operators, and launches of its kernels, which fill the tensors that they are given."""
+    """One rule's operators, and the launches of its kernels, which fill preallocated
+    tensors."""
 
     name: ClassVar[str]
     inputs: ClassVar[type[AnyInputs]]
-    prepared: ClassVar[tuple[str, ...]]  # those inputs that tiles are prepared from
+    prepared: ClassVar[tuple[str, ...]]  # inputs that `prepare` reads
     tiles: ClassVar[type[Any]]
-    numbers: ClassVar[type[Any]]  # floats
-    kept: ClassVar[tuple[str, ...]]  # tiles that backward does not compute again
-    again: ClassVar[tuple[str, ...]] = ()  # those that it does, if by an operator of its own
+    numbers: ClassVar[type[Any]]  # a NamedTuple of floats
+    kept: ClassVar[tuple[str, ...]]  # tiles kept for backward
+    again: ClassVar[tuple[str, ...]] = ()  # tiles that `recompute` makes
 
     def __init__(self) -> None:
+        # Positions of the kept and of the recomputed tiles among all tiles.
         places = self.tiles._fields.index
         self.places_kept, self.places_again = (
             [places(name) for name in names] for names in (self.kept, self.again)
         )
         self.read = [name in self.prepared for name in self.inputs._fields]
         whole, by_gates = self.kept == self.tiles._fields, self._cost_by_gates
-        # from gates alone: its bytes
+        # A `prepare` that reads gates alone costs only the bytes that it moves.
         cost = by_gates if self.prepared == self.inputs._fields else None
         self.prepare = self._operator(
             self._prepare, self._new_tiles, cost, prepares=None if whole else "forward"
@@ -75,6 +78,7 @@ class Stages(ABC):
         if self.again:
             empty = partial(self._new_tiles, again=True)
             self.recompute = self._operator(self._recompute, empty, by_gates, prepares="backward")
+        # The stages that carry states, and the gradients.
         self.scan = self._operator(self._scan, self._scanned, kept_by=("selective",))
         self.boundary = self._operator(self._boundary, self._transitions, kept_by=("selective",))
         self.boundary_bwd = self._operator(self._boundary_bwd, self._states)
@@ -89,7 +93,7 @@ class Stages(ABC):
         cost: Callable[..., costs.Cost] | None = costs.recurrence,
         **spec: Any,
     ) -> Operator:
-        """`empty` makes the outputs of `run`."""
+        """Make an operator of `run`; `empty` allocates the outputs that `run` returns."""
 
         def stage(
             inputs: Fields,
@@ -122,46 +126,55 @@ class Stages(ABC):
         x, prepared = self.inputs(*inputs), self.tiles(*tiles)
         return Given(x, prepared, tuple(chunks), self.numbers(*numbers), *pairs, do, rows)
 
-    # --- What a rule states
+    # --- Defined by each rule
 
     @abstractmethod
     def numbers_of(self, x: AnyInputs, options: AnyOptions) -> Any: ...
 
     @abstractmethod
     def tile_shapes(self, x: Any, numbers: Any) -> Sequence[tuple[Any, ...]]:
-        """Of each of the tiles: the dtype, and the shape in one chunk."""
+        """Return the dtype and the shape in one chunk, as (dtype, *shape), of each tile."""
 
     @abstractmethod
     def launch_prepare(self, given: Given, tiles: Any) -> None:
-        """Fill `tiles`; of those that `given` has, nothing is asked."""
+        """Fill `tiles`. Tiles that `given` already has need not be computed."""
 
     @abstractmethod
     def launch_scan(self, given: Given, **outputs: Tensor | None) -> None:
-        """outputs: `final_state`, the last states of (listed) entries, with `o`, or with `M`, their transitions [rows,
-        HV, ...] fp32 (`final_state` is then from zero states); or what backward needs."""
+        """Scan entries from first to last and fill `outputs`.
+
+        With `o`, `final_state` receives the last states of the entries. With `M`,
+        `final_state` receives the last states of the listed entries from zero states, and
+        `M` their transitions [rows, HV, ...] fp32. Other outputs are the tensors that the
+        rule's backward needs.
+        """
 
     @abstractmethod
     def launch_reverse(self, given: Given, d_initial: Pair, **outputs: Tensor) -> None:
-        """d_initial: the gradients of the states that enter (listed) entries; outputs: what backward needs."""
+        """Scan entries from last to first. d_initial receives the gradients of the (listed)
+        entries' initial states; `outputs` are the tensors that the rule's backward needs."""
 
     def transition(self, K: int) -> tuple[int, ...]:
-        """The shape of a head's M."""
+        """Return the shape of a head's transition M."""
         return K, K
 
     def any_gate(self, numbers: Any) -> bool:
-        """Whether gates are unbounded, so that chunks and gradients take longer."""
+        """Return whether gates are unbounded, which makes chunks and gradients slower."""
         return False
 
     @abstractmethod
     def launch_backward(self, given: Given, d_initial: Tensor | None) -> Sequence[Tensor | None]:
-        """-> the gradients of the inputs, each dense and in its input's dtype. d_initial: in the rows of the initial
-        states; those that belong to no entry stay unwritten."""
+        """Return the gradients of the inputs, each dense and in its input's dtype.
+
+        d_initial has the rows of the initial states; rows that belong to no entry stay
+        unwritten.
+        """
 
     @abstractmethod
     def room(self, x: Any) -> int:
-        """Bytes that backward allocates and frees again."""
+        """Return the number of bytes that backward allocates and frees again."""
 
-    # --- Operators, and what they return without computing it
+    # --- The operators, and the allocation of their outputs
 
     def _new_tiles(self, given: Given, again: bool = False) -> list[Tensor]:
         _, chunk_index, _ = given.chunks
@@ -212,6 +225,7 @@ class Stages(ABC):
 
     def _backward(self, given: Given) -> list[Tensor]:
         (d_initial,) = self._states(given)
+        # Kernels read do with dense heads.
         given = Given(*given[:-2], dense_heads(given.do), given.rows)
         grads = self.launch_backward(given, d_initial if given.rows else None)
         return [given.do.new_empty(0) if d is None else d for d in (*grads, d_initial)]
@@ -228,7 +242,10 @@ class Stages(ABC):
 
 
 class TritonRule:
-    """One call's stages over chunks; see `Rule` in ops/recurrence.py. kept: forward's tiles, or none: prepare all."""
+    """Stages of one call, over chunks; see `Rule` in ops/recurrence.py.
+
+    kept: the tiles that forward kept; if it is empty, all tiles are prepared.
+    """
 
     def __init__(
         self,
@@ -241,6 +258,7 @@ class TritonRule:
         self.stages, self.inputs, self.chunks = stages, inputs, chunks
         self.numbers = [float(n or 0) for n in stages.numbers_of(inputs, options)]
         self.tiles: Fields = [None] * len(stages.tiles._fields)
+        # Start from the kept tiles, and compute the rest.
         for i, tile in zip(stages.places_kept, kept, strict=len(kept) > 0):
             self.tiles[i] = tile
         prepared = [x if read else None for x, read in zip(inputs, stages.read, strict=True)]
@@ -299,5 +317,6 @@ class TritonRule:
 
 
 def _pair(states: States | None) -> Pair:
-    """As kernels read them: contiguous states, or None for zeros, and the row of each entry among them."""
+    """Return states as kernels read them: contiguous values (None: zeros), and each entry's
+    row."""
     return NONE if states is None else (states.values.contiguous(), states.index)

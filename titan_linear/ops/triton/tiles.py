@@ -1,13 +1,16 @@
-"""What kernels share: how they are launched, and how they read and write tokens, states and gates.
+"""Shared parts of the kernels: how they are launched, and how they read and write tokens,
+states and gates.
 
-By itself Triton compiles a kernel at its first launch, which a step then waits for: for one kernel after the other.
-Here kernels can be compiled before they are launched, many at once.
+By default Triton compiles each kernel at its first launch, and the step waits for one
+kernel after another. Here kernels can be compiled ahead of their launch, many at once.
 
-Streams are [T, heads, dim] with dense heads and any stride between tokens: the mixer's q, k and v are views of one
-projection. States are [rows, HV, K, V] in fp32. Entry n's state is in row n or, with an index [N] int32, in row
-index[n]; where that is -1 it reads as zeros and is not written.
+Streams are [T, heads, dim] with dense heads and any stride between tokens: the mixer's q, k
+and v are views of one projection. States are [rows, HV, K, V] in fp32. Entry n's state is
+in row n or, with an index [N] int32, in row index[n]. Where index[n] is -1, the state reads
+as zeros and is not written.
 
-A kernel's constants are annotated; Triton finds those of the functions that it calls from what it passes them.
+A kernel's constants are annotated. Triton infers the constants of the functions that it
+calls from the arguments it passes.
 """
 
 from __future__ import annotations
@@ -31,16 +34,20 @@ from titan_linear.ops.layout.boundaries import CHUNK
 
 BT = constexpr(CHUNK)
 LOG2E = constexpr(1.4426950408889634)
-GRID_LIMITS = 2**31 - 1, 65_535, 65_535  # programs in each dimension of CUDA's grids
+GRID_LIMITS = 2**31 - 1, 65_535, 65_535  # largest dimensions of a CUDA grid
 
 
 # --- Launches --------------------------------------------------------------------------------------------------------
 
 
 class Kernel:
-    """Decorates a kernel, instead of `jit`. Arguments may be tuples, but not of descriptors, which Triton does not
-    find in them; a named one costs a launch half a microsecond, a plain one nothing. A launch whose first argument is
-    on the meta device, or begins with a tensor that is, only compiles the kernel."""
+    """Decorator of a kernel, in place of `jit`.
+
+    Arguments may be tuples, but not tuples of descriptors, which Triton does not find
+    there. A NamedTuple costs a launch half a microsecond, a plain tuple nothing. A launch
+    only compiles the kernel if its first argument, or the first tensor in it, is on the
+    meta device.
+    """
 
     def __init__(self, fn: Callable[..., None], jit: Callable[..., Any] = triton.jit):
         self.jitted = jit(fn)
@@ -50,24 +57,28 @@ class Kernel:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-        # What grows with tokens, documents or heads belongs in the first dimension.
+        # Sizes that grow with tokens, documents or heads belong in the first dimension.
         assert all(map(le, grid, GRID_LIMITS)), f"{self.__name__}: the grid {grid} is too large"
         x, *_ = args
+        # The first tensor tells whether to run the kernel or only to compile it.
         while isinstance(x, tuple):
             x = x[0]
-        on_meta = getattr(x, "base", x).is_meta  # base: of a descriptor
+        on_meta = getattr(x, "base", x).is_meta  # a descriptor's tensor is its base
         self.jitted.run(*args, grid=grid, warmup=on_meta, **kwargs)
 
 
 @contextmanager
 def compiling_ahead(device: torch.device) -> Iterator[None]:
-    """Compile kernels that are launched inside, on the meta device, side by side in threads; the end waits for them.
-    device: the GPU that they are compiled for, and loaded to."""
+    """Compile the kernels that are launched inside on the meta device, in parallel threads.
+    The exit waits for all of them.
+
+    device: the GPU that they are compiled for and loaded to.
+    """
     with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(device,)) as pool:
         with triton.AsyncCompileMode(pool) as ahead:
             yield
         kernels = [kernel.result() for kernel in ahead.future_kernels.values()]
-        # loads a kernel; Triton 3.6 also compiles its launcher, in C
+        # Reading `run` loads a kernel. Triton 3.6 also compiles its launcher, in C.
         list(pool.map(attrgetter("run"), kernels))
 
 
@@ -75,23 +86,29 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
 
 
 Pair = tuple[Tensor | None, Tensor | None]
-NONE: Pair = (None, None)  # states, and the row of each entry's among them
+NONE: Pair = (None, None)  # states, and each entry's row among them
 
 
 def rows(x: Tensor) -> tuple[Tensor, int]:
-    """A stream, as kernels read it: x [T, heads, dim] or [T, heads], heads dense, and the stride between tokens."""
+    """Return a stream as kernels read it: x [T, heads, dim] or [T, heads] with dense heads,
+    and the stride between tokens."""
     x = dense_heads(x)
     return x, x.stride(0)
 
 
 def blocks_of(n: int, size: int) -> int:
-    """⌈n / size⌉. `triton.cdiv` first checks whether either is a kernel's constant, which takes 2 µs."""
+    """Return ⌈n / size⌉. `triton.cdiv` first checks whether an argument is a kernel's
+    constant, which takes 2 µs."""
     return -(-n // size)
 
 
 def dense_heads(x: Tensor) -> Tensor:
-    """x [T, heads, dim] itself if its heads are dense and its start and token stride are multiples of 16 bytes, as the
-    copy engine and vector loads need; x [T, heads] itself if its heads are dense; else a copy."""
+    """Return x, or a copy if its layout does not fit.
+
+    x [T, heads, dim] must have dense heads, and a start and a token stride that are
+    multiples of 16 bytes, as the copy engine and vector loads need. x [T, heads] must have
+    dense heads.
+    """
     if x.dim() == 2:
         return x if x.stride(1) == 1 else x.contiguous()
     token, head, number = x.stride()
@@ -101,19 +118,21 @@ def dense_heads(x: Tensor) -> Tensor:
 
 
 def ragged_tiles(x: Tensor, width: int) -> TensorDescriptor:
-    """x [T, heads, dim] as the matrix [T, heads·dim], read in tiles of a chunk's tokens and `width` columns by the copy
-    engine, which reads zeros past an entry's end (`fetch_rows`)."""
+    """Return a descriptor of x [T, heads, dim] as the matrix [T, heads·dim], read by the
+    copy engine in tiles of a chunk's tokens and `width` columns. Reads past an entry's end
+    give zeros (`fetch_rows`)."""
     return create_ragged_descriptor(dense_heads(x).flatten(1), [CHUNK, width])
 
 
 def chunk_tiles(x: Tensor, width: int = CHUNK, rows: int = CHUNK) -> TensorDescriptor:
-    """x [.., dim], contiguous, as the matrix [., dim], read in tiles of [rows, width] by the copy engine."""
+    """Return a descriptor of x [.., dim], contiguous, as the matrix [., dim], read by the
+    copy engine in tiles of [rows, width]."""
     dim = x.shape[-1]
     return TensorDescriptor(x, [x.numel() // dim, dim], [dim, 1], [rows, width])
 
 
 def empty_states(like: Tensor, rows: int, K: int) -> Tensor:
-    """[rows, HV, K, V] fp32 for a stream like v [T, HV, V]."""
+    """Allocate states [rows, HV, K, V] fp32 for a stream like v [T, HV, V]."""
     return like.new_empty(rows, like.shape[1], K, like.shape[2], dtype=torch.float32)
 
 
@@ -127,13 +146,13 @@ def arange(n):
 
 @triton.jit
 def program():
-    """A program's number, in 64 bits."""
+    """Return the program's number, in 64 bits."""
     return tl.program_id(0).to(tl.int64)
 
 
 @triton.jit
 def zeros(R, C=None):
-    """[R] or [R, C] in fp32."""
+    """Return zeros [R] or [R, C] in fp32."""
     return tl.zeros([R] if C is None else [R, C], tl.float32)
 
 
@@ -144,19 +163,19 @@ def wide(x):
 
 @triton.jit
 def masked(p, mask):
-    """Numbers; zeros where the mask is 0."""
+    """Load numbers; zeros where the mask is 0."""
     return tl.load(p, mask=mask, other=0.0)
 
 
 @triton.jit
 def load_index(p):
-    """In 64 bits."""
+    """Load an integer in 64 bits."""
     return tl.load(p).to(tl.int64)
 
 
 @Kernel
 def sum_groups_kernel(x, y, n, R: constexpr, K: constexpr, B: constexpr):
-    """B of y's n numbers, each the sum of R of x's."""
+    """Write B of y's n numbers, each the sum of R numbers of x."""
     o_y = program() * B + arange(B)
     b_y = zeros(B)
     for r in tl.static_range(R):
@@ -165,7 +184,8 @@ def sum_groups_kernel(x, y, n, R: constexpr, K: constexpr, B: constexpr):
 
 
 def sum_groups(x: Tensor, like: Tensor) -> Tensor:
-    """x [T, HV, K] summed over the value heads of each key head, in fp32, as like [T, H, K]."""
+    """Sum x [T, HV, K] over the value heads of each key head, in fp32, to the shape and
+    dtype of like [T, H, K]."""
     T, H, K = like.shape
     y, B = like.new_empty(T, H, K), 2048
     sum_groups_kernel[(blocks_of(T * H * K, B),)](x, y, T * H * K, R=x.shape[1] // H, K=K, B=B)
@@ -174,14 +194,14 @@ def sum_groups(x: Tensor, like: Tensor) -> Tensor:
 
 @triton.jit
 def indices(R, C):
-    """The row and the column of each place in a tile: [R, 1] and [1, C]."""
+    """Return the row and the column of each place in a tile: [R, 1] and [1, C]."""
     return arange(R)[:, None], arange(C)[None, :]
 
 
 @triton.jit
 def place_in_row(slices, HV, i_p=None):
-    """The place of program i_p (None: this one): its slice of V or M, its entry and head together (64 bits), its
-    entry, and its head (32 bits)."""
+    """Return the place of program i_p (None: this one): its slice of V or M, its entry and
+    head as one number (64 bits), its entry, and its head (32 bits)."""
     if i_p is None:
         i_p = tl.program_id(0)
     i_v, i_nh = i_p % slices, (i_p // slices).to(tl.int64)
@@ -190,19 +210,20 @@ def place_in_row(slices, HV, i_p=None):
 
 @triton.jit
 def dot(a, b, acc=None):
-    """a @ b (+ acc), summed in fp32; fp32 operands as three products of tf32 parts."""
+    """Compute a @ b (+ acc) with sums in fp32; fp32 operands take three products of tf32
+    parts."""
     return tl.dot(a, b, acc=acc, input_precision="tf32x3")
 
 
 @triton.jit
 def dot_ieee(a, b, acc=None):
-    """As `dot`; fp32 operands are multiplied as fp32."""
+    """Compute `dot` with fp32 operands multiplied in IEEE fp32."""
     return tl.dot(a, b, acc=acc, input_precision="ieee")
 
 
 @triton.jit
 def load_wide(p, mask=None):
-    """Numbers in fp32; zeros where the mask is 0."""
+    """Load numbers in fp32; zeros where the mask is 0."""
     if mask is None:
         return wide(tl.load(p))
     else:
@@ -214,7 +235,8 @@ def load_wide(p, mask=None):
 
 @triton.jit
 def load_tokens(x, start, n, column, BD):
-    """BD columns of a chunk's rows of x (`rows`), from token `start` (64 bits) on: n rows, then zeros."""
+    """Load BD columns of a chunk's rows of x (`rows`), starting at token `start` (64 bits):
+    n rows, then zeros."""
     o_c, o_d = indices(BT, BD)
     p_x, stride = x
     return masked(p_x + start * stride + column + (o_c * stride + o_d), mask=o_c < n)
@@ -222,7 +244,7 @@ def load_tokens(x, start, n, column, BD):
 
 @triton.jit
 def store_tokens(x, b_x, start, n, column, BD):
-    """As `load_tokens`."""
+    """Store b_x at the places that `load_tokens` reads."""
     o_c, o_d = indices(BT, BD)
     p_x, stride = x
     tl.store(p_x + start * stride + column + (o_c * stride + o_d), b_x, mask=o_c < n)
@@ -230,7 +252,7 @@ def store_tokens(x, b_x, start, n, column, BD):
 
 @triton.jit
 def state_row(states, i_n):
-    """The row of entry i_n's state, -1: none."""
+    """Return the row of entry i_n's state, or -1 if it has none."""
     if states[1] is None:
         return i_n
     else:
@@ -239,10 +261,11 @@ def state_row(states, i_n):
 
 @triton.jit
 def read_state(states, i_n, stride, o_s):
-    """Elements o_s of entry i_n's state in fp32, zeros if there are none (`NONE`); a row has `stride` elements."""
+    """Read elements o_s of entry i_n's state in fp32, or zeros if there are no states
+    (`NONE`). A row has `stride` elements."""
     values, index = states
     if values is None:
-        return wide(0 * o_s)  # laid out as o_s: Gluon asks for it
+        return wide(0 * o_s)  # zeros with o_s's layout, as Gluon requires
     elif index is None:
         return load_wide(values + i_n * stride + o_s)
     else:
@@ -252,7 +275,7 @@ def read_state(states, i_n, stride, o_s):
 
 @triton.jit
 def write_state(states, i_n, stride, o_s, b_s):
-    """As `read_state`; nothing, if there are none."""
+    """Write the elements that `read_state` reads; do nothing if there are no states."""
     values, index = states
     if values is not None:
         if index is None:
@@ -264,14 +287,17 @@ def write_state(states, i_n, stride, o_s, b_s):
 
 @triton.jit
 def fetch_rows(desc, start, length, row, column):
-    """A tile of an entry [length, .] from its token `row` on, by the copy engine, which reads zeros past its end.
-    start: the entry's first token in the stream."""
+    """Read a tile of an entry [length, .], starting at its token `row`, by the copy engine.
+    Reads past its end give zeros.
+
+    start: the entry's first token in the stream.
+    """
     return load_ragged(desc, start.to(tl.int32), length, [row, column])
 
 
 @triton.jit
 def fetch_tile(desc, i_p):
-    """The BT rows of one chunk and head, of `chunk_tiles`."""
+    """Read the BT rows of one chunk and head of a `chunk_tiles` descriptor."""
     return desc.load([(i_p * BT).to(tl.int32), 0])
 
 
@@ -280,18 +306,23 @@ def fetch_tile(desc, i_p):
 
 @triton.jit
 def log2_gate(g):
-    """g in base 2, at least -126, a decay that leaves nothing that fp32 can tell from zero: sums then keep the digits
-    of the gates after it, and -inf is a gate like any other. NaN stays NaN."""
+    """Convert g to base 2, clamped to at least -126, a decay that fp32 cannot tell from
+    zero.
+
+    Sums then keep the digits of the gates after it, and -inf needs no special case. NaN
+    stays NaN.
+    """
     g *= LOG2E
     return tl.where(g < -126.0, -126.0, g)
 
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x) to a few units in the last place, by log(1 + z) = 2 artanh(z / (2 + z)) with z = e^-|x| <= 1.
+    """Compute log(1 + e^x) to a few units in the last place, as log(1 + z) = 2 artanh(z /
+    (2 + z)) with z = e^-|x| <= 1.
 
-    The GPU's fast logarithm is accurate to 2^-22 in absolute terms only: for a slow gate, log(1 + z) ≈ z, that would
-    leave four digits.
+    The GPU's fast logarithm is accurate only to 2^-22 in absolute terms. For a slow gate,
+    where log(1 + z) ≈ z, that would leave four digits.
     """
     z = tl.exp(-tl.abs(x))
     s = z / (2.0 + z)
@@ -304,15 +335,17 @@ def softplus(x):
 
 @triton.jit
 def sigmoid(x):
-    """Computed as rsqrt squared: two instructions where a division takes eight. Within 4 units in the last place."""
+    """Compute the sigmoid as rsqrt squared: two instructions where a division takes eight,
+    within 4 units in the last place."""
     root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2E))
     return root * root
 
 
 @triton.jit
 def load_beta(beta, o_c, start, length, i_h, BETA_RANGE):
-    """β fp32 of the tokens o_c of one chunk and head, from beta [T, HV]. With BETA_RANGE, beta holds logits, and β is
-    BETA_RANGE times their sigmoid. Past the end of the entry, 0."""
+    """Load β in fp32 for the tokens o_c of one chunk and head, from beta [T, HV]. With
+    BETA_RANGE, beta holds logits, and β is BETA_RANGE times their sigmoid. β is 0 past the
+    entry's end."""
     p_beta, stride = beta
     b_beta = load_wide(p_beta + start * stride + i_h + o_c * stride, o_c < length)
     if BETA_RANGE is not None:
@@ -322,7 +355,7 @@ def load_beta(beta, o_c, start, length, i_h, BETA_RANGE):
 
 @triton.jit
 def beta_gradient(b_db, b_beta, BETA_RANGE):
-    """The gradient of `load_beta`'s input from that of β."""
+    """Return the gradient of `load_beta`'s input from the gradient of β."""
     if BETA_RANGE is not None:
         b_db *= b_beta * (1.0 - b_beta / BETA_RANGE)
     return b_db
