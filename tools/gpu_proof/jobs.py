@@ -20,7 +20,9 @@ STEPS, SAVED = 8, 3  # steps of a run, and between its saves
 # Relative error of log p of a merged model, computed in float32: 2 units of 2^-17 for each of 20 roundings in each of
 # 24 layers and the head, which add up at random (as the doctor bounds a model).
 MERGED = 2 * 2**-17 * sqrt(20 * 25)
-DOCTOR_SHARE = 0.62  # of a GPU: the doctor fits what it proves to 0.6 of the memory that is free
+# Share of a GPU that the doctor gets: nothing else runs there, because its many small kernels would
+# wait for the kernels of other processes, which take turns on a GPU.
+DOCTOR_SHARE = 0.97
 
 # Every run is exact and short, and reports each step.
 RUN = f"""titan_linear.launch --debug.deterministic=true --training.steps={STEPS}
@@ -150,13 +152,19 @@ def compared_rate(file: Path, recorded: float, outputs: list[str]) -> Figure:
 
 
 def jobs(setting: Setting) -> list[Job]:
-    """All lines, each after what it needs. Those before others start first: what much depends on, and what is long."""
+    """Make all lines, each after what it needs.
+
+    Lines start in this order as GPUs have room. A doctor takes a whole GPU, so the first one starts
+    before everything, next to the run that most lines depend on if there are two GPUs.
+    """
+    doctor_of_hybrid, doctor_of_lora = doctors(setting)
     kda = f"{REFERENCE} {setting.text}"
     killed, whole = run(setting, "kda", "KDA 340M, AdamW", kda, gib=40)
     return [
+        doctor_of_hybrid,
         killed,
+        doctor_of_lora,
         *from_the_export(setting),
-        *doctors(setting),
         *scored(setting),
         whole,
         *full_weights(setting),

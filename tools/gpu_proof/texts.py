@@ -22,6 +22,8 @@ def write_texts(folder: Path, count: int, length: int) -> None:
         prompt = text[:half]
         chosen = text[half : 2 * half]
         rejected = other[half : 2 * half]
+        if rejected == chosen:  # some files are copies of others
+            continue
         pairs.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
         answers = [
             {"text": chosen, "advantages": 1.0},
