@@ -1,6 +1,6 @@
 """Prove an installation on this machine's GPUs, through the launcher and the commands, at real sizes and compiled.
 
-    ./tests/run.sh --gpus                      # 12 minutes on one GPU, 8 on two
+    ./tests/run.sh --gpus                      # about 15 minutes
     ./tests/run.sh --gpus --part 1/2           # half of it; then 2/2
     ./tests/run.sh --gpus --only lora sweep    # some lines, with what they need
     ./tests/run.sh --gpus --list               # all lines

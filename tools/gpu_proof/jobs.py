@@ -118,7 +118,8 @@ def equal_runs(first: Path, second: Path, outputs: list[str]) -> Figure:
 
 def same_text(outputs: list[str]) -> Figure:
     """A run and its export continue a prompt alike."""
-    run, export = outputs
+    # The text follows the progress bars of loading, if there are any.
+    run, export = (output.rpartition("it/s]")[2].strip("\n") for output in outputs)
     if run != export:
         raise Failed("the run and its export continue a prompt differently")
     return Figure(f"{len(run.encode())} bytes, the same from the run and from its export")

@@ -187,7 +187,6 @@ class Runner:
             "TORCHINDUCTOR_COMPILE_THREADS": "4",  # of each process: there are several
             "TRITON_CACHE_DIR": str(caches / "triton"),
             "XDG_CACHE_HOME": str(caches),
-            "TQDM_DISABLE": "1",  # logs, and texts that are compared, have no progress bars
         }
 
     def _until_end(self, process: subprocess.Popen, kill_at: str) -> None:
