@@ -466,7 +466,7 @@ def policy_step(level, behaviour, advantages, dtype, reference_logp=None):
     columns = {name: torch.tensor(column)[None] for name, column in numbers.items()}
     columns |= {"weights": torch.ones(1, 8), "document": torch.zeros(1, 8, dtype=torch.int64)}
     labels = torch.arange(8)[None]
-    batch = feed.MicroBatch(labels, labels, BatchPlan(labels[0]), (0,), columns, num_documents=1)
+    batch = LocalBatch(labels, labels, columns, (0,), 1, plan=BatchPlan(labels[0]))
     keys = {"loss.name": "policy", "policy.level": level}
     keys |= {} if reference_logp is None else {"policy.kl": 0.5}
     sums = build_loss(load_config(argv_of(keys)))(ChunkedLogits(x, weight, 3), batch)

@@ -69,7 +69,8 @@ def test_another_model_has_the_curve_of_the_run(name, corpus, worlds, tmp_path, 
     theirs = curve(tmp_path / "peer")
     assert len(theirs) == STEPS and theirs == pytest.approx(ours, rel=1e-5)
     assert ours[-1] < 0.8 * ours[0]  # it has learnt, so that the updates count
-    assert report.standing(tmp_path / "peer")[2:4] == [str(STEPS), f"{theirs[-1]:.4f}"]
+    row = report.standing(tmp_path / "peer")
+    assert (row["step"], row["loss"]) == (str(STEPS), f"{theirs[-1]:.4f}")
 
 
 @pytest.mark.parametrize("edges", [[0, 8, 16], [0, 3, 8, 16]])

@@ -445,15 +445,15 @@ def write_documents(path: Path) -> None:
 
 def write_pairs(path: Path) -> None:
     """Pairs of a line and the next, and of it and another."""
-    lines = (
-        (ROOT / "titan_linear" / "config" / "schema.py")
-        .read_text(encoding="ascii", errors="replace")
-        .splitlines()
-    )
+    source = ROOT / "titan_linear" / "config" / "schema.py"
+    text = source.read_text(encoding="ascii", errors="replace")
+    lines = list(dict.fromkeys(line for line in text.splitlines() if line.strip()))
     with path.open("w") as file:
         for n in range(8_000):
             line, following, other = (lines[k % len(lines)] + " " for k in (n, n + 1, 7 * n + 3))
-            file.write(json.dumps({"prompt": line, "chosen": following, "rejected": other}) + "\n")
+            if following != other:
+                record = {"prompt": line, "chosen": following, "rejected": other}
+                file.write(json.dumps(record) + "\n")
 
 
 def write_chats(path: Path, tokenizer: Path) -> None:

@@ -38,12 +38,13 @@ def read_json(file: Path, kind: type[T], remedy: str) -> T:
     """
     try:
         # Reading a pipe would wait for a writer.
-        if file.exists() and not file.is_file():
+        if os.path.exists(file) and not os.path.isfile(file):
             raise ValueError("it is not a regular file")
         return parse_json(file.read_bytes().removeprefix(BOM), kind)
     except OSError as error:
         why = error.strerror
-        if not file.exists():
+        # A folder without the file that tells its kind may be of another kind.
+        if isinstance(error, FileNotFoundError) and file.name in KINDS:
             remedy = kind_of(file.parent, remedy)
     except ValueError as error:
         why = str(error)
