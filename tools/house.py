@@ -1,6 +1,6 @@
-"""How large this code is.
+"""Sizes of this code, and how easy it is to read.
 
-    python -m tools.house                      sizes by folder, rooms and imports
+    python -m tools.house                      sizes by folder, rooms, imports, and readability
 
 tokens      Python's NAME, OP, NUMBER and STRING (tokenize): independent of how code is laid out
 statements  nodes of the syntax tree, docstrings left out
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from collections import Counter, defaultdict
 from itertools import pairwise
@@ -90,6 +91,63 @@ def names_imported(file: Path) -> int:
     return sum(len(n.names) for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)))
 
 
+# --- Readability -----------------------------------------------------------------------------------------------------
+
+# Phrases that a reader has to decode.
+PHRASES = re.compile(
+    r"\b(that of|those of|those that|goes on|is no|are none|as it is|parted|hears of|says what)\b"
+    r'|"""(Of|What) '
+)
+
+
+def density(files: list[Path]) -> tuple[float, float]:
+    """Tokens per line, and comment lines per 1,000 lines. Blank lines do not count."""
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
+    comments = sum(line.startswith("#") for line in lines)
+    return sum(map(tokens, texts)) / len(lines), 1000 * comments / len(lines)
+
+
+def repeated_classes(nodes: list[ast.AST]) -> list[str]:
+    """Public names that several classes have."""
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    return sorted(name for name, n in names.items() if n > 1 and not name.startswith("_"))
+
+
+def takes_config(node: ast.AST) -> bool:
+    """Whether this is a function that takes a run's whole configuration."""
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return False
+    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    kinds = [ast.unparse(each.annotation) for each in arguments if each.annotation]
+    return any(kind.split(" |")[0] == "Config" for kind in kinds)
+
+
+def asks_for_adapter(node: ast.AST) -> bool:
+    """Whether this is a condition on adapters."""
+    tests = node.ifs if isinstance(node, ast.comprehension) else [getattr(node, "test", None)]
+    conditional = isinstance(node, (ast.If, ast.IfExp, ast.comprehension))
+    return conditional and any("adapter" in ast.unparse(test) for test in tests)
+
+
+def readability() -> list[str]:
+    files = sorted(PACKAGE.rglob("*.py"))
+    host = [file for file in files if "triton" not in file.parts]
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    texts = [file.read_text(encoding="utf-8") for file in [*files, *pages]]
+    per_line, comments = density(host)
+    repeated = repeated_classes(nodes)
+    return [
+        f"package without ops/triton: {per_line:.2f} tokens a line, {comments:.1f} comment lines per 1,000",
+        f"public class names defined twice {len(repeated)}: {', '.join(repeated)}",
+        f"functions that take the whole Config {sum(map(takes_config, nodes))}",
+        f"conditions on adapters {sum(map(asks_for_adapter, nodes))}",
+        f"phrases to rewrite {sum(len(PHRASES.findall(text)) for text in texts)}",
+    ]
+
+
 def main() -> None:
     line = "{:40} {:>6} {:>7} {:>8} {:>10}"
     print(line.format("", *SIZES))
@@ -110,6 +168,7 @@ def main() -> None:
     print(
         f"fmt: skip {sum(file.read_text(encoding='utf-8').count('# fmt: skip') for file in files)}"
     )
+    print(*readability(), sep="\n")
     print(f"words of Markdown {words(*ROOT.glob('*.md'), *(ROOT / 'docs').glob('*.md'))}")
 
 
