@@ -323,3 +323,6 @@ def test_a_run_of_any_export_is_read(tmp_path):
         'last_save_in_hf = true\nexport_dtype = "source"\n'
     )
     check_config(config_for(tmp_path / "run", []), 1)
+    # Adapters that are asked for are not left out without a word.
+    with refused(r"adapter\.initial_load_path = '/a' is for runs .* convert merge"):
+        config_for(tmp_path / "run", ["--adapter.initial_load_path", "/a"])

@@ -148,10 +148,14 @@ def config_for(path: Path, keys: list[str]) -> Config:
         first += ["--model.hf_assets_path", hf_assets(run)] if run.model.flavor == "hf" else []
         first += ["--model.tokenizer_path", path_of] if (path_of := tokenizer_path(run)) else []
     first += ["--checkpoint.enable", "true", "--checkpoint.initial_load_path", str(path)]
+    # The adapters that the run began from are part of its weights.
+    first += ["--adapter.initial_load_path", ""]
     # A reader neither trains nor exports.
-    others = {
-        "loss.scores": "",
-        "adapter.initial_load_path": "",
-        "checkpoint.export_dtype": "float32",
-    }
-    return changed(load_config([*first, *keys]), others)
+    others = {"loss.scores": "", "checkpoint.export_dtype": "float32"}
+    config = changed(load_config([*first, *keys]), others)
+    if adapters := config.adapter.initial_load_path:
+        raise ValueError(
+            f"adapter.initial_load_path = {adapters!r} is for runs that train; titan-linear convert merge "
+            "adds adapters to their base, for commands that read"
+        )
+    return config
