@@ -1,4 +1,4 @@
-"""Some sixty small wrong changes of the package, each of which the tests that it names must notice.
+"""Small wrong changes of the package. The tests that each one names must notice it.
 
     python -m tests.mutants                  # a line for each; exits with 1 if one survives
     python -m tests.mutants kcp packing      # those whose lines hold one of these words
@@ -303,6 +303,27 @@ MUTANTS = [
     Mutant("optimizer = 2 * stored -", "optimizer = stored -", "test_memory.py"),
     Mutant("3.5 * flops / both", "2.5 * flops / both", "tests/test_plan.py: what_was_measured"),
     Mutant("before < sampling.top_p", "before <= sampling.top_p", "test_generate.py"),
+    # --- what is refused, and what is not left out
+    Mutant("all(map(le, grid, GRID_LIMITS))", "True", "test_grids.py"),
+    Mutant('if sum(map(text.count, "[{(")) <= most:', "if True:", "test_nesting.py"),
+    Mutant(
+        "target.is_file() and target.is_relative_to(within)",
+        "target.exists()",
+        "tests/test_merge.py: copied",
+    ),
+    Mutant(
+        "uniform(1 / math.sqrt(inputs))", "uniform(2 / math.sqrt(inputs))", "models/test_lora.py"
+    ),
+    Mutant(
+        "if not problems and np.array_equal(pair[0].tokens, pair[1].tokens):",
+        "if False:",
+        "test_preferences.py",
+    ),
+    Mutant(
+        "if adapters := config.adapter.initial_load_path:",
+        "if adapters := False:",
+        "tests/test_merge.py",
+    ),
 ]
 
 

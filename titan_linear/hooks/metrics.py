@@ -149,9 +149,9 @@ class MetricsLogger(Hook):
             step,
             [
                 ("loss", _four_decimals(loss), 32),
-                *((name, _four_decimals(more[name]), 0) for name in self.reports if name in more),
                 ("grad", _three_digits(grad_norm), 33),
                 ("lr", f"{lr:.2e}", 0),
+                *((name, _four_decimals(more[name]), 0) for name in self.reports if name in more),
                 ("tok/s", f"{per_second:9,.0f}", 36),
                 *valid,
                 *_shown(rates),
