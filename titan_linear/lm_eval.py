@@ -159,10 +159,16 @@ def adapted(config: Config) -> type:
     reader = open_reader(config)
     tokenizer = reader.tokenizer
     chat = cache(lambda: Conversations(tokenizer, CHAT))
+    first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+    if first is None:
+        raise ValueError(
+            "model.tokenizer_path: the tokenizer has neither bos_token nor eos_token, one of which stands before "
+            "a text without context; name one in tokenizer_config.json"
+        )
 
     class TitanLinear(TemplateLM):
         eot_token_id = tokenizer.eos_id
-        prefix_token_id = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        prefix_token_id: int = first
         tokenizer_name = tokenizer.fingerprint
 
         @classmethod

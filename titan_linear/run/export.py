@@ -314,15 +314,15 @@ def _of_peft(source: Path, base: str) -> Adapted:
     if not keys:
         run = changed(run, {"training.seq_len": 0})
     # A tokenizer next to the adapters replaces the base's.
-    files, theirs = read_inside(source, *FILES), read_inside(named, *FILES)
+    files, base_files = read_inside(source, *FILES), read_inside(named, *FILES)
     tokenizer = None
     if TOKENIZER in files:
         tokenizer = build_tokenizer(str(source))
-        if files[TOKENIZER] != theirs.get(TOKENIZER):
+        if files[TOKENIZER] != base_files.get(TOKENIZER):
             run = changed(run, {"model.tokenizer_path": str(source)})
     model = model_config(run, tokenizer) if tokenizer else model_without_tokenizer(run)
     trained = read_peft(source, model, family, run.adapter, base_of(run)).__getitem__
-    return Adapted(run, model, trained, tokenizer, files if tokenizer else theirs)
+    return Adapted(run, model, trained, tokenizer, files if tokenizer else base_files)
 
 
 def _of_run(source: Path, base: str) -> Adapted:

@@ -43,7 +43,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import accumulate, compress
 from os.path import commonprefix
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import jinja2
 import numpy as np
@@ -109,7 +109,7 @@ class Completions:
     def encode_batch(self, records: Sequence[Record]) -> list[DocumentTokens | str]:
         return [self._encode(record["prompt"], record["completion"]) for record in records]
 
-    def _encode(self, prompt: object, completion: object) -> DocumentTokens | str:
+    def _encode(self, prompt: Any, completion: Any) -> DocumentTokens | str:
         for name, text in (("prompt", prompt), ("completion", completion)):
             if not isinstance(text, str):
                 return f"{name!r} is {type(text).__name__}, not text"
@@ -359,7 +359,7 @@ class Conversations:
         return whole, answers
 
 
-def _has_template(tokenizer: Tokenizer) -> bool:
+def _has_template(tokenizer: Tokenizer) -> TypeGuard[HuggingFaceTokenizer]:
     return isinstance(tokenizer, HuggingFaceTokenizer) and "default" in tokenizer.chat_templates
 
 

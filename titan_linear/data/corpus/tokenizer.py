@@ -157,7 +157,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_id: int | None = 256
-    end_ids = frozenset({256})
+    end_ids: frozenset[int] = frozenset({256})
     bos_id: int | None = None
     first_ids: list[int] = []
     fingerprint = "bytes-257"
@@ -290,7 +290,7 @@ class HuggingFaceTokenizer:
         )
         ends = ends.get("eos_token_id")
         ends = ends if isinstance(ends, list) else [ends]
-        self.end_ids = frozenset({self.eos_id, *ends} - {None})
+        self.end_ids = frozenset(x for x in (self.eos_id, *ends) if isinstance(x, int))
         self.fingerprint = (
             "hf-" + hashlib.sha256(data + f"eos={self.eos_id}".encode()).hexdigest()[:32]
         )
@@ -447,7 +447,9 @@ def build_tokenizer(path: str | None, key: str = "model.tokenizer_path") -> Toke
         raise ValueError(f"{key} = {path!r}: {file} does not exist; {_instead(file.parent)}")
     # The folder may be one that we wrote.
     own = ByteTokenizer()
-    return own if _read(file) == own.hugging_face_files()[TOKENIZER] else HuggingFaceTokenizer(file)
+    if _read(file) == own.hugging_face_files()[TOKENIZER]:
+        return own
+    return HuggingFaceTokenizer(file)
 
 
 def _instead(folder: Path) -> str:
@@ -555,7 +557,7 @@ def _read_object(file: Path) -> Json:
     return read_json(file, Json, "correct it there") if file.is_file() else {}
 
 
-def _name_of(token: object) -> object:
+def _name_of(token: object) -> Any:
     """Return the text of a token, which settings give directly or in an object."""
     return token.get("content") if isinstance(token, dict) else token
 

@@ -120,7 +120,8 @@ class TreeStreams(WholeStreams):
             run_end[first] = first + 1 + costs.argmin()
             fewest[first] = costs.min() - begins[first]
         # Follow the best run ends from the first leaf.
-        units, first = [], 0
+        units: list[tuple[int, ...]] = []
+        first = 0
         while first < len(ends):
             last = run_end[first]
             units.append((document, first, last, ends[last - 1] - begins[first]))
