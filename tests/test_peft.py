@@ -213,7 +213,7 @@ def test_what_does_not_fit_is_refused(corpus, worlds, tmp_path, capsys):
         )
     change_json(tmp_path / key / PEFT_CONFIG, {"base_model_name_or_path": None})
     for source, to, said in (
-        (key, "merged", "no Hugging Face folder; give it by --base"),
+        (key, "merged", "is not a Hugging Face folder; give it by --base"),
         ("run", "base", "already"),
     ):
         assert (
