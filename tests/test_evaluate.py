@@ -20,7 +20,7 @@ from tests.records import events_of, read_json, read_lines, write_json, write_te
 from tests.refusals import is_refused, refused
 from tests.test_train import BASE, FLOAT64, OWN_FLAVORS, SMALL_HYBRID, SPLITS, train, trainer_of
 from titan_linear import evaluate, lm_eval, score
-from titan_linear.config import load_config
+from titan_linear.config import Config, load_config
 from titan_linear.data import ByteTokenizer, build_tokenizer, load_corpus
 from titan_linear.data.streams.prompts import NONE, Sample
 from titan_linear.data.tasks import LOSS, TASKS, Draw
@@ -28,9 +28,10 @@ from titan_linear.models.mixers.attention import Attention
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
 from titan_linear.ops.cross_entropy import ChunkedLogits
-from titan_linear.run.build import model_config, unallocated
+from titan_linear.run.build import unallocated
 from titan_linear.run.evaluate import examine, open_prompts, recall, tiles
 from titan_linear.run.generate import Sampling, generate_tokens
+from titan_linear.run.origin import Origin
 from titan_linear.run.preflight import check_evaluation
 from titan_linear.run.reading import open_reader
 
@@ -172,8 +173,8 @@ def test_needles_lie_at_even_depths(keys):
 def examined_by(rank, world_size, argv, know):
     """By a model that knows the next token, or to which all tokens are alike."""
     trainer = trainer_of(argv)
-    prompts = open_prompts(trainer.config, trainer.tokenizer)
-    size = trainer.tokenizer.vocab_size
+    prompts = open_prompts(trainer.config, trainer.origin.tokenizer)
+    size = trainer.origin.tokenizer.vocab_size
 
     def model(tokens, plan, loss):
         x = torch.nn.functional.one_hot(tokens[0].roll(-1), size).double() * 99 * know
@@ -313,7 +314,7 @@ def test_sizes_are_read(capsys):
 
 
 def test_where_results_go_is_tried_first(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(evaluate, "checked", lambda path, keys: (None, None, None, None))
+    monkeypatch.setattr(evaluate, "checked", lambda path, keys: (Origin.of(Config()), None))
     monkeypatch.setattr(evaluate, "check_evaluation", lambda *_: None)
     monkeypatch.setattr(evaluate, "run_workers", lambda *_: 0)
     assert evaluate.main(["a", "-o", str(tmp_path / "new")]) == 0
@@ -532,7 +533,7 @@ def test_models_that_are_compared_have_one_size_and_positions():
     sizes = []
     for of_model in keys.values():
         config = load_config([f"--job.config_file={recipe}", *shlex.split(of_model)])
-        model = model_config(config, ByteTokenizer())
+        model = Origin.of(config).model_for(ByteTokenizer())
         assert any(not isinstance(mixer, Attention) or mixer.rotary for mixer in model.mixers)
         sizes.append(sum(p.numel() for p in unallocated(model, torch.float32).parameters()))
     assert len(sizes) == 6 and max(sizes) < 1.02 * min(sizes)

@@ -52,9 +52,9 @@ from titan_linear.models.config import differences
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.presets import MODELS, preset
 from titan_linear.run import export
-from titan_linear.run.build import tokenizer_path
-from titan_linear.run.console import first_weights, model_name
+from titan_linear.run.console import model_name
 from titan_linear.run.generate import Sampling, generate_tokens
+from titan_linear.run.origin import Origin
 from titan_linear.run.preflight import preflight
 from titan_linear.storage import hf_io, hf_writing, tensors
 from titan_linear.storage.checkpoint import SaveFailed
@@ -456,7 +456,7 @@ def test_the_shipped_configuration_continues_any_folder(kimi, corpus, tmp_path, 
     assert config.optimizer.lr <= 1e-4 and config.checkpoint.last_save_in_hf
     assert (
         config.checkpoint.export_dtype == "source"
-        and tokenizer_path(config) == f"{kimi}/tokenizer.json"
+        and Origin.of(config).tokenizer_path == f"{kimi}/tokenizer.json"
     )
 
 
@@ -480,13 +480,13 @@ def test_weights_whose_tokenizer_is_of_another_kind(others, kimi, corpus, tmp_pa
     preflight(config, world_size=2)
     assert f"tokenizer: '{kimi}/tokenizer.json', 281 tokens\n" in capsys.readouterr().out
     assert (
-        model_name(config) == f"KimiLinearForCausalLM of '{kimi}'"
-        and first_weights(config) == f"weights of '{kimi}'"
+        model_name(Origin.of(config)) == f"KimiLinearForCausalLM of '{kimi}'"
+        and Origin.of(config).title == f"weights of '{kimi}'"
     )
     drawn = load_config(["--model.flavor", "hf", "--model.hf_assets_path", str(kimi)])
     assert (
-        model_name(drawn) == model_name(config)
-        and first_weights(drawn) == "weights drawn from debug.seed = 0"
+        model_name(Origin.of(drawn)) == model_name(Origin.of(config))
+        and Origin.of(drawn).title == "weights drawn from debug.seed = 0"
     )
 
 
@@ -578,10 +578,8 @@ def test_an_export_ends_where_its_tokenizer_does(corpus, tmp_path):
     for known, said in ((7, 0), ([7, 9], 0), ([7, 0], [7, 0]), (None, 0)):
         change_json(source / "config.json", {"bos_token_id": 5, "eos_token_id": known})
         write_json(source / "generation_config.json", {"eos_token_id": known, "top_k": 20})
-        _, model, decoder = loaded(source)
-        export.export(
-            out, run, model, build_tokenizer(str(source)), gather(decoder), dtype="source"
-        )
+        _, _, decoder = loaded(source)
+        export.export(out, Origin.of(run), gather(decoder), dtype="source")
         whole, generation = (
             read_json(out / name) for name in ("config.json", "generation_config.json")
         )

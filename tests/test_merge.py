@@ -19,10 +19,9 @@ from titan_linear.commands.convert import main as convert
 from titan_linear.commands.generate import main as generate
 from titan_linear.config import check_config, load_config
 from titan_linear.data import build_tokenizer
-from titan_linear.run.build import open_tokenizer
 from titan_linear.run.export import export
+from titan_linear.run.origin import Origin
 from titan_linear.run.preflight import preflight
-from titan_linear.run.reading import config_for
 from titan_linear.storage.checkpoint import SaveFailed
 from titan_linear.storage.peft import PEFT_CONFIG, PEFT_WEIGHTS, settings_of
 
@@ -49,13 +48,13 @@ def exported(name: str, tmp_path: Path, dtype: str = "float32", change=None, **k
     if not (tmp_path / "base").exists():
         make_base(name, tmp_path / "base")
     config = config_of(name, tmp_path, tmp_path, **keys)
-    model = begun(config)
+    model = begun(Origin.of(config))
     if change:
         with torch.no_grad():
             change(model)
     folder = tmp_path / "adapters"
     get = dict(model.named_parameters()).__getitem__
-    export(folder, config, model.config, open_tokenizer(config), get, dtype=dtype)
+    export(folder, Origin.of(config), get, dtype=dtype)
     return folder
 
 
@@ -322,7 +321,7 @@ def test_a_run_of_any_export_is_read(tmp_path):
         f'reference = "base"\n[checkpoint]\ninitial_load_in_hf = true\ninitial_load_path = "{tmp_path}"\n'
         'last_save_in_hf = true\nexport_dtype = "source"\n'
     )
-    check_config(config_for(tmp_path / "run", []), 1)
+    check_config(Origin.reading(tmp_path / "run", []).config, 1)
     # Adapters that are asked for are not left out without a word.
     with refused(r"adapter\.initial_load_path = '/a' is for runs .* convert merge"):
-        config_for(tmp_path / "run", ["--adapter.initial_load_path", "/a"])
+        Origin.reading(tmp_path / "run", ["--adapter.initial_load_path", "/a"])

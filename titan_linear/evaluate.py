@@ -29,8 +29,8 @@ from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens
 from titan_linear.data.streams.prompts import NONE
 from titan_linear.distributed.process import refusing, run_command, under_launcher
 from titan_linear.launch import run_workers
-from titan_linear.run.build import model_config, open_tokenizer
 from titan_linear.run.evaluate import NUMBERS, Record, examine, means, open_prompts, write_down
+from titan_linear.run.origin import Origin
 from titan_linear.run.preflight import check_evaluation
 from titan_linear.run.reading import open_reader
 from titan_linear.score import checked, joined, path_and_keys
@@ -47,26 +47,26 @@ def main(argv: list[str]) -> int:
     if args.write:
         write_prompts(args.write, load_config(keys))
         return 0
-    config, node, tokenizer, model = checked(args.path, keys)
-    check_evaluation(config, model, tokenizer)
+    origin, node = checked(args.path, keys)
+    check_evaluation(origin)
     if args.output:
         # An output that cannot be written is refused here, not after hours.
         write_down([], 0, Path(args.output))
-    return run_workers(config, node, "titan_linear.evaluate", ["--output", args.output])
+    return run_workers(origin.config, node, "titan_linear.evaluate", ["--output", args.output])
 
 
 def write_prompts(folder: str, config: Config) -> None:
     """Write a corpus whose labels are the answers of the prompts."""
-    tokenizer = open_tokenizer(config)
-    check_evaluation(config, model_config(config, tokenizer), tokenizer)
-    prompts = open_prompts(config, tokenizer)
+    origin = Origin.of(config)
+    check_evaluation(origin)
+    prompts = open_prompts(config, origin.tokenizer)
     made = map(prompts.prompt, prompts.samples)
     documents = (
         # Only tokens of answers have weight: in the other rows the second column is NONE.
         DocumentTokens(rows[:, 0], {WEIGHTS: np.float32(rows[:, 1] != NONE)})
         for rows in made
     )
-    write_corpus(folder, documents, tokenizer, columns={WEIGHTS: COLUMNS[WEIGHTS]})
+    write_corpus(folder, documents, origin.tokenizer, columns={WEIGHTS: COLUMNS[WEIGHTS]})
     print(f"{len(prompts.samples):,} prompts in '{folder}'")
 
 

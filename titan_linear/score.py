@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_linear.commands import command_parser
-from titan_linear.config import Config, changed, check_config, hf_weights, load_config
+from titan_linear.config import Config, changed, check_config, load_config
 from titan_linear.data import PackedStreams, Streams, Targets, Tokenizer, split_corpus, streams_of
 from titan_linear.data.corpus.corpus import PLACE
 from titan_linear.data.corpus.scores import Scores, begin, differences, keep, put, read_scores
@@ -43,12 +43,12 @@ from titan_linear.distributed.process import refusing, run_command, under_launch
 from titan_linear.launch import Node, run_workers, this_node
 from titan_linear.losses.distillation import MOST_IDS
 from titan_linear.losses.loss import logprobs
-from titan_linear.models.config import ModelConfig, fingerprint
+from titan_linear.models.config import fingerprint
 from titan_linear.ops.cross_entropy import ChunkedLogits
-from titan_linear.run.build import model_config, open_tokenizer
-from titan_linear.run.data import first_weights_of, open_corpora
+from titan_linear.run.data import open_corpora
+from titan_linear.run.origin import Origin
 from titan_linear.run.preflight import check_model
-from titan_linear.run.reading import Reader, config_for, open_reader
+from titan_linear.run.reading import Reader, open_reader
 
 # Seconds of scoring that a kill costs.
 SAVED = 30.0
@@ -69,30 +69,30 @@ def main(argv: list[str]) -> int:
             "give PATH, what scores, and -o, a folder for the scores; or --compare and two folders"
         )
     # Weights from elsewhere have no texts of their own to score.
-    config, node, tokenizer, _ = checked(args.path, keys)
+    origin, node = checked(args.path, keys)
+    config = origin.config
     texts_named = config.training.dataset != "stdlib" or "stdlib" in str(keys)
-    if hf_weights(config) and not texts_named:
+    if origin.folder and not texts_named:
         raise ValueError(
             f"{args.path} is not a run, whose texts would be scored; give --training.dataset and "
             "--training.dataset_path"
         )
-    begin(Path(args.output), *scores_of(args, config, tokenizer))
+    begin(Path(args.output), *scores_of(args, origin))
     return run_workers(config, node, "titan_linear.score", ["--output", args.output])
 
 
-def checked(path: str, keys: list[str]) -> tuple[Config, Node, Tokenizer, ModelConfig]:
-    """Return the configuration, node, tokenizer and model for reading these weights."""
-    config, node = config_for(Path(path), keys), this_node()
+def checked(path: str, keys: list[str]) -> tuple[Origin, Node]:
+    """Return the origin that reads these weights, and this node."""
+    origin, node = Origin.reading(Path(path), keys), this_node()
     world_size = node.count * node.processes
-    check_config(config, world_size)
-    tokenizer = open_tokenizer(config)
-    model = model_config(config, tokenizer)
-    check_model(model, config, world_size, node.processes)
-    return config, node, tokenizer, model
+    check_config(origin.config, world_size)
+    check_model(origin.model, origin.config, world_size, node.processes)
+    return origin, node
 
 
-def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) -> tuple[Scores, int]:
+def scores_of(args: argparse.Namespace, origin: Origin) -> tuple[Scores, int]:
     """Return the columns that the arguments ask for, and the corpus's number of tokens."""
+    config, tokenizer = origin.config, origin.tokenizer
     if args.top_k > (words := tokenizer.vocab_size):
         raise ValueError(
             f"--top-k {args.top_k} is above the {words} tokens of the tokenizer; give {words} at most"
@@ -109,8 +109,8 @@ def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) ->
         corpus=corpus.fingerprint,
         tokenizer=corpus.info["tokenizer"]["fingerprint"],
         by={
-            "weights": first_weights_of(config),
-            "model": fingerprint(model_config(config, tokenizer)),
+            "weights": origin.fingerprint,
+            "model": fingerprint(origin.model),
             "temperature": str(args.temperature),
             "streams": f"{type(streams).__name__} {config.training.seq_len}",
         },

@@ -53,6 +53,7 @@ from titan_linear.run.console import ended, write_down
 from titan_linear.run.evaluate import Record, examine, open_prompts
 from titan_linear.run.export import export_last
 from titan_linear.run.generate import Evaluation
+from titan_linear.run.origin import Origin
 from titan_linear.run.preflight import cleared
 from titan_linear.run.reading import Reader
 from titan_linear.run.start import (
@@ -82,16 +83,22 @@ class Trainer:
 
         # What is trained, on which devices, and from which weights.
         known = saved_progress(config, self.host)
-        subject = open_subject(config, known, self.host)
+        self.origin = Origin.of(config)
+        subject = open_subject(self.origin, known, self.host)
         self.content = subject.content
-        self.tokenizer = subject.tokenizer
         self.dims = build_dims(config, self.device)
-        self.model = build_model(config, subject.model, self.dims, self.device)
+        self.model = build_model(config, self.origin.model, self.dims, self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.loader = build_loader(config, subject.streams, self.dims)
         self.checkpointer = build_checkpointer(config)
         set_weights(
-            config, known, self.model, self.optimizer, self.loader, self.checkpointer, self.host
+            self.origin,
+            known,
+            self.model,
+            self.optimizer,
+            self.loader,
+            self.checkpointer,
+            self.host,
         )
         self.step, self.skipped = (known.step, known.skipped) if known else (0, 0)
         # The step that is being computed.
@@ -127,12 +134,12 @@ class Trainer:
         # Exists on rank 0 only.
         self.exports: Exports | None = None
         reads = self.model, self.dims, self.feed.cut, self.passes.precision, self.host
-        reader = Reader(config, subject.tokenizer, *reads)
+        reader = Reader(config, self.origin.tokenizer, *reads)
         ask = self.grace.ask_validating
         self.evaluation = Evaluation(reader, self.device, subject.held_out, self.passes.loss, ask)
         self.examine: Callable[..., list[Record]] | None = None
         if config.evaluation.freq:
-            self.examine = partial(examine, reader, open_prompts(config, subject.tokenizer), ask)
+            self.examine = partial(examine, reader, open_prompts(config, reader.tokenizer), ask)
 
     @property
     def _ended(self) -> bool:
@@ -248,7 +255,7 @@ class Trainer:
         config, first = self.config, dist.get_rank() == 0
         hooks: list[Hook] = [MemorySnapshots(config)]
         if first:
-            write_down(config, self.model, self.dims, self.feed.cut, self.device, self.step)
+            write_down(self.origin, self.model, self.dims, self.feed.cut, self.device, self.step)
         if first:
             parts = self.model.config, self.dims, self.device
             hooks.append(
@@ -334,7 +341,7 @@ class Trainer:
         # A run that was not stopped exports its weights and writes a sample.
         if not self.stop.agreed:
             if self.config.checkpoint.last_save_in_hf:
-                export_last(self.config, self.model, self.tokenizer, self.content.base)
+                export_last(self.origin, self.model, self.content.base)
             text = self.evaluation.text(
                 self.config.sample.prompt, self.config.sample.max_new_tokens
             )

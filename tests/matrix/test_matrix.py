@@ -35,8 +35,8 @@ from tests.matrix.runs import ROOM, Failed, Matrix, Outcome
 from titan_linear.commands.plan import planned_model
 from titan_linear.config import check_config, hf_weights, load_config
 from titan_linear.planner.memory import parameters
-from titan_linear.run.build import open_tokenizer
 from titan_linear.run.data import build_streams
+from titan_linear.run.origin import Origin
 from titan_linear.run.preflight import check_model
 
 ROWS = all_rows()
@@ -115,9 +115,9 @@ def test_recipes_are_accepted(recipe, tmp_path):
     for keys, processes in ((row_keys(recipe, recipe.split), 2), (baseline_keys(recipe), 1)):
         config = load_config(matrix.arguments("run", recipe, keys))
         check_config(config, processes)
-        model = planned_model(config)
+        model = planned_model(Origin.of(config))
         check_model(model, config, processes, processes)
-        build_streams(config, open_tokenizer(config), None)
+        build_streams(config, Origin.of(config).tokenizer, None)
         assert 0 < parameters(model) < 2e9 and not hf_weights(config)
 
 

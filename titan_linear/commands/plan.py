@@ -59,9 +59,9 @@ from titan_linear.planner.splits import (
     refuse,
 )
 from titan_linear.planner.timing import Step
-from titan_linear.run.build import model_config, model_without_tokenizer, tokenizer_path
 from titan_linear.run.console import model_name
 from titan_linear.run.data import cached_corpora, check_size
+from titan_linear.run.origin import Origin
 from titan_linear.storage.files import progress
 
 # Number of splits to print.
@@ -118,11 +118,12 @@ def plan(args: argparse.Namespace, keys: list[str]) -> None:
     budget = _tokens(" ".join(args.tokens))
     machine = machine_of(args)
     config = load_config(keys, cuda=True)
-    model = planned_model(config)
+    origin = Origin.of(config)
+    model = planned_model(origin)
     room = (1 - SPARE) * machine.rates.memory_gib * GIB
     setting = Setting(model, args.gpus, machine, mean, room)
     check(config, model, args.gpus)
-    check_corpus(config)
+    check_corpus(origin)
     if config.training.seq_len_schedule:
         print(of_whole_length(config))
     # Print the plan of the configuration that was given.
@@ -151,37 +152,37 @@ def of_whole_length(config: Config) -> str:
     )
 
 
-def planned_model(config: Config) -> ModelConfig:
+def planned_model(origin: Origin) -> ModelConfig:
     """Return the run's model.
 
     If its tokenizer's file is missing, the model's vocabulary is assumed to be large
     enough.
     """
-    if tokenizer := _tokenizer_here(config):
-        return model_config(config, tokenizer)
-    model = model_without_tokenizer(config)
-    path = tokenizer_path(config)
+    if tokenizer := _tokenizer_here(origin):
+        return origin.model_for(tokenizer)
+    model = origin.definition
     print(
-        f"model.tokenizer_path = {path!r} is not here: a vocabulary of {model.vocab_size} is assumed"
+        f"model.tokenizer_path = {origin.tokenizer_path!r} is not here: a vocabulary of {model.vocab_size} is assumed"
     )
     return model
 
 
-def check_corpus(config: Config) -> None:
+def check_corpus(origin: Origin) -> None:
     """Check the size of the run's corpus, if its tokens are cached.
 
     Raises:
         ValueError: the corpus has fewer tokens than a step takes.
     """
-    if tokenizer := _tokenizer_here(config):
+    config = origin.config
+    if tokenizer := _tokenizer_here(origin):
         found = cached_corpora(config, tokenizer)
         if None not in found:
             check_size(sum(corpus.num_tokens for corpus in found), config)
 
 
-def _tokenizer_here(config: Config) -> Tokenizer | None:
+def _tokenizer_here(origin: Origin) -> Tokenizer | None:
     """Return the run's tokenizer; None: its file is missing."""
-    path = tokenizer_path(config)
+    path = origin.tokenizer_path
     return build_tokenizer(path) if not path or Path(os.path.expanduser(path)).exists() else None
 
 

@@ -322,7 +322,7 @@ def step(
     # Layers; the frozen base as reference adds a forward pass.
     passes = passes_of(clock, config, model)
     everything = [p for pair in passes for p in pair]
-    if model.adapter and model.adapter.base_is_reference:
+    if model.base_is_reference:
         everything += [forward for forward, _ in passes[: model.num_layers]]
     parts = {part: times * sum(p.parts[part] for p in everything) for part in PARTS}
     # Head and optimizer.
@@ -408,7 +408,7 @@ def _readings(config: Config, model: ModelConfig) -> int:
 
     It does for a base that is the reference, and for a loss of sums over documents.
     """
-    return bool(model.adapter and model.adapter.base_is_reference) + build_loss(config).reads_twice
+    return model.base_is_reference + build_loss(config).reads_twice
 
 
 def _optimizer(config: Config, u: Units, times: int, machine: Machine) -> float:

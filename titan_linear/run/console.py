@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_linear.config import Config, Model, hf_assets, hf_weights, toml_value
+from titan_linear.config import Config, Model, toml_value
 from titan_linear.data import Streams, Tokenizer, TreeStreams
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.distributed.mesh import ParallelDims
@@ -23,16 +23,11 @@ from titan_linear.models.mixers.recurrent import RecurrentOptions
 from titan_linear.ops.layout.fragments import cut_streams
 from titan_linear.ops.layout.trees import exchanged, tree_of
 from titan_linear.ops.registry import start_lines
-from titan_linear.run.build import (
-    VOCAB_MULTIPLE,
-    follows_tokenizer,
-    model_without_tokenizer,
-    unallocated,
-)
+from titan_linear.run.build import unallocated
 from titan_linear.run.export import is_exported
+from titan_linear.run.origin import VOCAB_MULTIPLE, Origin
 from titan_linear.step.cut import BatchSharding
 from titan_linear.step.flops import no_peak, peak_tflops
-from titan_linear.storage.hf_io import read_model
 from titan_linear.storage.run_manifest import write_manifest
 from titan_linear.storage.rundir import (
     BOARD,
@@ -48,7 +43,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_down(
-    config: Config,
+    origin: Origin,
     model: Decoder,
     dims: ParallelDims,
     sharding: BatchSharding,
@@ -60,6 +55,7 @@ def write_down(
     Args:
         step: number of the run's steps before this start.
     """
+    config = origin.config
     if starts_anew(config):
         set_run_aside(config)
     write_config(config)
@@ -72,32 +68,31 @@ def write_down(
     # Lines that do not apply are empty.
     parameters = sum(p.numel() for p in named_parameters(model).values())
     lines = [
-        f"model {model_name(config)}: {parameters:,} parameters, {model.config.composition}",
+        f"model {model_name(origin)}: {parameters:,} parameters, {model.config.composition}",
         *start_lines(model.implementations),
-        described(unallocated(model.config, torch.float32)) if model.config.adapter else "",
+        described(unallocated(model.config, torch.float32)),
         float8_line(model),
         uncompiled(config, device),
         unbalanced(model.config),
         unwarmed(config),
         f"mesh {dims.description}",
         sharding.uneven(config.training.local_batch_size * config.training.seq_len),
-        f"resuming from step {step}" if step else first_weights(config),
+        f"resuming from step {step}" if step else origin.title,
         no_peak(config, device) if peak_tflops(config, device) is None else "",
     ]
     print("\n".join(filter(None, lines)))
 
 
-def model_name(config: Config) -> str:
+def model_name(origin: Origin) -> str:
     """Return a readable name of the model.
 
     It is the name and flavor, or architecture and folder, with the keys that change the
     model's sizes.
     """
-    m, default = config.model, Model()
+    m, default = origin.config.model, Model()
     name = f"{m.name}/{m.flavor}"
     if m.flavor == "hf":
-        architecture, _ = read_model(Path(hf_assets(config)))
-        name = f"{architecture} of '{hf_assets(config)}'"
+        name = f"{origin.family()} of '{origin.assets}'"
     sizes = ("dim", "num_layers", "hidden_dim", "pattern", "moe")
     changed_keys = {
         key: getattr(m, key) for key in sizes if getattr(m, key) != getattr(default, key)
@@ -106,24 +101,17 @@ def model_name(config: Config) -> str:
     return name + (f" with {', '.join(changes)}" if changes else "")
 
 
-def first_weights(config: Config) -> str:
-    """Return a console line that names the source of a new run's weights."""
-    path = hf_weights(config) or (config.checkpoint.enable and config.checkpoint.initial_load_path)
-    return (
-        f"weights of '{path}'" if path else f"weights drawn from debug.seed = {config.debug.seed}"
-    )
-
-
-def vocabulary(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> str:
+def vocabulary(origin: Origin, model: ModelConfig, tokenizer: Tokenizer) -> str:
     """Return a console line about an unusual vocabulary, else "".
 
     The size differs from the preset's, or is far larger than the tokenizer's.
     """
     rows, used = model.vocab_size, tokenizer.vocab_size
-    if not follows_tokenizer(config):
+    own, flavor = origin.definition.vocab_size, origin.config.model.flavor
+    if not origin.follows_tokenizer:
         return ""
-    if rows != (own := model_without_tokenizer(config).vocab_size):
-        return f"model.vocab_size = {rows}: the tokenizer's {used}, rounded up; {config.model.flavor!r} alone has {own}"
+    if rows != own:
+        return f"model.vocab_size = {rows}: the tokenizer's {used}, rounded up; {flavor!r} alone has {own}"
     if rows > 2 * max(used, VOCAB_MULTIPLE) and rows - used > 1024:
         return f"model.vocab_size = {rows} is the preset's; the tokenizer uses {used}: a new run can set fewer"
     return ""

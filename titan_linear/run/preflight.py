@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
 
 import torch
 
-from titan_linear.config import Config, check_config, hf_assets, hf_weights, layer_checkpointing
+from titan_linear.config import Config, check_config, layer_checkpointing
 from titan_linear.data import (
     MixedStreams,
     Sample,
@@ -34,32 +33,22 @@ from titan_linear.models.lora import check_adapters
 from titan_linear.ops.float8 import CAPABILITY
 from titan_linear.ops.layout.build_context import shared_by_nodes
 from titan_linear.ops.runtime.support import capability, dotted
-from titan_linear.run.build import (
-    family_of,
-    implementations,
-    model_config,
-    open_tokenizer,
-    unallocated,
-    under_key,
-)
+from titan_linear.run.build import implementations, unallocated
 from titan_linear.run.console import exchanged_of_trees, finished, vocabulary
 from titan_linear.run.data import (
-    base_of,
     build_streams,
     check_content,
     check_size,
     content_of,
     file_groups,
     open_corpora,
-    other_tokenizer,
     tokens_of,
 )
 from titan_linear.run.evaluate import open_prompts
-from titan_linear.run.export import destination, is_exported, lacks_export, not_exported
+from titan_linear.run.export import check_exports, is_exported, lacks_export, not_exported
+from titan_linear.run.origin import Origin
 from titan_linear.step.optimizer import learning_rate
-from titan_linear.storage.hf_io import CONFIG as HF_CONFIG
-from titan_linear.storage.hf_io import POSITIONS, check_folder, read_config
-from titan_linear.storage.peft import check_peft, keys_of, read_peft
+from titan_linear.storage.hf_io import read_config
 from titan_linear.storage.run_lock import claimed
 from titan_linear.storage.rundir import (
     check_folders,
@@ -74,7 +63,6 @@ from titan_linear.storage.step_folders import (
     find_step,
     read_progress,
     verify,
-    weights_path,
     whole_steps,
 )
 from titan_linear.storage.tensors import check_weights, holds_optimizer
@@ -135,28 +123,27 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
             "to false"
         )
     # The model and its tokenizer.
-    tokenizer = open_tokenizer(config)
+    origin = Origin.of(config)
+    tokenizer = origin.tokenizer
     print(tokenizer.summary)
-    model = model_config(config, tokenizer)
-    if line := vocabulary(config, model, tokenizer):
+    model = origin.model
+    if line := vocabulary(origin, model, tokenizer):
         print(line)
     check_prompts(config, tokenizer)
     if warning := check_model(model, config, world_size, node_size or world_size):
         print(warning)
     # The checkpoint comes before the corpus, which may take hours to tokenise.
-    _check_hugging_face(config, model, tokenizer)
-    progress = _check_checkpoint(config, model, tokenizer) if config.checkpoint.enable else None
+    progress = _check_checkpoint(origin)
     check_folders(config)
     check_mixture_step(config, progress)
-    _check_data(config, tokenizer, model, progress)
+    _check_data(origin, progress)
     if config.evaluation.freq:
-        check_evaluation(config, model, tokenizer)
+        check_evaluation(origin)
 
 
-def _check_data(
-    config: Config, tokenizer: Tokenizer, model: ModelConfig, progress: Progress | None
-) -> None:
+def _check_data(origin: Origin, progress: Progress | None) -> None:
     """Check every corpus against its checksums, and the streams against the run so far."""
+    config, tokenizer = origin.config, origin.tokenizer
     for corpus in open_corpora(config, tokenizer):
         (verify_corpus if config.training.verify == "always" else verify_changed)(corpus)
         print(corpus.summary)
@@ -168,7 +155,7 @@ def _check_data(
         source.runs(0)
         if isinstance(source, TreeStreams) and source.summary:
             print(source.summary)
-    if line := exchanged_of_trees(config, model, streams):
+    if line := exchanged_of_trees(config, origin.model, streams):
         print(line)
     # A corpus smaller than a step may be intended, in a trial; one smaller than a stream is
     # not.
@@ -183,53 +170,25 @@ def _check_data(
     if groups := file_groups(config, streams):
         print(groups.summary)
     if progress:
-        content = content_of(config, tokenizer, model, streams, held_out, base_of(config))
+        content = content_of(origin, streams, held_out, origin.base_fingerprint)
         check_content(config, progress.content, content)
 
 
-def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Check that the folder of the first weights, and an export, can hold the model."""
-    c = config.checkpoint
-    exports = c.last_save_in_hf or c.export_interval > 0
-    if exports:
-        key = (
-            "last_save_in_hf = true"
-            if c.last_save_in_hf
-            else f"export_interval = {c.export_interval}"
-        )
-        family = under_key(f"checkpoint.{key}", destination, config, model, tokenizer).family
-        if model.adapter:
-            under_key(f"checkpoint.{key}", check_peft, model, family)
-    # Adapters to begin with are read now; a resumed run does not need them.
-    path = config.adapter.initial_load_path
-    if path and find_step(checkpoint_folder(config), c.load_step) is None:
-        theirs = (Path(path), model, family_of(model, config), config.adapter, base_of(config))
-        under_key("adapter.initial_load_path", read_peft, *theirs)
-        if keys := keys_of(Path(path)):
-            print(f"the adapters of '{path}' were trained with {' '.join(keys)}")
-    if hf_weights(config) and (
-        exports or find_step(checkpoint_folder(config), c.load_step) is None
-    ):
-        free = POSITIONS if config.model.flavor == "hf" else ()
-        under_key(
-            "checkpoint.initial_load_in_hf", check_folder, Path(hf_weights(config)), model, free
-        )
-
-
-def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> Progress | None:
+def _check_checkpoint(origin: Origin) -> Progress | None:
     """Check that the run's checkpoint, or its first weights, are whole and fit this model.
 
-    This comes before the corpus, which may take hours to tokenise.
+    Exports must fit the model, too.
 
     Returns:
         The progress saved in the checkpoint that the run resumes from; None for a new run.
     """
+    config = origin.config
     c, folder = config.checkpoint, checkpoint_folder(config)
-    step = find_step(folder, c.load_step)
-    # A new run: check the weights that it begins from.
+    exports = check_exports(origin)
+    step = find_step(folder, c.load_step) if c.enable else None
+    # A new run begins from these weights, and exports may be like them.
+    origin.check(new=step is None, exports=exports)
     if step is None:
-        if c.initial_load_path and not c.initial_load_in_hf:
-            _check_initial(Path(c.initial_load_path), model, tokenizer)
         return None
     verify(folder / f"step-{step}")
     # Say where a resumed run stands, and end here if it is finished.
@@ -259,26 +218,10 @@ def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) 
             f"'{folder}/step-{step}' holds weights only (checkpoint.last_save_model_only): no run can resume from it; "
             "start a new run with checkpoint.initial_load_path, or resume from an earlier checkpoint.load_step"
         )
-    check_weights(folder / f"step-{step}", unallocated(model, torch.float32))
+    check_weights(folder / f"step-{step}", unallocated(origin.model, torch.float32))
     progress = read_progress(folder / f"step-{step}")
     check_schedule(config, step, progress.total_steps)
     return progress
-
-
-def _check_initial(given: Path, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Check that a new run begins from the weights of a whole checkpoint of this model."""
-    if (given / HF_CONFIG).is_file():
-        raise ValueError(
-            f"checkpoint.initial_load_path = '{given}' is a Hugging Face folder; set checkpoint.initial_load_in_hf = "
-            "true"
-        )
-    path = weights_path(given)
-    verify(path)
-    check_weights(path, unallocated(model.base, torch.float32))
-    content = read_progress(path).content
-    known = content.tokenizer if content else None
-    if warning := other_tokenizer(known, tokenizer, f"checkpoint.initial_load_path = '{path}'"):
-        print(warning)
 
 
 def check_schedule(config: Config, step: int, length: int) -> None:
@@ -362,20 +305,22 @@ def prove(argv: list[str], world_size: int) -> None:
         raise SystemExit(code)
 
 
-def check_evaluation(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> None:
+def check_evaluation(origin: Origin) -> None:
     """Raise ValueError for an unknown task or an unfit length.
 
     A length may be unfit for a task, for the texts or for the model.
     """
-    e, known = config.evaluation, (*TASKS, LOSS)
+    config, known = origin.config, (*TASKS, LOSS)
+    e = config.evaluation
     if unknown := [task for task in e.tasks if task not in known]:
         raise ValueError(
             f"evaluation.tasks: {unknown[0]!r} is unknown; use some of {', '.join(known)}"
         )
     # The model's positions: as extended by rope_scaling, else as trained.
-    longest, folder = max(e.lengths), hf_assets(config)
-    trained = read_config(Path(folder)).get("max_position_embeddings") if folder else None
-    scalings = [getattr(mixer, "rope_scaling", None) for mixer in model.mixers if mixer.rotary]
+    longest, folder = max(e.lengths), origin.assets
+    trained = read_config(folder).get("max_position_embeddings") if folder else None
+    rotary = [mixer for mixer in origin.model.mixers if mixer.rotary]
+    scalings = [getattr(mixer, "rope_scaling", None) for mixer in rotary]
     limits = [scaling.reached if scaling else trained for scaling in scalings]
     if past := [limit for limit in limits if limit and limit < longest]:
         raise ValueError(
@@ -383,7 +328,7 @@ def check_evaluation(config: Config, model: ModelConfig, tokenizer: Tokenizer) -
             "them by rope_scaling"
         )
     # Make the shortest and the longest prompt of each task.
-    prompts = open_prompts(config, tokenizer)
+    prompts = open_prompts(config, origin.tokenizer)
     for task in e.tasks:
         for length in (min(e.lengths), longest):
             prompts.prompt(Sample(task, length, 1.0, 0))
@@ -402,7 +347,7 @@ def check_model(model: ModelConfig, config: Config, world_size: int, node_size: 
     chosen = implementations(
         config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     )
-    if model.adapter and any(choice.implementation == "grouped_mm" for choice in chosen.values()):
+    if any(choice.implementation == "grouped_mm" for choice in chosen.values()):
         check_adapters(unallocated(model.base, torch.float32), model.adapter, 8)
     check_float8(model, config)
     check_float8_device(config)

@@ -5,35 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_linear.config import Config, changed, hf_assets, load_config
+from titan_linear.config import Config
 from titan_linear.data import Batch, Streams, Tokenizer, validation_batches
 from titan_linear.distributed.groups import gathered, host_group
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.process import own_device
 from titan_linear.models.decoder import Decoder
 from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits
-from titan_linear.run.build import (
-    build_dims,
-    build_model,
-    build_sharding,
-    mixed_precision,
-    model_config,
-    open_tokenizer,
-    tokenizer_path,
-)
-from titan_linear.run.start import set_first_weights
+from titan_linear.run.build import build_dims, build_model, build_sharding, mixed_precision
+from titan_linear.run.origin import Origin
 from titan_linear.step.cut import BatchSharding
 from titan_linear.step.optimizer import Moment
-from titan_linear.storage.hf_io import CONFIG
-from titan_linear.storage.rundir import config_of, config_path
-from titan_linear.storage.step_folders import weights_path
 
 # Maps some tokens' logits, labels [n] and columns [n, …] to numbers, [n, …] each.
 Columns = Callable[[ChunkedLogits, Tensor, dict[str, Tensor]], tuple[Tensor, ...]]
@@ -115,47 +103,10 @@ class Reader:
 
 def open_reader(config: Config) -> Reader:
     """Open a reader with the weights that the configuration begins from."""
-    tokenizer, device = open_tokenizer(config), own_device()
+    origin, device, host = Origin.of(config), own_device(), host_group()
     dims = build_dims(config, device)
-    model = build_model(config, model_config(config, tokenizer), dims, device)
-    host = host_group()
-    set_first_weights(config, model, host)
+    model = build_model(config, origin.model, dims, device)
+    origin.load(model, host)
     sharding = build_sharding(config, model.config, dims, device)
-    return Reader(
-        config, tokenizer, model, dims, sharding, mixed_precision(config, model, dims), host
-    )
-
-
-def config_for(path: Path, keys: list[str]) -> Config:
-    """Return the configuration of the run that made these weights, with these keys changed.
-
-    A run with this configuration begins from these weights.
-    """
-    # Options for a Hugging Face folder, or for a checkpoint of a run.
-    if (path / CONFIG).is_file():
-        first = ["--model.flavor", "hf", "--checkpoint.initial_load_in_hf", "true"]
-    else:
-        path = weights_path(path, key="PATH")
-        run = config_of(path)
-        first = [
-            "--job.config_file",
-            str(config_path(path)),
-            "--checkpoint.initial_load_in_hf",
-            "false",
-        ]
-        # The run may have begun from a folder that gave its model and tokenizer. Name it
-        # here, because weights no longer come from it.
-        first += ["--model.hf_assets_path", hf_assets(run)] if run.model.flavor == "hf" else []
-        first += ["--model.tokenizer_path", path_of] if (path_of := tokenizer_path(run)) else []
-    first += ["--checkpoint.enable", "true", "--checkpoint.initial_load_path", str(path)]
-    # The adapters that the run began from are part of its weights.
-    first += ["--adapter.initial_load_path", ""]
-    # A reader neither trains nor exports.
-    others = {"loss.scores": "", "checkpoint.export_dtype": "float32"}
-    config = changed(load_config([*first, *keys]), others)
-    if adapters := config.adapter.initial_load_path:
-        raise ValueError(
-            f"adapter.initial_load_path = {adapters!r} is for runs that train; titan-linear convert merge "
-            "adds adapters to their base, for commands that read"
-        )
-    return config
+    precision = mixed_precision(config, model, dims)
+    return Reader(config, origin.tokenizer, model, dims, sharding, precision, host)

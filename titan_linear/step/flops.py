@@ -49,9 +49,9 @@ PEAK_TFLOPS = {
 def training_flops(model: ModelConfig, documents: Documents) -> int:
     """Return the FLOPs of forward and backward over these documents, of the whole run."""
     flops = 3 * forward_flops(model, documents)
-    if model.adapter:
-        flops -= documents.tokens * _with_weights(model, frozen=True)
-    if model.adapter and model.adapter.base_is_reference:
+    # Frozen weights have no gradients.
+    flops -= documents.tokens * _with_weights(model, frozen=True)
+    if model.base_is_reference:
         flops += forward_flops(replace(model.base, mtp_layers=0), documents)
     return flops
 
