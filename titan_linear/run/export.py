@@ -218,7 +218,7 @@ def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
         print(f"warning: {error}; the folder gets no tokenizer")
         to = destination(whole, None, files={})
     with ExitStack() as opened:
-        whole.write(folder, model.base, origin.merged(opened), to, EXPORT_DTYPES[dtype])
+        whole.write(folder, model.base, origin.weights(opened), to, EXPORT_DTYPES[dtype])
 
 
 def _of_peft(source: Path, base: str) -> Merging:

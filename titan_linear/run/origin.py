@@ -1,11 +1,11 @@
 """What a run begins from, decided once: its model, its tokenizer and its first weights.
 
-Drawn          weights drawn from debug.seed
+Origin         weights drawn from debug.seed
 Checkpointed   the weights of another run's checkpoint
 Published      the weights of a Hugging Face folder
-Adapters       trained adapters of one of these, whose weights stay frozen
+Adapters       adapters, which are trained, of one of these, whose weights stay frozen
 
-Everything that builds, loads, checks, exports or merges weights receives an `Origin`.
+Everything that builds, loads, checks, exports or merges weights receives one of these.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -74,21 +74,26 @@ Weights = Callable[[str], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """What a run begins from. Files are read when they are first needed."""
+    """What a run begins from: by itself, weights drawn from debug.seed.
+
+    Files are read when they are first needed.
+    """
 
     config: Config
+    # The checkpoint or folder with the weights.
+    path: Path | None = None
 
     @staticmethod
     def of(config: Config) -> Origin:
         """Return the origin of a run with this configuration."""
         c = config.checkpoint
         folder = c.initial_load_path or config.model.hf_assets_path
-        first: Origin = Drawn(config)
+        first = Origin(config)
         if c.enable and c.initial_load_in_hf and folder:
             first = Published(config, Path(folder))
         elif c.enable and c.initial_load_path:
             first = Checkpointed(config, Path(c.initial_load_path))
-        return Adapters(config, first) if config.adapter.enable else first
+        return Adapters(config, first.path, first=first) if config.adapter.enable else first
 
     @staticmethod
     def reading(path: Path, keys: list[str]) -> Origin:
@@ -237,12 +242,15 @@ class Origin:
     @property
     def title(self) -> str:
         """A console line that names the source of the weights."""
-        raise NotImplementedError
+        seed = self.config.debug.seed
+        return (
+            f"weights of '{self.path}'" if self.path else f"weights drawn from debug.seed = {seed}"
+        )
 
     @property
     def fingerprint(self) -> str:
         """A fingerprint of the weights; "" if they are drawn."""
-        raise NotImplementedError
+        return ""
 
     @property
     def base_fingerprint(self) -> str:
@@ -258,12 +266,14 @@ class Origin:
         """
 
     def weights(self, files: ExitStack) -> Weights:
-        """Return a function that reads whole tensors, in one process.
+        """Return a function that reads whole tensors, with adapters merged into them.
 
         Args:
             files: closes the files that are read.
         """
-        raise NotImplementedError
+        model = allocated(self.model, torch.float32, torch.device("cpu"))
+        self.load(model)
+        return model.get_parameter
 
     def load(self, model: Decoder, host: dist.ProcessGroup | None = None) -> None:
         """Set the weights in place; on each rank, the part that it owns.
@@ -271,10 +281,10 @@ class Origin:
         Args:
             host: a gloo group of all ranks; None in one process.
         """
-        raise NotImplementedError
+        initialise(model, self.config.debug.seed, named_parameters(model))
 
     def load_frozen(self, model: Decoder, host: dist.ProcessGroup) -> None:
-        """Set the weights that the checkpoints of the run leave out."""
+        """Set the weights that the run's checkpoints leave out."""
 
     # --- Exports ------------------------------------------------------------------------------
 
@@ -318,27 +328,6 @@ class Origin:
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn(Origin):
-    @property
-    def title(self) -> str:
-        return f"weights drawn from debug.seed = {self.config.debug.seed}"
-
-    @property
-    def fingerprint(self) -> str:
-        return ""
-
-    def weights(self, files: ExitStack) -> Weights:
-        drawn = allocated(self.model, torch.float32, torch.device("cpu"))
-        self.load(drawn)
-        return drawn.get_parameter
-
-    def load(self, model: Decoder, host: dist.ProcessGroup | None = None) -> None:
-        parameters = named_parameters(model)
-        base = {name: p for name, p in parameters.items() if not is_lora(name)}
-        initialise(model, self.config.debug.seed, base)
-
-
-@dataclass(frozen=True, eq=False)
 class Checkpointed(Origin):
     path: Path
 
@@ -348,8 +337,19 @@ class Checkpointed(Origin):
         return weights_path(self.path)
 
     @property
-    def title(self) -> str:
-        return f"weights of '{self.path}'"
+    def whole(self) -> Path:
+        """The step-N folder.
+
+        Raises:
+            ValueError: it holds adapters without their base.
+        """
+        if lacks_base(self.step):
+            raise ValueError(
+                f"checkpoint.initial_load_path = '{self.step}' holds adapters without their base, and no run begins "
+                "from such a checkpoint; titan-linear convert merge writes a whole model of it "
+                "(checkpoint.initial_load_in_hf = true), convert to-hf a PEFT folder for adapter.initial_load_path"
+            )
+        return self.step
 
     @property
     def fingerprint(self) -> str:
@@ -365,27 +365,16 @@ class Checkpointed(Origin):
                 "checkpoint.initial_load_in_hf = true"
             )
         verify(self.step)
-        self._check_whole()
-        check_weights(self.step, unallocated(self.model, torch.float32))
+        check_weights(self.whole, unallocated(self.model, torch.float32))
         title = f"checkpoint.initial_load_path = '{self.step}'"
         if warning := other_tokenizer(self.step, self.tokenizer, title):
             print(warning)
 
     def weights(self, files: ExitStack) -> Weights:
-        self._check_whole()
-        return stored_weights(self.step)
+        return stored_weights(self.whole)
 
     def load(self, model: Decoder, host: dist.ProcessGroup | None = None) -> None:
-        self._check_whole()
-        load_weights(self.path, model, host)
-
-    def _check_whole(self) -> None:
-        if lacks_base(self.step):
-            raise ValueError(
-                f"checkpoint.initial_load_path = '{self.step}' holds adapters without their base, and no run begins "
-                "from such a checkpoint; titan-linear convert merge writes a whole model of it "
-                "(checkpoint.initial_load_in_hf = true), convert to-hf a PEFT folder for adapter.initial_load_path"
-            )
+        load_weights(self.whole, model, host)
 
 
 @dataclass(frozen=True, eq=False)
@@ -395,10 +384,6 @@ class Published(Origin):
     @property
     def folder(self) -> Path:
         return self.path
-
-    @property
-    def title(self) -> str:
-        return f"weights of '{self.path}'"
 
     @cached_property
     def fingerprint(self) -> str:
@@ -431,7 +416,7 @@ class Adapters(Origin):
 
     # The origin without adapter.enable. It is not the base if a command reads a checkpoint
     # of adapters.
-    first: Origin
+    first: Origin = field(kw_only=True)
     # The checkpoint of the adapters, if it is another than the one `first` names.
     step: Path | None = None
 
@@ -501,10 +486,6 @@ class Adapters(Origin):
         return replace(model, adapter=adapter, moe=moe)
 
     @property
-    def title(self) -> str:
-        return self.first.title
-
-    @property
     def fingerprint(self) -> str:
         adapters = self.first.fingerprint if self._read else ""
         return adapters + self.base_fingerprint
@@ -532,33 +513,31 @@ class Adapters(Origin):
         return read_peft(Path(options.initial_load_path), model, self.family(), options, base)
 
     def weights(self, files: ExitStack) -> Weights:
-        step = self.step or self._read
+        """Return a function that reads merged tensors, W + s B A in float64."""
+        base, step = self.base.weights(files), self.step or self._read
         if step:
             trained = stored_weights(step)
         else:
             trained = self.of_peft(self.definition, self.base_fingerprint).__getitem__
-        base = self.base.weights(files)
-        frozen = frozen_names(unallocated(self.definition, torch.float32))
-        return lambda name: base(name) if name in frozen else trained(name)
+        # Names of frozen parameters, and of those of them that have adapters.
+        model, options = unallocated(self.definition, torch.float32), self.definition.adapter
+        names, frozen = dict(model.named_parameters()), frozen_names(model)
+        adapted = {name for name in frozen if lora_name(name, "B") in names}
 
-    def merged(self, files: ExitStack) -> Weights:
-        """Return a function that reads merged tensors, W + s B A in float64."""
-        get, options = self.weights(files), self.definition.adapter
-        names = {name for name, _ in unallocated(self.definition, torch.float32).named_parameters()}
-        adapted = {name for name in names if lora_name(name, "B") in names}
-
-        def merge(name: str) -> Tensor:
-            weight = get(name)
+        def get(name: str) -> Tensor:
+            if name not in frozen:
+                return trained(name)
+            weight = base(name)
             if name not in adapted:
                 return weight
             # Projections that share a matrix share the A of the first.
             first = first_of(name, options, adapted)
-            A = get(lora_name(first, "A")).double()
-            B = get(lora_name(name, "B")).double()
+            A = trained(lora_name(first, "A")).double()
+            B = trained(lora_name(name, "B")).double()
             product = B.flatten(A.dim() - 2, -2) @ A
             return weight.double() + options.factor * product.view_as(weight)
 
-        return merge
+        return get
 
     def load(self, model: Decoder, host: dist.ProcessGroup | None = None) -> None:
         self.base.load(model, host)
@@ -596,7 +575,7 @@ class Adapters(Origin):
         keys = [f"--model.{key}={toml_value(x)}" for key, x in positions.items() if x is not None]
         kept = [*keys, f"--training.seq_len={self.config.training.seq_len}"]
         settings = peft_config(model, to.family, self.config.adapter, str(to.like or ""))
-        write_peft(path, settings, model, to.family, get, dtype, to.files, base, kept)
+        write_peft(path, settings, model, to, get, dtype, base, kept)
         # Warn of what servers cannot do with the folder.
         architecture = read_config(to.like)["architectures"][0] if to.like else ""
         lines = [not_served(settings, architecture)]
