@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import groupby, product, repeat
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -288,10 +289,14 @@ def test_what_cannot_be_evaluated_is_refused(more, said, keys, tmp_path):
     write_json(tmp_path / "config.json", {"max_position_embeddings": 128})
     more = {key: tmp_path if value == "FOLDER" else value for key, value in more.items()}
     config = load_config(argv_of(keys | {"evaluation.tasks": "['niah_single_2']"} | more))
+    origin = SimpleNamespace(
+        config=config,
+        model=(OWN["hybrid"] | OWN_FLAVORS)[config.model.flavor],
+        tokenizer=ByteTokenizer(),
+        assets=Origin.of(config).assets,
+    )
     with refused(said):
-        check_evaluation(
-            config, (OWN["hybrid"] | OWN_FLAVORS)[config.model.flavor], ByteTokenizer()
-        )
+        check_evaluation(origin)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path, capsys):

@@ -209,7 +209,7 @@ def test_the_shipped_configurations_as_they_are(config, capsys):
     )
     model = plan.planned_model(Origin.of(run))
     splits.check(run, model, gpus)
-    assert "compute bfloat16" in plan.describe(run, model)
+    assert "compute bfloat16" in plan.describe(Origin.of(run), model)
     assert "\nfits in NVIDIA H200" in plan.memory_table(
         run, splits.Setting(model, gpus, machine(), None, 0.0)
     )

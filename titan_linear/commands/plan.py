@@ -127,7 +127,7 @@ def plan(args: argparse.Namespace, keys: list[str]) -> None:
     if config.training.seq_len_schedule:
         print(of_whole_length(config))
     # Print the plan of the configuration that was given.
-    print(describe(config, model), memory_table(config, setting), sep="\n\n", end="\n\n")
+    print(describe(origin, model), memory_table(config, setting), sep="\n\n", end="\n\n")
     needed = setting.needs(config)
     if needed <= room:
         print(time_table(setting.step(config), machine, budget), end="\n\n")
@@ -242,11 +242,12 @@ def _tokens(text: str) -> float | None:
 # --- What is printed ----------------------------------------------------------------------
 
 
-def describe(config: Config, model: ModelConfig) -> str:
+def describe(origin: Origin, model: ModelConfig) -> str:
+    config = origin.config
     t, p = config.training, config.parallelism
     sharers = p.context_parallel_degree * p.tensor_parallel_degree
     return (
-        f"{model_name(config)}: {parameters(model):,} parameters, {model.composition}\n"
+        f"{model_name(origin)}: {parameters(model):,} parameters, {model.composition}\n"
         f"{t.local_batch_size} x {t.seq_len} tokens in a micro-step on {sharers} GPU{'s' if sharers > 1 else ''}; "
         f"parameters {t.dtype}, compute {t.mixed_precision_param}, reductions {t.mixed_precision_reduce}; activation "
         f"checkpointing {checkpointing_of(config)}; layers {'' if config.compile.enable else 'not '}compiled"
