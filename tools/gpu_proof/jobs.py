@@ -45,7 +45,7 @@ LORA = "--adapter.enable=true --optimizer.lr=1e-3"
 RECORDS = f"{SHORT} --training.dataset=jsonl --validation.holdout=0.1"
 DOCUMENTS = f"{RECORDS} --training.dataset_path=@documents.jsonl"
 PAIRS = f"{RECORDS} --training.dataset_path=@pairs.jsonl --training.dataset_format=preference"
-CHATS = f"{RECORDS} --training.dataset_path=@chats.jsonl --training.dataset_format=messages"
+ANSWERS = f"{RECORDS} --training.dataset_path=@answers.jsonl --training.dataset_format=completion"
 TREES = f"""{RECORDS} --training.dataset_path=@trees.jsonl --training.dataset_format=tree
     '--training.dataset_columns=["advantages"]'"""
 DPO = "--loss.name=dpo --loss.reference=base"
@@ -328,23 +328,24 @@ DOCTORS = {
     "hybrid_340m_32k": (4, 0, DOCUMENTS),
     "recall_4m": (1, 0, "'--training.mixture=[]' --training.dataset=stdlib"),
     "full_nemotron_3_nano_4b": (4, 0, f"{DOCUMENTS} {DRAWN}"),
-    "sft_qwen3_5_9b_32k": (1, 0, f"{CHATS} {DRAWN}"),
+    "sft_qwen3_5_9b_32k": (1, 0, f"{ANSWERS} {DRAWN}"),
     "continue_hf": (1, 0, f"{DOCUMENTS} {BEGUN}"),
-    "sft_chat": (1, 0, f"{CHATS} {BEGUN}"),
-    "dpo": (1, 0, PAIRS),
+    "sft_chat": (1, 0, f"{ANSWERS} {BEGUN}"),
+    "dpo": (1, 0, f"{PAIRS} {DPO} --adapter.enable=true"),
 }
 
 
 def doctors(setting: Setting) -> list[Job]:
     """The doctor of each shipped configuration."""
     made = []
+    batch = "--training.global_batch_size=2 --training.local_batch_size=1"
     for name, (processes, part, keys) in DOCTORS.items():
         file = f"--job.config_file=train_configs/{name}.toml"
         small = setting.tiny if BEGUN in keys else setting.debug
         job = Job(
             f"doctor-{name.partition('_')[0]}" if part else f"doctor-{name}",
             f"doctor of {name}.toml",
-            [f"titan_linear doctor {file} --training.global_batch_size=2 {keys} {small}"],
+            [f"titan_linear doctor {file} {batch} {keys} {small}"],
             last_line,
             part=part,
             processes=processes,
