@@ -17,7 +17,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from tests import worlds  # noqa: F401 (what the server imports)
-from titan_linear import launch  # noqa: F401 (likewise)
+from titan_linear.run import launch  # noqa: F401 (likewise)
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORK = multiprocessing.get_context("fork")
@@ -55,7 +55,7 @@ class Launch(Forked):
         output: Path,
         environment: dict[str, str],
         fresh: bool = False,
-        module: str = "titan_linear.launch",
+        module: str = "titan_linear.run.launch",
     ):
         super().__init__(
             FORKSERVER.Process(target=_launch, args=(module, argv, output, environment, fresh))

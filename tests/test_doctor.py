@@ -21,7 +21,6 @@ from torch.distributed.fsdp import FSDPModule
 from tests.keys import argv_of
 from tests.records import change_json, read_json, write_json, write_texts
 from tests.refusals import refused
-from titan_linear import launch
 from titan_linear.config import changed, load_config
 from titan_linear.data import PackedStreams, StreamLoader
 from titan_linear.distributed import compiling, parallelize
@@ -51,7 +50,7 @@ from titan_linear.proof import (
 from titan_linear.proof import subject as proof_subject
 from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.subject import STREAMS, Subject, fitting, subject_of
-from titan_linear.run import preflight
+from titan_linear.run import launch, preflight
 from titan_linear.step import cut, feed, update
 from titan_linear.storage.checkpoint import Checkpointer
 

@@ -158,7 +158,7 @@ def test_a_failing_rank_is_heard(place, corpus, tmp_path):
 # --- On GPUs ---------------------------------------------------------------------------------------------------------
 
 COMMANDS = {
-    "launcher": ["-m", "titan_linear.launch"],
+    "launcher": ["-m", "titan_linear.run.launch"],
     "torchrun": [
         "-m",
         "torch.distributed.run",

@@ -15,11 +15,10 @@ import torch.distributed as dist
 from tests.processes import elsewhere, gone, handles, until
 from tests.refusals import is_refused, own_handlers, refused
 from tests.worlds import free_port  # and what the server imports
-from titan_linear import launch
 from titan_linear.config import Config, load_config
 from titan_linear.distributed.process import AGREED, LAUNCHER, LOST
-from titan_linear.launch import Node
-from titan_linear.run import preflight
+from titan_linear.run import launch, preflight
+from titan_linear.run.launch import Node
 from titan_linear.storage.run_lock import claimed, lock_folder
 
 ROOT = Path(__file__).parents[1]

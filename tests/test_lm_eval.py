@@ -12,7 +12,7 @@ from tokenizers import processors
 from tests.bpe import byte_bpe
 from tests.records import write_json
 from tests.refusals import is_refused, refused
-from titan_linear import lm_eval
+from titan_linear.commands import lm_eval
 from titan_linear.config import Config
 from titan_linear.data import ByteTokenizer, build_tokenizer
 from titan_linear.run.generate import Sampling

@@ -13,8 +13,8 @@ import pytest
 from tests.keys import argv_of
 from tests.records import read_lines, write_texts
 from tests.refusals import exit_of, own_handlers, refused
-from titan_linear import launch
 from titan_linear.config import changed, check_config, load_config
+from titan_linear.run import launch
 from titan_linear.run.console import finished, unwarmed
 from titan_linear.run.preflight import preflight
 from titan_linear.storage.rundir import (

@@ -64,7 +64,7 @@ def test_a_signal_is_seen_while_the_main_thread_waits_in_c():
 def test_nobody_reads_what_a_command_prints():
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "titan_linear.launch", "--help", "flavors"]
+    command = [sys.executable, "-m", "titan_linear.run.launch", "--help", "flavors"]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")

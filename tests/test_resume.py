@@ -21,8 +21,8 @@ from tests.processes import children, gone, until
 from tests.records import read_lines, write_texts
 from tests.refusals import exit_of, own_handlers
 from tests.worlds import free_port
-from titan_linear import launch
 from titan_linear.config import load_config
+from titan_linear.run import launch
 from titan_linear.storage.rundir import unused
 from titan_linear.train import Trainer
 
@@ -348,7 +348,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(keys, message, tmp_pa
 def test_the_command_refuses(corpus, tmp_path):
     """The process itself, in which kernels are not interpreted as they are here."""
     keys, message = REFUSED[-1]
-    launcher = ["titan_linear.launch", *arguments(corpus, tmp_path, **keys)]
+    launcher = ["titan_linear.run.launch", *arguments(corpus, tmp_path, **keys)]
     is_refused(finish(command(launcher), 2), message, tmp_path)
 
 

@@ -18,7 +18,7 @@ from tests.records import change_json, write_lines
 from tests.refusals import is_refused, refused
 from tests.test_doctor import sabotaged
 from tests.test_train import OWN_FLAVORS, SPLITS, train_on_rank
-from titan_linear import score
+from titan_linear.commands import score
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, open_corpus
 from titan_linear.data.corpus import scores

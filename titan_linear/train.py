@@ -1,5 +1,5 @@
-"""The trainer: `python -m titan_linear.train` in each process of a run (launch.py starts
-them).
+"""The trainer: `python -m titan_linear.train` in each process of a run (run/launch.py
+starts them).
 
 build   data and weights → mesh → model (meta → parallelize → allocate) → optimizer → weights → feed
 step    batch → forward → backward, summed over micro-batches → update: sums over ranks, clipping, optimizer

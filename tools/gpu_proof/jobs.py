@@ -25,7 +25,7 @@ MERGED = 2 * 2**-17 * sqrt(20 * 25)
 DOCTOR_SHARE = 0.97
 
 # Every run is exact and short, and reports each step.
-RUN = f"""titan_linear.launch --debug.deterministic=true --training.steps={STEPS}
+RUN = f"""titan_linear.run.launch --debug.deterministic=true --training.steps={STEPS}
     --lr_scheduler.warmup_steps=2 --checkpoint.keep_latest_k=1 --metrics.log_freq=1
     --metrics.enable_tensorboard=false --validation.steps=2"""
 REFERENCE = "--job.config_file=train_configs/reference_340m.toml"

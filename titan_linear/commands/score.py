@@ -40,13 +40,13 @@ from titan_linear.data.corpus.scores import Scores, begin, differences, keep, pu
 from titan_linear.distributed.ending import report
 from titan_linear.distributed.groups import on_rank_0, process_group
 from titan_linear.distributed.process import refusing, run_command, under_launcher
-from titan_linear.launch import Node, run_workers, this_node
 from titan_linear.losses.distillation import MOST_IDS
 from titan_linear.losses.loss import logprobs
 from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.build import model_config, open_tokenizer
 from titan_linear.run.data import first_weights_of, open_corpora
+from titan_linear.run.launch import Node, run_workers, this_node
 from titan_linear.run.preflight import check_model
 from titan_linear.run.reading import Reader, config_for, open_reader
 
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
             "--training.dataset_path"
         )
     begin(Path(args.output), *scores_of(args, config, tokenizer))
-    return run_workers(config, node, "titan_linear.score", ["--output", args.output])
+    return run_workers(config, node, "titan_linear.commands.score", ["--output", args.output])
 
 
 def checked(path: str, keys: list[str]) -> tuple[Config, Node, Tokenizer, ModelConfig]:

@@ -23,16 +23,16 @@ from typing import Any
 import torch.distributed as dist
 
 from titan_linear.commands import command_parser
+from titan_linear.commands.score import checked, joined
 from titan_linear.config import Config, load_config
 from titan_linear.data import Prompts, Sample
 from titan_linear.data.corpus.chat import Conversations
 from titan_linear.data.streams.prompts import rows_of
 from titan_linear.distributed.process import own_device, refusing, run_command, under_launcher
-from titan_linear.launch import run_workers
 from titan_linear.run.evaluate import examine, stream_length
 from titan_linear.run.generate import Sampling, continuations
+from titan_linear.run.launch import run_workers
 from titan_linear.run.reading import Reader, open_reader
-from titan_linear.score import checked, joined
 
 CHAT = "--apply_chat_template"
 # Names in a task's generation_kwargs. The first length that is given counts.
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
         raise ValueError("--model_args: PATH and keys say what is evaluated; leave it out")
     if CHAT in given:
         Conversations(tokenizer, CHAT)
-    return run_workers(config, node, "titan_linear.lm_eval", options)
+    return run_workers(config, node, "titan_linear.commands.lm_eval", options)
 
 
 def parted(argv: list[str]) -> tuple[list[str], list[str]]:

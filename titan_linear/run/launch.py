@@ -1,6 +1,6 @@
 """Start a run, or this machine's part of it.
 
-NGPU=4 python -m titan_linear.launch --training.steps 100
+NGPU=4 python -m titan_linear.run.launch --training.steps 100
 
 Everything that can be refused is refused here, before a process starts: the configuration,
 the run's folder, the corpus, the tokenizer and the checkpoint. Each node also writes its

@@ -23,17 +23,17 @@ import numpy as np
 import torch.distributed as dist
 
 from titan_linear.commands import command_parser, table
+from titan_linear.commands.score import checked, joined, path_and_keys
 from titan_linear.config import COLUMNS, Config, load_config
 from titan_linear.data import write_corpus
 from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens
 from titan_linear.data.streams.prompts import NONE
 from titan_linear.distributed.process import refusing, run_command, under_launcher
-from titan_linear.launch import run_workers
 from titan_linear.run.build import model_config, open_tokenizer
 from titan_linear.run.evaluate import NUMBERS, Record, examine, means, open_prompts, write_down
+from titan_linear.run.launch import run_workers
 from titan_linear.run.preflight import check_evaluation
 from titan_linear.run.reading import open_reader
-from titan_linear.score import checked, joined, path_and_keys
 
 SIZES = {"k": 1 << 10, "m": 1 << 20}
 
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     if args.output:
         # An output that cannot be written is refused here, not after hours.
         write_down([], 0, Path(args.output))
-    return run_workers(config, node, "titan_linear.evaluate", ["--output", args.output])
+    return run_workers(config, node, "titan_linear.commands.evaluate", ["--output", args.output])
 
 
 def write_prompts(folder: str, config: Config) -> None:
