@@ -34,8 +34,8 @@ class Mutant(NamedTuple):
 MUTANTS = [
     # prefix trees
     Mutant(
-        "*Documents.of(nodes.edges, nodes.depth)",
-        "*Documents.of(nodes.edges)",
+        "*Documents.of(trees.edges, trees.depth)",
+        "*Documents.of(trees.edges)",
         "tests/test_trees.py",
     ),
     Mutant("share[leaves][number] / share[node]", "np.ones(len(node))", "tests/test_trees.py"),
@@ -138,8 +138,8 @@ MUTANTS = [
     Mutant("low - begin, high - begin, ours", "low, high, ours", "test_families.py"),
     # --- data
     Mutant(
-        "np.append(nodes.back[1:], next",
-        "np.append(np.ones_like(nodes.back[1:]), next",
+        "np.append(trees.back[1:], next",
+        "np.append(np.ones_like(trees.back[1:]), next",
         "test_packing.py",
     ),
     Mutant("goes_on = end < self.corpus", "goes_on = end <= self.corpus", "test_packing.py"),

@@ -10,7 +10,7 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.mixers import Attention
 from titan_linear.ops.layout.levels import FARTHER
 from titan_linear.planner.machine import Machine, read_rates, shipped
-from titan_linear.planner.memory import Batch, layers
+from titan_linear.planner.memory import MicroBatchShape, layers
 from titan_linear.planner.timing import Clock
 from tools import bench_cp, bench_ops
 from tools.bench_ops import Case
@@ -22,7 +22,9 @@ def test_the_time_of_two_dimensions():
     """Forward, zig-zag, over two nodes of eight: q, k, v and o travel in the node, then keys to the other one, behind
     the blocks but for a slice; and each rank computes a sixteenth."""
     H, D, W, n = 16, 128, 16, 4096
-    batch = Batch(n * W, 1, None, W, "zigzag", "ulysses+ring", "kcp", 1, 1, torch.bfloat16)
+    batch = MicroBatchShape(
+        n * W, 1, None, W, "zigzag", "ulysses+ring", "kcp", 1, 1, torch.bfloat16
+    )
     mixer, machine = Attention(heads=H, kv_heads=H, head_dim=D), Machine(H200, 8, 50e9, "flash4")
     model = ModelConfig(vocab_size=1024, dim=2048, pattern=(mixer,), num_layers=1, hidden_dim=2048)
     (layer,), clock = layers(model, batch), Clock(machine, batch, compiled=True)

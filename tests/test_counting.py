@@ -17,11 +17,11 @@ from titan_linear.models.mixers import GDN, KDA, MLA, RWKV7, Attention, Mamba2
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
-from titan_linear.ops.runtime.costs import Recurrence
+from titan_linear.ops.runtime.costs import RecurrenceCost
 from titan_linear.ops.runtime.operators import SPECS, contexts
 from titan_linear.ops.triton import ssd
 from titan_linear.planner.counting import _OneKernelNorms, count
-from titan_linear.planner.memory import Batch, layers
+from titan_linear.planner.memory import MicroBatchShape, layers
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -33,7 +33,7 @@ MIXERS = (
     Attention(heads=4, kv_heads=2, head_dim=32, qk_norm="head", output_gate=True),
     MLA(heads=4, kv_rank=16, nope_dim=16, shared_k_dim=8, v_dim=16),
 )
-PLAIN = Batch(1024, 1, None, 1, "contiguous", "auto", "kcp", 1, 1, torch.bfloat16)
+PLAIN = MicroBatchShape(1024, 1, None, 1, "contiguous", "auto", "kcp", 1, 1, torch.bfloat16)
 MODEL = replace(preset("hybrid", "debug"), dim=64, hidden_dim=96, pattern=MIXERS, num_layers=4)
 
 
@@ -70,7 +70,7 @@ def test_operators_of_recurrences_state_what_they_compute(kind):
     model = ModelConfig(vocab_size=256, dim=64, pattern=(mixer,), num_layers=1, hidden_dim=96)
     (layer,) = layers(model, PLAIN._replace(seq_len=32768))
     calls = [*layer.forward.calls, *layer.backward.calls]
-    costs = {call.name: call.cost for call in calls if isinstance(call.cost, Recurrence)}
+    costs = {call.name: call.cost for call in calls if isinstance(call.cost, RecurrenceCost)}
     assert len(costs) >= 4
     assert {cost[:4] for cost in costs.values()} == {(32768, *dims)}
     gated = {name for name, cost in costs.items() if cost.any_gate}

@@ -34,7 +34,7 @@ from titan_linear.ops.exchange import folds, halo, ring
 from titan_linear.ops.layout import build_context
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.torch import delta_rule
-from titan_linear.ops.torch.attention_kernels import Kernel
+from titan_linear.ops.torch.attention_kernels import BlockKernel
 from titan_linear.proof import (
     cases,
     compiled,
@@ -49,7 +49,7 @@ from titan_linear.proof import (
 )
 from titan_linear.proof import subject as proof_subject
 from titan_linear.proof.findings import Finding, Findings
-from titan_linear.proof.subject import STREAMS, Subject, fitting, subject_of
+from titan_linear.proof.subject import STREAMS, ProofSubject, fitting, subject_of
 from titan_linear.run import launch, preflight
 from titan_linear.step import cut, feed, update
 from titan_linear.storage.checkpoint import Checkpointer
@@ -299,7 +299,7 @@ class Sabotage(NamedTuple):
     owner: object
     name: str  # of what is replaced
     broken: Callable  # by what
-    check: Callable[[Subject], Findings]  # that must find it
+    check: Callable[[ProofSubject], Findings]  # that must find it
     said: str  # by which line
     more: dict[str, object] | None = None  # keys
 
@@ -550,7 +550,7 @@ def leaks_nan(attend, q, *arguments):
 @contextmanager
 def as_on_a_gpu():
     """Softmax attention's backward repeats its bits under deterministic algorithms alone, and the doctor knows it."""
-    with sabotaged(Kernel, "backward", in_any_order), pytest.MonkeyPatch.context() as patch:
+    with sabotaged(BlockKernel, "backward", in_any_order), pytest.MonkeyPatch.context() as patch:
         for module in (ops, model):
             patch.setattr(module, "may_differ", lambda subject, layers: True)
         yield
@@ -563,7 +563,7 @@ def test_sums_in_any_order_hold_and_hide_nothing(corpus):
         "parallelism.context_parallel_method": "ring",
     }
     subject = subject_of(load_config(arguments(corpus, **more)))
-    with sabotaged(Kernel, "backward", in_any_order):
+    with sabotaged(BlockKernel, "backward", in_any_order):
         assert "(dq, dk, dv)" in next(failures(of_case(ops.repeated, "attention")(subject)))
     with as_on_a_gpu(), doctor.one_process():
         found = [

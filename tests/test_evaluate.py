@@ -22,7 +22,7 @@ from tests.test_train import BASE, FLOAT64, OWN_FLAVORS, SMALL_HYBRID, SPLITS, t
 from titan_linear.commands import evaluate, lm_eval, score
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, build_tokenizer, load_corpus
-from titan_linear.data.streams.prompts import NONE, Sample
+from titan_linear.data.streams.prompts import NONE, TaskSample
 from titan_linear.data.tasks import LOSS, TASKS, Draw
 from titan_linear.models.mixers.attention import Attention
 from titan_linear.models.plan import BatchPlan
@@ -126,7 +126,7 @@ REFERENCE |= {"mqar": paired, "induction": paired, "copy": follows}
 def test_a_reader_finds_the_answers(task, keys, tokenizers):
     for (name, tokenizer), length, number in product(tokenizers.items(), (1500, 3001), range(3)):
         prompts = prompts_of(keys, tokenizer)
-        tokens, *answers = prompts.prompt(Sample(task, length, number / 2, number)).T
+        tokens, *answers = prompts.prompt(TaskSample(task, length, number / 2, number)).T
         assert len(tokens) == length
         part, answers = answers[0], np.array(answers).T
         written = [tokenizer.decode(tokens[part == i]).strip() for i in range(part.max() + 1)]
@@ -151,7 +151,7 @@ def test_a_depth_is_told_where_one_needle_has_all_answers():
         question = make(
             Draw(random.Random(0)), repeat("This line is longer than twenty characters.\n"), 0.5
         )
-        depth = recall(Sample(task, 3, 0.5, 0), rows)["depth"]
+        depth = recall(TaskSample(task, 3, 0.5, 0), rows)["depth"]
         assert (depth == 0.5) == (len(question.answers) == 1 or len(question.needles) == 1), task
 
 
@@ -468,7 +468,7 @@ def test_a_user_asks_by_the_chat_template(keys, tokenizers, tmp_path):
     (tmp_path / "chat_template.jinja").write_text(template)
     tokenizer = build_tokenizer(str(tmp_path))
     rows = prompts_of(keys, tokenizer, evaluation__chat="true").prompt(
-        Sample("niah_single_1", 900, 0.5, 0)
+        TaskSample("niah_single_1", 900, 0.5, 0)
     )
     text = tokenizer.decode(rows[rows[:, 1] == NONE, 0], special=True)
     assert (
@@ -493,7 +493,7 @@ def chatting(keys, tmp_path):
         (tmp_path / "chat_template.jinja").write_text(template)
         tokenizer = build_tokenizer(str(tmp_path))
         prompts = prompts_of(keys, tokenizer, evaluation__chat="true")
-        rows = prompts.prompt(Sample("niah_single_1", 900, 0.5, 0))
+        rows = prompts.prompt(TaskSample("niah_single_1", 900, 0.5, 0))
         return tokenizer.decode(rows[:, 0], special=True)
 
     return text_of
@@ -541,7 +541,7 @@ def test_models_that_are_compared_have_one_size_and_positions():
 def test_an_answer_is_compared_with_what_there_is():
     """One other or three, of which one is as likely."""
     rows = np.array([[0, 1, 0, 1, -1, -2, np.nan, np.nan], [0, 2, 1, 0, -1, -3, -1, -2]])
-    found = recall(Sample("mqar", 3, 0.5, 0), rows)
+    found = recall(TaskSample("mqar", 3, 0.5, 0), rows)
     assert (found["score"], found["chance"], found["exact"], found["loss"]) == (0.75, 0.375, 0.5, 1)
 
 

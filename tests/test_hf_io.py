@@ -47,9 +47,9 @@ from titan_linear.commands import convert, generate
 from titan_linear.config import check_config, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.models import mixers
-from titan_linear.models.adapters import config_to_hf, ignored, placements
 from titan_linear.models.config import differences
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.hf_mapping import config_to_hf, ignored, placements
 from titan_linear.models.presets import MODELS, preset
 from titan_linear.run import export
 from titan_linear.run.build import tokenizer_path

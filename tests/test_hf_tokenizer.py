@@ -16,9 +16,9 @@ from tests.refusals import refused
 from titan_linear.commands import convert
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, build_tokenizer
-from titan_linear.models.adapters import placements
 from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.qwen import _WORDS
+from titan_linear.models.hf_mapping import placements
 from titan_linear.models.presets import preset
 from titan_linear.run.preflight import preflight
 from titan_linear.storage.hf_writing import find_family, write_folder

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.house import repeated_classes
+
 ROOT = Path(__file__).parents[1]
 
 # From the bottom. A module imports from lower layers, and from its own room: a file or a folder named here.
@@ -86,6 +88,13 @@ def problems(root):
     except CycleError as error:
         said.append("a circle: " + " → ".join(reversed(error.args[1])))
     return said
+
+
+def test_no_public_class_name_repeats():
+    trees = [ast.parse(file.read_text()) for file in (ROOT / PACKAGE).rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    assert repeated_classes(nodes) == []
+    assert repeated_classes([*nodes, ast.parse("class Decoder: ...").body[0]]) == ["Decoder"]
 
 
 def test_only_proofs_know_the_definitions():

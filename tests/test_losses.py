@@ -29,11 +29,11 @@ from titan_linear.data import IGNORE, PackedStreams, WholeStreams
 from titan_linear.distributed.one_process import run_ranks
 from titan_linear.losses import LOSSES, build_loss, reference
 from titan_linear.losses.loss import LocalBatch
-from titan_linear.losses.reference import Document
+from titan_linear.losses.reference import LabeledDocument
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import cross_entropy
-from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
+from titan_linear.ops.cross_entropy import ChunkedLogits, LogitStatistics
 from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.proof import data, model
 from titan_linear.proof.subject import subject_of
@@ -195,10 +195,10 @@ def definition(config, trainer, i):
                 for name, x in stream.columns.items()
             }
             if config.loss.reference == "base":
-                columns["reference"] = Document(
+                columns["reference"] = LabeledDocument(
                     n, of_base[valid], labels[valid], {}
                 ).logprobs.detach()
-            documents.append(Document(n, logits[valid], labels[valid], columns))
+            documents.append(LabeledDocument(n, logits[valid], labels[valid], columns))
         if config.loss.name == "dpo":
             del documents[len(documents) // 2 * 2 :]  # padding
     name = config.loss.name
@@ -321,7 +321,7 @@ def test_gradients_of_what_losses_may_read():
 
     z = x @ weight.T
     p = z.softmax(-1)
-    whole = Rows(
+    whole = LogitStatistics(
         z.gather(1, ids.clamp(min=0)), z.logsumexp(-1), z.mean(-1), -(p * p.log()).sum(-1), z
     )
     want = terms(whole, slice(None))[ids[:, 0] != IGNORE].sum(0)

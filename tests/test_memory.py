@@ -67,7 +67,7 @@ def test_parameters_are_those_of_the_fullest_rank(tp, worlds):
 def test_activations_are_split_by_tensor_parallelism():
     """All but what layers do on all tokens with whole tensors: their gathered inputs, the latents."""
     alone, shared = (load_config([f"--parallelism.tensor_parallel_degree={tp}"]) for tp in (1, 2))
-    whole, part = (memory.layers(MIXED, memory.Batch.of(run)) for run in (alone, shared))
+    whole, part = (memory.layers(MIXED, memory.MicroBatchShape.of(run)) for run in (alone, shared))
     for one, two in zip(whole, part, strict=True):
         assert 0.5 < two.plain.kept / one.plain.kept < 0.7
 
@@ -84,7 +84,7 @@ def test_a_balance_loss_is_planned_under_context_parallelism():
 
 
 def test_compiled_layers_and_checkpointing_keep_less():
-    for layer in memory.layers(MIXED, memory.Batch.of(load_config([], cuda=True))):
+    for layer in memory.layers(MIXED, memory.MicroBatchShape.of(load_config([], cuda=True))):
         assert layer.input < layer.compiled.kept < 0.7 * layer.plain.kept
         assert (
             0 < layer.plain.selective < layer.plain.kept
@@ -100,7 +100,9 @@ def test_checkpointing_takes_memory_in_order(name):
         config = load_config(
             ["--model.name", name, "--activation_checkpoint.mode", mode], cuda=True
         )
-        kept.append(sum(memory.saved(config, memory.layers(model, memory.Batch.of(config)))[0]))
+        kept.append(
+            sum(memory.saved(config, memory.layers(model, memory.MicroBatchShape.of(config)))[0])
+        )
         sums.append(sum(memory.moments(config, model, gpus=1)["fullest layer"].values()))
     assert kept == sorted(set(kept)) and sums == sorted(sums) and sums[0] < sums[-1]
 
@@ -117,11 +119,11 @@ def test_layers_that_are_not_recomputed_keep_what_they_keep(compiled):
             "activation_checkpoint.selective_ac_option": option,
         }
         config = changed(load_config([f"--compile.enable={compiled}"], cuda=True), keys)
-        counted = memory.layers(model, memory.Batch.of(config))
+        counted = memory.layers(model, memory.MicroBatchShape.of(config))
         fullest = memory.moments(config, model, 1)["fullest layer"]
         return list(memory.saved(config, counted)[0]), fullest["activations"] + fullest["working"]
 
-    counted = memory.layers(model, memory.Batch.of(load_config([], cuda=True)))
+    counted = memory.layers(model, memory.MicroBatchShape.of(load_config([], cuda=True)))
     working = [(layer.compiled if compiled == "true" else layer.plain).working for layer in counted]
     (whole, plain), (inputs, full) = of("none"), of("full")
     third, most = of("selective", "3")

@@ -18,7 +18,7 @@ from titan_linear import train
 from titan_linear.config import load_config
 from titan_linear.hooks import metrics
 from titan_linear.hooks.compilation import Graphs
-from titan_linear.hooks.metrics import MetricsLogger, Work
+from titan_linear.hooks.metrics import IntervalWork, MetricsLogger
 from titan_linear.hooks.report import is_logged, peak_memory_gib
 from titan_linear.step.optimizer import Moment
 from tools import wandb_page
@@ -87,7 +87,13 @@ def test_rates_of_what_was_done(config, clock):
     for peak in (None, 400.0):
         logger = MetricsLogger(config, CPU, gpus=2, peak_tflops=peak, out=out)
         clock[0] += 2
-        log(logger, 1, tokens=1000, work=Work(flops=800 * 10**12, valid=900, waited=0.5), **VALUES)
+        log(
+            logger,
+            1,
+            tokens=1000,
+            work=IntervalWork(flops=800 * 10**12, valid=900, waited=0.5),
+            **VALUES,
+        )
         logger.close()
         written += lines(config)
     without, known = written
@@ -102,7 +108,7 @@ def test_rates_of_what_was_done(config, clock):
 def test_nearly_all_tokens_valid_is_not_on_the_console(config, clock):
     logger = MetricsLogger(config, CPU, out=(out := io.StringIO()))
     clock[0] += 2
-    log(logger, 1, tokens=1000, work=Work(flops=0, valid=999, waited=0.0), **VALUES)
+    log(logger, 1, tokens=1000, work=IntervalWork(flops=0, valid=999, waited=0.0), **VALUES)
     assert "valid" not in out.getvalue() and lines(config)[0]["valid_tokens_per_second"] > 0
 
 
@@ -188,7 +194,11 @@ def test_a_step_takes_its_device_the_same_time_whatever_follows(config, monkeypa
         device.host = moment.event.time + 0.5 * (not pauses)
         if step != 4:
             logger.log(
-                step, moment=moment, tokens=30 * step, work=Work(3 * 10**12, 30, 0.0), **VALUES
+                step,
+                moment=moment,
+                tokens=30 * step,
+                work=IntervalWork(3 * 10**12, 30, 0.0),
+                **VALUES,
             )
         if pauses:
             with logger.between_steps():
@@ -228,7 +238,7 @@ def test_numbers_keep_their_places(config, clock):
     logger = MetricsLogger(config, CPU, out=out)
     for step, tokens, grad in ((1, 123456, 0.75), (2, 123546, 123.4)):
         clock[0] += 10
-        work = Work(flops=10**13 * tokens, valid=0, waited=step)
+        work = IntervalWork(flops=10**13 * tokens, valid=0, waited=step)
         log(logger, step, tokens=tokens, work=work, **VALUES | {"grad_norm": grad})
     first, second = (
         [word.start() for word in re.finditer("[a-zA-Z/]+ ", line)]
@@ -333,7 +343,7 @@ def test_tensorboard_is_laid_out_in_groups(tmp_path, clock):
         "sm_clock_mhz": 1980,
         "power_watts": 650.0,
     }
-    log(logger, 3, tokens=3, work=Work(flops=1, valid=1, waited=0.0), **more, **VALUES)
+    log(logger, 3, tokens=3, work=IntervalWork(flops=1, valid=1, waited=0.0), **more, **VALUES)
     logger.after_validation(3, 2.25, {}, "")
     logger.close()
     assert "step_seconds" not in lines(config)[0] and lines(config)[0]["data_seconds"] == 0.5

@@ -23,7 +23,7 @@ from titan_linear.ops.runtime.options import boundaries_of
 from titan_linear.planner import splits
 from titan_linear.planner.machine import Machine, Offload, read_rates, shipped
 from titan_linear.planner.memory import (
-    Batch,
+    MicroBatchShape,
     checkpointings,
     context,
     documents_of,
@@ -140,7 +140,7 @@ def test_the_longest_stream_is_at_least_the_run_s(beyond, monkeypatch):
     )
     monkeypatch.setattr(splits, "LONGEST", 2048 if beyond else 8192)
     monkeypatch.setattr(splits, "memory", lambda *_: {"activations": 2.0})
-    split = splits.Split(config, 0.5, step(config, model, 1, machine()))
+    split = splits.PlannedSplit(config, 0.5, step(config, model, 1, machine()))
     said = splits.longest([split], splits.Setting(model, 1, machine(), None, 1.0))
     assert said == "longest stream that fits: 4,096 tokens, with one GPU, checkpointing none"
 
@@ -241,19 +241,19 @@ def test_predictions_beside_what_was_measured():
 @pytest.mark.parametrize("mean", [None, 100, ((1, 100), (2, 50), (3, 20))])
 def test_pairs_that_a_rank_attends(layout, mean):
     """Each token sees those of its document up to itself; the last rank has most. Of a tree, that is its path."""
-    batch = Batch.of(load_config(["--training.seq_len", "2048"], cuda=True), mean)._replace(
-        cp=4, layout=layout
-    )
-    nodes = documents_of(2048, 1, mean)
-    where = {"parents": torch.from_numpy(nodes.parents), "world_size": 4, "layout": layout}
+    batch = MicroBatchShape.of(
+        load_config(["--training.seq_len", "2048"], cuda=True), mean
+    )._replace(cp=4, layout=layout)
+    trees = documents_of(2048, 1, mean)
+    where = {"parents": torch.from_numpy(trees.parents), "world_size": 4, "layout": layout}
     ranks = [
-        build_cp_context(torch.from_numpy(nodes.edges), rank=rank, **where) for rank in range(4)
+        build_cp_context(torch.from_numpy(trees.edges), rank=rank, **where) for rank in range(4)
     ]
     pairs = [int((context.position_ids + 1).sum()) for context in ranks]
     assert context(batch).gathered.pairs.tolist() == pairs
     assert Clock(machine(), batch, compiled=True).longest == int(ranks[-1].cu_seqlens.diff().max())
     assert mean is not None or pairs[-1] == max(pairs)
-    assert not isinstance(mean, tuple) or nodes.edges.tolist()[:8] == [
+    assert not isinstance(mean, tuple) or trees.edges.tolist()[:8] == [
         0,
         100,
         150,
@@ -397,7 +397,7 @@ def test_time_of_mamba2_as_measured(heads, groups, scan, backward):
     """On an H200, 32k tokens of one document, in ms."""
     mixer = Mamba2(heads=heads, head_dim=64, state_dim=128, groups=groups)
     model = ModelConfig(vocab_size=1024, dim=256, pattern=(mixer,), num_layers=1, hidden_dim=256)
-    batch = Batch.of(load_config(["--training.seq_len=32768"], cuda=True))
+    batch = MicroBatchShape.of(load_config(["--training.seq_len=32768"], cuda=True))
     clock = Clock(machine(), batch, True)
     (layer,) = layers(model, batch)
     for work, convolution, ms in (
@@ -537,7 +537,7 @@ def test_groups_over_several_nodes():
 
 def test_rates_of_one_gpu_know_no_links():
     alone = machine(node=None)
-    batch = Batch.of(load_config(RUN, cuda=True))
+    batch = MicroBatchShape.of(load_config(RUN, cuda=True))
     assert Clock(alone, batch, True).of
     with refused("do not say how fast GPUs exchange data; torchrun"):
         Clock(alone, batch._replace(cp=2), True)

@@ -25,7 +25,7 @@ from titan_linear.config import Training, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.process import be_deterministic
 from titan_linear.hooks.spikes import NonFinite
-from titan_linear.models.config import Adapter, MoEConfig
+from titan_linear.models.config import LoraConfig, MoEConfig
 from titan_linear.models.mixers import RWKV7, Attention, Mamba2, ShortConv
 from titan_linear.models.presets import MODELS, OWN
 from titan_linear.models.rope import RopeScaling
@@ -504,7 +504,7 @@ def test_how_experts_are_balanced(corpus):
     assert not any(unbalanced(MODELS[name]["debug"]) for name in ("kimi-linear", "qwen3.5", "lfm2"))
     for name, adapter, words in (
         ("kimi-linear", None, r"loads; .* 0.01 or training.expert_bias_update_rate = 0.001 does"),
-        ("kimi-linear", Adapter(1, 1.0), "0.01 does"),  # which leave biases as they are
+        ("kimi-linear", LoraConfig(1, 1.0), "0.01 does"),  # which leave biases as they are
         ("minimax", None, "1 does"),
     ):
         model = MODELS[name]["debug"]

@@ -32,12 +32,12 @@ from titan_linear.data import (
 )
 from titan_linear.data.corpus import writing
 from titan_linear.data.corpus.columns import DocumentTokens
-from titan_linear.data.corpus.trees import BACK
+from titan_linear.data.corpus.tree_records import BACK
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.models.presets import OWN
 from titan_linear.ops import build_cp_context
-from titan_linear.ops.layout import fragments, nodes
-from titan_linear.ops.layout.nodes import Nodes
+from titan_linear.ops.layout import fragments, prefix_trees
+from titan_linear.ops.layout.prefix_trees import PrefixTrees
 from titan_linear.proof import data, doctor, ops
 from titan_linear.proof.subject import subject_of
 from titan_linear.run.preflight import preflight
@@ -306,7 +306,7 @@ def test_neighbours_share_whole_chunks(tmp_path):
     )
     found = []
     for begin, end in pairwise(corpus.offsets.tolist()):
-        of = Nodes.behind(corpus.columns["back"][begin:end])
+        of = PrefixTrees.behind(corpus.columns["back"][begin:end])
         for leaf in of.leaves:
             of_path = [range(*of.edges[n : n + 2]) for n in of.on_paths(leaf[None])[1]]
             found.append(corpus.tokens[begin:end][np.concatenate(of_path)].tolist())
@@ -696,7 +696,7 @@ def test_the_doctor(split, files, monkeypatch):
 
     def checked_nodes(edges, parents, num_streams):
         chained = torch.where(parents >= 0, torch.arange(len(parents)) - 1, -1)
-        return nodes.checked_nodes(edges, chained, num_streams)
+        return prefix_trees.checked_nodes(edges, chained, num_streams)
 
     monkeypatch.setattr(fragments, "checked_nodes", checked_nodes)
     for case in cases:

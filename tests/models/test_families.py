@@ -27,10 +27,10 @@ from tests.models.hf_states import state_from_hf, state_to_hf
 from tests.models.ours import State, initialised, labels_of, packed, relative, run, run_on_rank
 from tests.ops.inputs import same
 from tests.refusals import refused
-from titan_linear.models.adapters import config_from_hf, config_to_hf, ignored, placements
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.families.keys import check_values
+from titan_linear.models.hf_mapping import config_from_hf, config_to_hf, ignored, placements
 from titan_linear.models.mixers import Attention, Mamba2
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import MODELS, preset

@@ -14,8 +14,8 @@ from tests.models.ours import initialised, labels_of, loss_of, packed, relative
 from tests.ops.inputs import tokens_of
 from tests.refusals import refused
 from titan_linear.distributed.one_process import run_ranks
-from titan_linear.models.adapters import config_from_hf, config_to_hf
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.hf_mapping import config_from_hf, config_to_hf
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context

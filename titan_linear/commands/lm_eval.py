@@ -25,7 +25,7 @@ import torch.distributed as dist
 from titan_linear.commands import command_parser
 from titan_linear.commands.score import checked, joined
 from titan_linear.config import Config, load_config
-from titan_linear.data import Prompts, Sample
+from titan_linear.data import Prompts, TaskSample
 from titan_linear.data.corpus.chat import Conversations
 from titan_linear.data.streams.prompts import rows_of
 from titan_linear.distributed.process import own_device, refusing, run_command, under_launcher
@@ -103,7 +103,7 @@ def likelihoods(
     """
     # Requests without tokens to score are left out here and filled in at the end.
     samples = [
-        Sample("", len(tokens), 0.0, i)
+        TaskSample("", len(tokens), 0.0, i)
         for i, (tokens, begin) in enumerate(requests)
         if begin < len(tokens)
     ]

@@ -40,7 +40,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Source:
+class StoredTensor:
     """A tensor on disk."""
 
     name: str
@@ -53,7 +53,7 @@ class Placement:
 
     name: str
     shape: tuple[int, ...]
-    sources: tuple[Source, ...]
+    sources: tuple[StoredTensor, ...]
     # Runs (first, last + 1) of the concatenation; None: all of it, in order.
     rows: tuple[tuple[int, int], ...] | None
 
@@ -68,7 +68,7 @@ class Placement:
 
     def pieces(
         self, first: int = 0, last: int | None = None
-    ) -> Iterator[tuple[Source, int, int, int]]:
+    ) -> Iterator[tuple[StoredTensor, int, int, int]]:
         """Yield the pieces that fill our rows [first, last), in our order.
 
         A slice [a, b) of our first dimension is rows [a·n, b·n) with n = num_rows /
@@ -138,7 +138,7 @@ def joined(config: ModelConfig, family: str) -> tuple[tuple[str, ...], ...]:
 
 def live_layouts(
     config: ModelConfig, family: str, ours: Shapes
-) -> Iterator[tuple[Source, list[Placement]]]:
+) -> Iterator[tuple[StoredTensor, list[Placement]]]:
     """Yield each tensor of `transformers`' module that consists of parameters of ours.
 
     Args:
@@ -291,7 +291,7 @@ class _Resolved:
     """A layout applied to one layer: our names, and the sources with their shapes."""
 
     ours: tuple[str, ...]
-    sources: tuple[Source, ...]
+    sources: tuple[StoredTensor, ...]
     groups: int
 
 
@@ -347,7 +347,7 @@ def _resolve(
         rows = [min(step, sum(counts) - i * step) for i in range(len(on_disk))]
     groups = getattr(mixer, layout.groups) if layout.groups else 1
     shapes = [layout.shape_on_disk(n, width, ours[names[0]], groups) for n in rows]
-    return _Resolved(names, tuple(map(Source, on_disk, shapes)), groups)
+    return _Resolved(names, tuple(map(StoredTensor, on_disk, shapes)), groups)
 
 
 def _spelling(spellings: list[_Resolved], on_disk: Shapes | None) -> _Resolved:

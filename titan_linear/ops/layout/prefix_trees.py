@@ -27,14 +27,14 @@ from torch import Tensor
 
 
 @dataclass(eq=False)
-class Nodes:
+class PrefixTrees:
     """Nodes of a stream's trees. A document that shares nothing is a tree of one node."""
 
     edges: ndarray  # [N+1] int64, first token of each node, then the stream's length
     parents: ndarray  # [N] int64, −1: no parent
 
     @classmethod
-    def behind(cls, back: ndarray, edges: Iterable[int] = ()) -> Nodes:
+    def behind(cls, back: ndarray, edges: Iterable[int] = ()) -> PrefixTrees:
         """Build nodes from each token's offset `back` to its parent token (0: none).
 
         Nodes are also cut at these edges.
@@ -51,7 +51,7 @@ class Nodes:
         )
 
     @classmethod
-    def apart(cls, edges: ndarray) -> Nodes:
+    def apart(cls, edges: ndarray) -> PrefixTrees:
         """Build nodes of documents that do not continue each other."""
         return cls(edges, np.full(len(edges) - 1, -1))
 
@@ -83,12 +83,12 @@ class Nodes:
         lengths = np.diff(self.edges)
         return np.bincount(number, lengths[above]).astype(np.int64) - lengths
 
-    def after(self, tokens: int) -> Nodes:
+    def after(self, tokens: int) -> PrefixTrees:
         """Return the nodes without the first `tokens` of each document.
 
         What then lacks a parent is a document of its own.
         """
-        return Nodes.behind(np.where(self.positions > tokens, self.back, 0))
+        return PrefixTrees.behind(np.where(self.positions > tokens, self.back, 0))
 
     @property
     def positions(self) -> ndarray:
@@ -178,7 +178,7 @@ class Nodes:
 
 def checked_nodes(
     edges: ndarray, parents: Tensor | Sequence[int] | None, num_streams: int
-) -> Nodes:
+) -> PrefixTrees:
     """Return the nodes of documents with these parents.
 
     Args:
@@ -188,7 +188,7 @@ def checked_nodes(
         ValueError: parents do not form trees that each lie in one stream.
     """
     if parents is None:
-        return Nodes.apart(edges)
+        return PrefixTrees.apart(edges)
     # Check shape and dtype.
     numbers = torch.as_tensor(parents).cpu().numpy()
     order = np.arange(len(edges) - 1)
@@ -209,4 +209,4 @@ def checked_nodes(
         raise ValueError(
             f"parents[{node}] = {numbers[node]} must be −1, or a segment before {node} in its stream"
         )
-    return Nodes(edges, numbers)
+    return PrefixTrees(edges, numbers)

@@ -1,8 +1,8 @@
-"""Tables of prefix trees (nodes.py) that recurrences and attention read.
+"""Tables of prefix trees (prefix_trees.py) that recurrences and attention read.
 
 An entry is the part of a node in a fragment. Entries that others begin from are *points*.
 If S enters a point, M S + S_ext leaves it. All states follow from the points' S_ext and M
-by a fold along the paths (ops/exchange/trees.py). Points that have entries of other ranks
+by a fold along the paths (ops/exchange/tree_kcp.py). Points that have entries of other ranks
 below them are *shared*: all ranks read their S_ext and M.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.ops.layout.chains import STATE, STATE_AND_M
-from titan_linear.ops.layout.nodes import Nodes
+from titan_linear.ops.layout.prefix_trees import PrefixTrees
 from titan_linear.ops.layout.spans import Spans
 from titan_linear.ops.layout.tables import OnHost, table, two_or_more
 
@@ -24,10 +24,10 @@ from titan_linear.ops.layout.tables import OnHost, table, two_or_more
 ONE_BY_ONE = 8
 
 
-class Paths(NamedTuple):
+class PathTables(NamedTuple):
     """Tables of attention on a rank that has the whole stream.
 
-    There is one span for each of `Nodes.chains`. Its keys are its own tokens, with
+    There is one span for each of `PrefixTrees.chains`. Its keys are its own tokens, with
     `Spans.below` for the keys above. If many nodes have others below them, the span's keys
     are copied from its path instead: `rows`.
     """
@@ -38,21 +38,21 @@ class Paths(NamedTuple):
     first: Tensor | None = None  # [T] int64: first index in `order` of each token
 
 
-def paths_of(nodes: Nodes) -> Paths:
+def paths_of(trees: PrefixTrees) -> PathTables:
     # Spans whose keys above them are a few rectangles.
-    edges, begins = nodes.chains
-    below, copied, k = nodes.below(edges), (), edges
+    edges, begins = trees.chains
+    below, copied, k = trees.below(edges), (), edges
     # Otherwise, copy the keys of each span's path.
     if below is None or len(below) > ONE_BY_ONE:
         below, k = np.zeros((0, 4), dtype=np.int64), np.append(0, np.cumsum(edges[1:] - begins))
-        _, start, end = nodes.ranges(edges[:-1], edges[1:])
+        _, start, end = trees.ranges(edges[:-1], edges[1:])
         rows = np.concatenate([np.arange(*ends) for ends in zip(start, end)])
         order = np.argsort(rows, kind="stable")
         copied = rows, order, np.searchsorted(rows[order], np.arange(edges[-1]))
     longest = (np.diff(x).max(keepdims=True) for x in (edges, k))
     q, k = (x.astype(np.int32) for x in (edges, k))
     spans = Spans(*map(torch.from_numpy, (q, k, q, k, *longest, two_or_more(below))))
-    return Paths(spans, *map(torch.from_numpy, copied))
+    return PathTables(spans, *map(torch.from_numpy, copied))
 
 
 class Listed(NamedTuple):
@@ -104,18 +104,18 @@ def exchanged(tree: Tree) -> tuple[int, int]:
     return len(tree.fold.sent), int(tree.fold.shared) + 1
 
 
-def tree_of(nodes: Nodes, owners: np.ndarray, size: int, rank: int) -> Tree:
+def tree_of(trees: PrefixTrees, owners: np.ndarray, size: int, rank: int) -> Tree:
     """Build the tables of one rank.
 
     Args:
         owners: rank of each fragment of `size` tokens; a single rank has uncut nodes.
     """
-    start = nodes.starts(size if owners.any() else None)
+    start = trees.starts(size if owners.any() else None)
     owner = owners[start // size]
     # The entry that each entry continues, or −1, and its level in the tree.
-    before = np.searchsorted(start, nodes.before(start), side="right") - 1
+    before = np.searchsorted(start, trees.before(start), side="right") - 1
     E, W = len(before), int(owners.max()) + 1
-    number, entry = Nodes(np.append(start, nodes.edges[-1]), before).on_paths(np.arange(E))
+    number, entry = PrefixTrees(np.append(start, trees.edges[-1]), before).on_paths(np.arange(E))
     level = np.bincount(number) - 1
     # Points have entries below them; shared points have entries of other ranks below them.
     point, shared = np.isin(np.arange(E), before), np.zeros(E, dtype=bool)

@@ -1,4 +1,4 @@
-"""KCP along the paths of prefix trees (ops/layout/trees.py).
+"""KCP along the paths of prefix trees (ops/layout/tree_tables.py).
 
 Forward, each point applies S ↦ M S + S_ext, from the roots down. Backward goes from the
 leaves up. The gradient of the state that leaves a point is a sum over all entries that
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from titan_linear.ops.exchange.collectives import add_rows, group_named, start_all_gather
 from titan_linear.ops.exchange.folds import act
-from titan_linear.ops.layout.trees import Fold
+from titan_linear.ops.layout.tree_tables import Fold
 from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator
 
@@ -30,7 +30,7 @@ def _folded(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, reverse:
 @operator(
     fake=_folded,
     kept_by=("selective",),
-    cost=lambda *_, **__: costs.Exchange("halo"),
+    cost=lambda *_, **__: costs.ExchangeCost("halo"),
     of_driver=True,
 )
 def fold_tree(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, reverse: bool) -> Tensor:

@@ -13,28 +13,28 @@ from titan_linear.ops.runtime.support import short
 from titan_linear.proof.cases import Case
 from titan_linear.proof.findings import Finding, Findings, off
 from titan_linear.proof.ops import SMALL, after_change, alone, repeatable, split_among_ranks
-from titan_linear.proof.subject import Subject
+from titan_linear.proof.subject import ProofSubject
 
 
-def trees(subject: Subject, case: Case) -> Findings:
+def trees(subject: ProofSubject, case: Case) -> Findings:
     """Check the shortest leaf, the longest, and one between.
 
     Their documents' shares in outputs and gradients must be the same as alone. Changing a
     leaf must change only its own outputs, and only gradients on its path.
     """
     subject = replace(subject, on_trees=True)
-    nodes = next(iter(subject.loader(0, subject.degrees.dp))).nodes
+    trees = next(iter(subject.loader(0, subject.degrees.dp))).trees
     leaves = sorted(
-        nodes.leaves[nodes.parents[nodes.leaves] >= 0], key=np.diff(nodes.edges).__getitem__
+        trees.leaves[trees.parents[trees.leaves] >= 0], key=np.diff(trees.edges).__getitem__
     )
     error, alone_at, change, changed_at = 0.0, "", 0.0, ""
     with repeatable():
         before = split_among_ranks(subject, case, subject.dtype, subject.config.model.impl)
         # Each leaf's path has the tokens of all nodes from the root to it.
         for leaf in dict.fromkeys([*leaves[:1], *leaves[len(leaves) // 2 :][:1], *leaves[-1:]]):
-            own = slice(*nodes.edges[leaf : leaf + 2])
+            own = slice(*trees.edges[leaf : leaf + 2])
             path = np.concatenate(
-                [np.arange(*nodes.edges[n : n + 2]) for n in nodes.on_paths(leaf[None])[1]]
+                [np.arange(*trees.edges[n : n + 2]) for n in trees.on_paths(leaf[None])[1]]
             )
             # Gradients of outputs off the path are zero, as for the document alone.
             dy = torch.zeros_like(case.dy)

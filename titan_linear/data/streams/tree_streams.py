@@ -1,4 +1,4 @@
-"""Streams of prefix trees (data/corpus/trees.py), each whole in one stream.
+"""Streams of prefix trees (data/corpus/tree_records.py), each whole in one stream.
 
 A tree that is longer than a stream is cut into trees that keep the order of its leaves and
 together repeat as few tokens as possible.
@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from titan_linear.data.corpus.trees import BACK, SHARE
+from titan_linear.data.corpus.tree_records import BACK, SHARE
 from titan_linear.data.streams.packing import IGNORE, PackedStreams, Targets, document_lengths
 from titan_linear.data.streams.split import Side
 from titan_linear.data.streams.whole import WholeStreams
-from titan_linear.ops.layout.nodes import Nodes
+from titan_linear.ops.layout.prefix_trees import PrefixTrees
 
 
 class TreeStreams(WholeStreams):
@@ -47,33 +47,33 @@ class TreeStreams(WholeStreams):
         starts, lengths = [], []
         parents: list[int] = []
         for document, first, last, _ in self._documents(i).tolist():
-            nodes = self._nodes(document)
+            trees = self._nodes(document)
             # Keep the nodes on the paths to this part's leaves.
-            held = np.unique(nodes.on_paths(nodes.leaves[first:last])[1])
-            starts.append(self.corpus.offsets[document] + nodes.edges[held])
-            lengths.append(np.diff(nodes.edges)[held])
+            held = np.unique(trees.on_paths(trees.leaves[first:last])[1])
+            starts.append(self.corpus.offsets[document] + trees.edges[held])
+            lengths.append(np.diff(trees.edges)[held])
             # Renumber the parents within the stream.
-            above = nodes.parents[held]
+            above = trees.parents[held]
             parents += np.where(above < 0, -1, len(parents) + np.searchsorted(held, above)).tolist()
         return np.concatenate(starts), np.concatenate(lengths), IGNORE, parents
 
-    def _weighted(self, weights: ndarray, nodes: Nodes) -> dict[str, ndarray]:
+    def _weighted(self, weights: ndarray, trees: PrefixTrees) -> dict[str, ndarray]:
         """Multiply each token's weight by the number of documents that contain it.
 
         With weights normalised by document, a document counts 1 over its number of targets
         instead of 1.
         """
-        number, node = nodes.on_paths(nodes.leaves)
+        number, node = trees.on_paths(trees.leaves)
         # Count the targets of each document, from the targets of the nodes on its path.
-        targets = np.add.reduceat(np.roll(weights, 1) > 0, nodes.edges[:-1], dtype=np.int64)
+        targets = np.add.reduceat(np.roll(weights, 1) > 0, trees.edges[:-1], dtype=np.int64)
         targets = np.maximum(np.bincount(number, targets[node]), 1)
         # Sum over the documents that contain each node.
         each = 1 / targets[number] if self.targets.normalise == "document" else None
-        share = np.repeat(np.bincount(node, each), np.diff(nodes.edges))
-        return {"weights": weights * np.roll(share, -1), BACK: nodes.back, SHARE: share}
+        share = np.repeat(np.bincount(node, each), np.diff(trees.edges))
+        return {"weights": weights * np.roll(share, -1), BACK: trees.back, SHARE: share}
 
-    def _nodes(self, document: int) -> Nodes:
-        return Nodes.behind(
+    def _nodes(self, document: int) -> PrefixTrees:
+        return PrefixTrees.behind(
             self.corpus.columns[BACK][slice(*self.corpus.offsets[document : document + 2])]
         )
 
@@ -98,10 +98,10 @@ class TreeStreams(WholeStreams):
         The runs together have as few tokens as possible. Among equal ways, the first runs
         are shortest.
         """
-        nodes = self._nodes(document)
-        ends = nodes.edges[nodes.leaves + 1]
+        trees = self._nodes(document)
+        ends = trees.edges[trees.leaves + 1]
         # Tokens of each path.
-        whole = ends - nodes.begins[nodes.leaves]
+        whole = ends - trees.begins[trees.leaves]
         pair = self.targets.group == 2
         most, what = (ends[-1], "pair") if pair else (whole.max(), f"path to leaf {whole.argmax()}")
         if most > self.seq_len:

@@ -35,7 +35,7 @@ LEAST = 64
 MOST = 64
 
 
-class Held(NamedTuple):
+class PendingDocument(NamedTuple):
     """A document that waits for others that share its beginning."""
 
     origin: str
@@ -44,7 +44,7 @@ class Held(NamedTuple):
     document: DocumentTokens
 
 
-class Trees:
+class TreeEncoder:
     """Encoder of tree records; returns their tokens or a problem (`RecordEncoder`)."""
 
     fingerprint = "tree-1"
@@ -145,13 +145,15 @@ def shared(a: np.ndarray, b: np.ndarray) -> int:
     return int(np.append(a[:most] != b[:most], True).argmax()) // LEAST * LEAST
 
 
-def agreeing(held: Sequence[Held], pair: bool) -> tuple[list[Held], list[str]]:
+def agreeing(
+    held: Sequence[PendingDocument], pair: bool
+) -> tuple[list[PendingDocument], list[str]]:
     """Return the documents in which shared tokens count the same, in their trees' order.
 
     Also returns the problems of the others: of two that differ, the one that differs from
     more documents is dropped.
     """
-    kept: list[Held] = []
+    kept: list[PendingDocument] = []
     problems: list[str] = []
     order = held if pair else sorted(held, key=lambda h: h.document.tokens.astype(">u4").tobytes())
     voters = order[:: len(held) // MOST + 1]
@@ -168,7 +170,7 @@ def agreeing(held: Sequence[Held], pair: bool) -> tuple[list[Held], list[str]]:
     return kept, problems
 
 
-def trees_of(held: Sequence[Held], pair: bool) -> list[DocumentTokens]:
+def trees_of(held: Sequence[PendingDocument], pair: bool) -> list[DocumentTokens]:
     """Return trees whose paths are these documents, as `agreeing` has them, depth first.
 
     Documents that share nothing go to different trees, except the two of a pair, whose
@@ -194,7 +196,7 @@ def trees_of(held: Sequence[Held], pair: bool) -> list[DocumentTokens]:
     return [_joined(nodes, nodes[0].columns) for nodes in trees]
 
 
-def _difference(a: Held, b: Held) -> str:
+def _difference(a: PendingDocument, b: PendingDocument) -> str:
     """Return a problem of two documents whose shared tokens do not count the same, else ""."""
     common = shared(a.document.tokens, b.document.tokens)
     # Only tokens that count in either matter, and the first is never predicted.
