@@ -1,4 +1,4 @@
-"""What the processes of tests/test_hf_io.py run; here, so that they need not import transformers."""
+"""What the processes of tests/storage/test_hf_io.py run; here, so that they need not import transformers."""
 
 from __future__ import annotations
 
