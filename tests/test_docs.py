@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.browser import chromium
-from tests.commands.test_report import Page
+from tests.commands.pages import Page
 from tests.models.ours import initialised
 from tests.refusals import exit_of, own_handlers, refused
-from tests.test_train import arguments, train_on_rank
+from tests.training import arguments, train_on_rank
 from titan_linear.commands import convert, generate, plan
 from titan_linear.commands import corpus as corpora
 from titan_linear.config import check_config, hf_weights, load_config

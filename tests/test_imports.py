@@ -90,6 +90,24 @@ def problems(root):
     return said
 
 
+# Folders of tests that are of no one folder of the package: the matrix of runs on GPUs, whole runs, and tools/.
+OTHER_TESTS = {"matrix", "runs", "tools"}
+
+
+def test_tests_mirror_the_package():
+    tests = {file.relative_to(ROOT / "tests"): file for file in (ROOT / "tests").rglob("*.py")}
+    folders = {str(name.parent) for name in tests if name.name.startswith("test_")} - OTHER_TESTS
+    assert [folder for folder in folders if not (ROOT / PACKAGE / folder).is_dir()] == []
+    # What several files need is in modules without tests.
+    sources = {
+        (str(name), node.module)
+        for name, file in tests.items()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom)
+    }
+    assert [pair for pair in sources if ".test_" in (pair[1] or "")] == []
+
+
 def test_no_public_class_name_repeats():
     trees = [ast.parse(file.read_text()) for file in (ROOT / PACKAGE).rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]

@@ -18,7 +18,7 @@ from tests.bpe import byte_bpe
 from tests.keys import argv_of
 from tests.records import events_of, read_json, read_lines, write_json, write_texts
 from tests.refusals import is_refused, refused
-from tests.test_train import BASE, FLOAT64, OWN_FLAVORS, SMALL_HYBRID, SPLITS, train, trainer_of
+from tests.training import BASE, FLOAT64, OWN_FLAVORS, SMALL_HYBRID, SPLITS, train, trainer_of
 from titan_linear.commands import evaluate, lm_eval, score
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, build_tokenizer, load_corpus

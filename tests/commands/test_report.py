@@ -1,13 +1,12 @@
 """The table of several runs, and their page."""
 
 import json
-from contextlib import closing
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from tests.browser import chromium
+from tests.commands.pages import Page
 from titan_linear.commands import batch, report
 from titan_linear.commands.page import SPIKE_LINES, read
 from titan_linear.config import load_config
@@ -145,35 +144,6 @@ def test_what_is_no_run(runs, tmp_path, capsys):
         assert f"'{path}' has a line that no run writes" in capsys.readouterr().err
     assert report.main(["x" * 300]) == 2
     assert "File name too long" in capsys.readouterr().err
-
-
-class Page(HTMLParser):
-    """What a page holds: the texts of each kind of element, and attributes that point somewhere."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.texts, self.links = [], {}, []
-        with closing(self):
-            self.feed(text)
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.handle_startendtag(tag, attrs)
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.texts.setdefault(tag, []).append("")
-        self.links += [
-            value for key, value in attrs if key in ("src", "href", "xlink:href", "data", "action")
-        ]
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        for tag in {*self.open}:
-            self.texts[tag][-1] += data
 
 
 def test_a_page_has_all_and_asks_nobody(runs, tmp_path, capsys):

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from tests.keys import argv_of
-from tests.proof.test_doctor import sabotaged
+from tests.proof.sabotage import sabotaged
 from tests.records import change_json, write_lines
 from tests.refusals import is_refused, refused
-from tests.test_train import OWN_FLAVORS, SPLITS, train_on_rank
+from tests.training import OWN_FLAVORS, SPLITS, train_on_rank
 from titan_linear.commands import score
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, open_corpus

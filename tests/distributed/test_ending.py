@@ -31,7 +31,7 @@ from tests.failing import (
 )
 from tests.launches import FORKSERVER
 from tests.processes import stay
-from tests.test_train import arguments
+from tests.training import arguments
 from titan_linear import train
 from titan_linear.config import load_config
 from titan_linear.distributed.process import LOST

@@ -16,7 +16,7 @@ from tests.keys import argv_of
 from tests.processes import gone, until
 from tests.records import read_json, write_json
 from tests.refusals import refused
-from tests.test_train import arguments, train
+from tests.training import arguments, train
 from titan_linear.commands import convert
 from titan_linear.config import check_config, load_config
 from titan_linear.data import ByteTokenizer

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.records import read_lines
 from tests.steps import after_backward
-from tests.test_train import arguments
+from tests.training import arguments
 from titan_linear.config import load_config
 from titan_linear.distributed.process import StopSignal
 from titan_linear.hooks.grace import Grace, StepAbandoned

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.hooks.test_telemetry import arguments
+from tests.hooks.runs import arguments
 from tests.steps import after_backward
 from titan_linear.commands import batch
 from titan_linear.config import load_config

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from tests.data.conftest import random_documents
-from tests.keys import argv_of
+from tests.hooks.runs import arguments
 from tests.ops.inputs import tokens_of
 from tests.records import events_of, read_json, read_lines
 from tests.steps import FedTotals
-from tests.test_train import SMALL, SPLITS, train, trainer_of, whole_weights
+from tests.training import SMALL, SPLITS, train, trainer_of, whole_weights
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE, ByteTokenizer, write_corpus
 from titan_linear.models.decoder import Between
@@ -53,31 +53,6 @@ def folder(tmp_path_factory):
             text = "".join(draw.choices(letters, k=4 + 3 * n))
             (path / "texts" / name / f"{n}.{name}").write_text(text)
     return path
-
-
-def arguments(folder, *overrides):
-    parts = (
-        f'{{name="{n}", weight=1, dataset="tokens", dataset_path="{folder / n}"}}' for n in "ab"
-    )
-    keys = {
-        "training.mixture": f"[{', '.join(parts)}]",
-        "training.seq_len": 64,
-        "training.dtype": "float64",
-        "training.global_batch_size": 4,
-        "training.local_batch_size": 4,
-        "training.loss_chunk_size": 48,
-        "training.steps": 2,
-        "lr_scheduler.warmup_steps": 0,
-        "optimizer.lr": 3e-3,
-        "model.flavor": "small",
-        "checkpoint.enable": "false",
-        "metrics.enable_tensorboard": "false",
-        "metrics.telemetry_freq": 2,
-        "job.dump_folder": folder / "run",
-    }
-    for more in overrides:
-        keys |= more
-    return argv_of(keys)
 
 
 def two_steps(rank, world_size, argv):

@@ -14,16 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.keys import argv_of
-from tests.proof.test_doctor import failures, sabotaged
-from tests.test_train import (
-    BASE,
-    FLOAT64,
-    SMALL_HYBRID,
-    SPLITS,
-    check_equal,
-    train_on_rank,
-    trainer_of,
-)
+from tests.losses.cases import CASES, KEYS, logprobs, taught
+from tests.proof.sabotage import failures, sabotaged
+from tests.training import SPLITS, check_equal, train_on_rank, trainer_of
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE, PackedStreams, WholeStreams
 from titan_linear.distributed.one_process import run_ranks
@@ -39,7 +32,6 @@ from titan_linear.proof import data, model
 from titan_linear.proof.subject import subject_of
 from titan_linear.step import feed
 
-KEYS = BASE | FLOAT64 | SMALL_HYBRID
 KEYS |= {
     "training.dataset_format": "tokens",
     "training.steps": 2,
@@ -57,10 +49,6 @@ def weighted(n, rng):
     """A document of n tokens whose weights differ by 10⁶; every fifth one counts nothing."""
     weights = 0 if n % 5 == 0 else [rng.choice([0, 1e-3, 0.5, 1, 1e3]) for _ in range(n)]
     return {"tokens": rng.choices(range(256), k=n), "weights": weights}
-
-
-def logprobs(n, rng):
-    return [-5.5 - rng.random() for _ in range(n)]
 
 
 def preferred(n, rng):
@@ -86,63 +74,6 @@ def rolled_out(n, rng):
     }
 
 
-def taught(n, rng):
-    ids = [rng.sample(range(256), 5) for _ in range(n)]
-    teacher = [
-        sorted((math.log(rng.random() / 5) for _ in range(5)), reverse=True) for _ in range(n)
-    ]
-    return {"tokens": rng.choices(range(256), k=n), "teacher_ids": ids, "teacher_logprobs": teacher}
-
-
-WEIGHED = {"training.dataset_columns": '["weights"]'}
-PAIRS = {
-    "training.dataset_columns": '["weights", "reference"]',
-    "training.dataset_format": "preference",
-    "loss.name": "dpo",
-}
-ROLLED_OUT = {
-    "training.dataset_columns": '["weights", "advantages", "behaviour", "reference"]',
-    "loss.name": "policy",
-    "policy.clip_low": 0.05,
-    "policy.clip_high": 0.1,
-}
-OF_BASE = {
-    "loss.reference": "base",
-    "adapter.enable": "true",
-    "adapter.rank": 3,
-    "training.steps": 3,
-    "optimizer.lr": 0.02,
-}
-CASES = {
-    "weights": WEIGHED | {"model.mtp_layers": 1},
-    "by document, smoothed": WEIGHED
-    | {
-        "loss.normalise": "document",
-        "cross_entropy.label_smoothing": 0.1,
-        "cross_entropy.z_loss": 0.01,
-    },
-    "by stream": WEIGHED | {"loss.normalise": "stream"},
-    "DPO": PAIRS | {"dpo.beta": 0.5},
-    "SimPO": PAIRS
-    | {
-        "loss.normalise": "token",
-        "dpo.beta": 2.0,
-        "dpo.margin": 0.5,
-        "dpo.length_normalised": "true",
-        "dpo.reference_free": "true",
-    },
-    "DPO, the base as reference": PAIRS
-    | OF_BASE
-    | {"dpo.beta": 0.5, "training.dataset_columns": '["weights"]'},
-    "GRPO": ROLLED_OUT | {"policy.kl": 0.1},
-    "GRPO, the base as reference": ROLLED_OUT | OF_BASE | {"policy.kl": 0.1},
-    "GSPO": ROLLED_OUT | {"policy.kl": 0.1, "policy.level": "sequence"},
-    "distillation": {
-        "training.dataset_columns": '["teacher_ids", "teacher_logprobs"]',
-        "loss.name": "distillation",
-        "distillation.temperature": 2.0,
-    },
-}
 RECORDS = {
     "cross_entropy": weighted,
     "dpo": preferred,

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from tests.keys import argv_of
 from tests.models.ours import loss_of
 from tests.refusals import refused
-from tests.test_train import (
+from tests.training import (
     FLOAT64,
     SMALL_HYBRID,
     SPLITS,

@@ -18,7 +18,7 @@ import torch
 from torch._dynamo import lookup_backend
 from torch.distributed.fsdp import FSDPModule
 
-from tests.keys import argv_of
+from tests.proof.sabotage import CP, arguments, failures, sabotaged
 from tests.records import change_json, read_json, write_json, write_texts
 from tests.refusals import refused
 from titan_linear.config import changed, load_config
@@ -55,15 +55,6 @@ from titan_linear.step import cut, feed, update
 from titan_linear.storage.checkpoint import Checkpointer
 
 ROOT = Path(__file__).parents[2]
-CP = "parallelism.context_parallel_degree"
-KEYS = {
-    "training.dataset": "jsonl",
-    "training.seq_len": 256,
-    "training.global_batch_size": 4,
-    "debug.seed": 1,
-    CP: 4,
-    "lr_scheduler.warmup_steps": 4,
-}
 
 
 @pytest.fixture(scope="module")
@@ -80,33 +71,10 @@ def corpus(tmp_path_factory):
         yield write_texts(file, texts)
 
 
-def arguments(corpus, **more):
-    return argv_of(
-        KEYS | {"training.dataset_path": corpus, "job.dump_folder": corpus.parent / "run"}, **more
-    )
-
-
 @pytest.fixture(scope="module")
 def subject(corpus):
     """The debug hybrid, whose stream four ranks share, two data-parallel ones of them."""
     return subject_of(load_config(arguments(corpus)))
-
-
-@contextmanager
-def sabotaged(owner, name, broken):
-    """`owner.name(...)` is broken(what it was, ...) inside."""
-    was = getattr(owner, name)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            owner, name, lambda *arguments, **keywords: broken(was, *arguments, **keywords)
-        )
-        yield
-
-
-def failures(findings):
-    return (
-        str(finding) for finding in findings if isinstance(finding, Finding) and not finding.holds
-    )
 
 
 def of_case(check, name):

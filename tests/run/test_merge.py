@@ -14,7 +14,7 @@ from tests.bpe import byte_bpe
 from tests.keys import argv_of
 from tests.records import change_json, read_json, write_json
 from tests.refusals import is_refused, refused
-from tests.storage.test_peft import begun, config_of, make_base, train
+from tests.storage.peft_runs import begun, config_of, make_base, train
 from titan_linear.commands.convert import main as convert
 from titan_linear.commands.generate import main as generate
 from titan_linear.config import check_config, load_config

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.data.corpus.test_chat import UNMARKED, make_tokenizer
+from tests.data.corpus.chat_tokenizer import UNMARKED, make_tokenizer
 from tests.keys import argv_of
 from tests.records import write_lines
 from tests.refusals import refused

@@ -6,7 +6,7 @@ import torch
 
 from tests.records import read_lines
 from tests.refusals import refused
-from tests.test_train import FLOAT64, arguments
+from tests.training import FLOAT64, arguments
 from titan_linear.config import check_config, load_config, seq_len_at, tokens_at
 from titan_linear.data import MixedStreams, PackedStreams, Phase, build_tokenizer
 from titan_linear.run.data import build_streams

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.test_train import worst
+from tests.training import worst
 from titan_linear.config import load_config
 from titan_linear.hooks.compilation import Graphs
 from titan_linear.models.presets import MODELS

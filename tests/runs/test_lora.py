@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.test_train import (
+from tests.training import (
     EXPERT_SPLITS,
     FLOAT64,
     FOUR_STEPS,

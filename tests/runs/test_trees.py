@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.keys import argv_of
-from tests.losses.test_losses import CASES, KEYS, PAIRS, logprobs, taught
+from tests.losses.cases import CASES, KEYS, PAIRS, logprobs, taught
 from tests.refusals import refused
-from tests.test_train import EXPERT_SPLITS, OWN_FLAVORS, SPLITS, check_equal, train_on_rank
+from tests.training import EXPERT_SPLITS, OWN_FLAVORS, SPLITS, check_equal, train_on_rank
 from titan_linear.commands.batch import documents
 from titan_linear.config import load_config
 from titan_linear.data import (

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tests.ops.inputs import same
-from tests.test_train import SMALL_HYBRID, arguments, trainer_of
+from tests.training import SMALL_HYBRID, arguments, trainer_of
 from titan_linear.config import Optimizer, load_config
 from titan_linear.distributed.parts import local_tensor
 from titan_linear.ops.triton import adamw as kernels

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.ops.inputs import same
-from tests.test_train import (
+from tests.training import (
     FLOAT64,
     SMALL_HYBRID,
     SPLITS,

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from tests.ops.inputs import same
-from tests.test_train import (
+from tests.training import (
     FLOAT64,
     SMALL_HYBRID,
     arguments,

@@ -5,15 +5,15 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+import torch
 
-from tests.hooks.test_metrics import CPU, Moment
 from tests.refusals import refused
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, write_corpus
 from titan_linear.data.corpus.cache import remove_cache
 from titan_linear.data.corpus.writing import Journal, write_into
 from titan_linear.distributed.hangs import Watch
-from titan_linear.hooks.metrics import MetricsLogger
+from titan_linear.hooks.metrics import MetricsLogger, Moment
 from titan_linear.hooks.spikes import MicroLoss, write_spike
 from titan_linear.storage.files import replacing, write_whole
 from titan_linear.storage.run_lock import claimed, lock_folder
@@ -52,13 +52,21 @@ def export(folder):
 
 
 def log(folder):
-    logger = MetricsLogger(config(folder), CPU)
-    logger.log(1, moment=Moment(CPU), loss=1.0, grad_norm=1.0, lr=1.0, tokens=1, memory_gib=1.0)
+    logger = MetricsLogger(config(folder), torch.device("cpu"))
+    logger.log(
+        1,
+        moment=Moment(torch.device("cpu")),
+        loss=1.0,
+        grad_norm=1.0,
+        lr=1.0,
+        tokens=1,
+        memory_gib=1.0,
+    )
     logger.close()
 
 
 def telemetry(folder):
-    MetricsLogger(config(folder), CPU).log_telemetry(1, {"rms": {"0": 1.0}})
+    MetricsLogger(config(folder), torch.device("cpu")).log_telemetry(1, {"rms": {"0": 1.0}})
 
 
 def resume_tokenising(folder):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,20 +17,19 @@ from tests.models import hf_models
 from tests.models.ours import relative
 from tests.records import change_json
 from tests.refusals import refused
+from tests.storage.peft_runs import begun, config_of, make_base, train
 from titan_linear.commands.convert import main as convert
-from titan_linear.config import Config, load_config
+from titan_linear.config import load_config
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.run.build import allocated, family_of, model_without_tokenizer
-from titan_linear.run.preflight import cleared, preflight
+from titan_linear.run.preflight import preflight
 from titan_linear.run.reading import config_for
-from titan_linear.run.start import load_adapters, set_first_weights
 from titan_linear.storage.hf_writing import write_folder
 from titan_linear.storage.peft import PEFT_CONFIG, PEFT_WEIGHTS, not_served, peft_config
 from titan_linear.storage.tensors import load_weights
-from titan_linear.train import Trainer
 
 peft = pytest.importorskip("peft")
 VARIANTS = (
@@ -42,53 +40,7 @@ VARIANTS = (
     "Granite-H, dense",
 )
 NAMES = [name for name in hf_models.MODELS if name not in VARIANTS]
-# of whose output projections of Mamba peft takes no adapters
-REFUSING = ("Nemotron 3", "Falcon-H1")
 TOKENS = torch.randint(hf_models.VOCAB, (1, 31), generator=torch.Generator().manual_seed(0))
-KEYS = {
-    "model.flavor": "hf",
-    "model.tokenizer_path": "bytes",
-    "training.dataset": "jsonl",
-    "training.seq_len": 32,
-    "training.global_batch_size": 2,
-    "training.steps": 3,
-    "lr_scheduler.warmup_steps": 1,
-    "optimizer.lr": 0.005,
-    "metrics.enable_tensorboard": "false",
-    "checkpoint.initial_load_in_hf": "true",
-    "checkpoint.last_save_in_hf": "true",
-    "adapter.enable": "true",
-    "adapter.rank": 4,
-    "adapter.train_extra": '["*norm", "embedding"]',
-}
-
-
-def make_base(name: str, folder: Path) -> torch.nn.Module:
-    """A model of bytes."""
-    model = hf_models.build(name)
-    model.resize_token_embeddings(320)
-    hf_models.save(model, folder)
-    return model
-
-
-def config_of(name: str, folder: Path, corpus: Path, **more: object) -> Config:
-    keys = KEYS | {"job.dump_folder": folder / "run", "model.hf_assets_path": folder / "base"}
-    keys |= {"training.dataset_path": corpus}
-    if name in REFUSING:
-        keys["adapter.targets"] = '["!layers.*.mixer.o_proj"]'
-    return load_config(argv_of(keys, **more))
-
-
-def train(rank: int, world_size: int, config: Config) -> None:
-    with cleared(config, [], world_size, world_size):
-        Trainer(config).train()
-
-
-def begun(config: Config) -> Decoder:
-    model = allocated(model_without_tokenizer(config), torch.float32, torch.device("cpu"))
-    set_first_weights(config, model)
-    load_adapters(config, model)
-    return model
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.refusals import is_refused
-from tests.test_train import arguments
+from tests.training import arguments
 from titan_linear.commands import report
 from titan_linear.config import load_config
 from titan_linear.data import Batch

@@ -9,11 +9,11 @@ from unittest.mock import Mock
 import numpy as np
 import pyarrow as pa
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
-from tests.bpe import byte_bpe
 from tests.data.conftest import packed
+from tests.data.corpus.chat_tokenizer import CALL, CHATS, PLAIN, TOOLS, UNMARKED, make_tokenizer
 from tests.records import change_json, read_json, write_json, write_lines, write_table
 from tests.refusals import refused
 from titan_linear.commands import corpus as tool
@@ -33,83 +33,16 @@ from titan_linear.data.corpus.chat import Completions, Conversations
 from titan_linear.data.corpus.columns import DocumentTokens
 from titan_linear.data.corpus.sources import read_documents
 
-PLAIN = """\
-{{- bos_token }}
-{%- if tools %}
-    {{- '<|im_start|>tools\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'user' and message.content is not string %}{{ raise_exception('no text') }}{% endif %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.role == 'assistant' %}
-        {%- generation %}
-        {{- message.content }}
-        {%- if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}
-        {{- '<|im_end|>' }}
-        {%- endgeneration %}
-        {{- '\\n' }}
-    {%- else %}
-        {{- message.content | trim + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 MARKED = PLAIN
-UNMARKED = PLAIN.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
 # Only the last answer keeps its reasoning.
 THINKING = UNMARKED.replace(
     "{{- message.content }}", "{{- '<think>' if loop.last }}{{- message.content }}"
 )
 
-TOOLS = [{"type": "function", "function": {"name": "area", "parameters": {"é": ["<", "number"]}}}]
-CALL = {"name": "area", "arguments": {"r": 2}}
-CHATS = [
-    {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]},
-    {
-        "messages": [
-            {"role": "system", "content": "  Be brief.\n"},
-            {"role": "user", "content": "né 漢字?"},
-            {"role": "assistant", "content": "  🙂 two  words \n"},
-            {"role": "user", "content": "again"},
-            {"role": "assistant", "content": "no"},
-        ]
-    },
-    {
-        "tools": TOOLS,
-        "messages": [
-            {"role": "user", "content": "area?", "name": None},
-            {"role": "assistant", "content": "", "tool_calls": [CALL]},
-            {"role": "tool", "content": "12.6"},
-            {"role": "assistant", "content": "12.6"},
-            {"role": "assistant", "content": "<b> indeed </b>"},
-        ],
-    },
-]
 SAID = [
     f"{answer}<|im_end|>"
     for answer in ("Me.", "  🙂 two  words \n", "no", json.dumps([CALL]), "12.6", "<b> indeed </b>")
 ]
-
-
-def make_tokenizer(path, template, beside=False):
-    """A folder with a tokenizer of Qwen's kind and a chat template."""
-    parts = {
-        "normalizer": normalizers.NFC(),
-        "post_processor": processors.ByteLevel(trim_offsets=True),
-    }
-    special = ["<|bos|>", "<|im_start|>", "<|im_end|>"]
-    tokenizer = byte_bpe([json.dumps(CHATS)] * 5, 320, special, **parts)
-    path.mkdir(exist_ok=True)
-    tokenizer.save(str(path / "tokenizer.json"))
-    settings = {
-        "bos_token": "<|bos|>",
-        "eos_token": "<|im_end|>",
-        "tokenizer_class": "PreTrainedTokenizerFast",
-    }
-    if beside:
-        (path / "chat_template.jinja").write_text(template)
-    elif template is not None:
-        settings["chat_template"] = template
-    write_json(path / "tokenizer_config.json", settings)
 
 
 @pytest.fixture

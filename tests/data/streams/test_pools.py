@@ -9,7 +9,7 @@ import pytest
 
 from tests.data.conftest import documents_of, packed, random_documents
 from tests.data.simulated import simulated_corpus
-from tests.data.streams.test_packing import check_stream
+from tests.data.streams.checks import check_stream
 from tests.refusals import refused
 from titan_linear.data import PackedStreams, split_corpus
 from titan_linear.data.streams import packing, split
