@@ -19,7 +19,7 @@ from torch import Tensor
 
 from titan_linear.config import Config, changed, check_config
 from titan_linear.data import IGNORE, Batch, Stream, StreamLoader, Streams, Tokenizer
-from titan_linear.data.corpus.trees import BACK, SHARE
+from titan_linear.data.corpus.tree_records import BACK, SHARE
 from titan_linear.distributed.one_process import Degrees
 from titan_linear.distributed.parallelize import cp_method
 from titan_linear.distributed.process import own_device
@@ -56,7 +56,7 @@ ROOM = 0.6
 
 
 @dataclass(frozen=True)
-class Subject:
+class ProofSubject:
     # The run's configuration, with shorter streams, and the run's own.
     config: Config
     run: Config
@@ -76,7 +76,7 @@ class Subject:
         return DTYPES[self.config.training.mixed_precision_param]
 
     @property
-    def in_float64(self) -> Subject:
+    def in_float64(self) -> ProofSubject:
         """Return the subject computed exactly: by PyTorch's operations, uncompiled."""
         types = (
             "training.dtype",
@@ -171,7 +171,7 @@ class MoreDocuments:
 # --- From a configuration -----------------------------------------------------------------
 
 
-def subject_of(config: Config) -> Subject:
+def subject_of(config: Config) -> ProofSubject:
     """Return the subject of a run's configuration, cut to what this machine can examine.
 
     Raises:
@@ -225,7 +225,7 @@ def subject_of(config: Config) -> Subject:
     streams, _ = build_streams(cut, tokenizer, None)
     check_size(tokens_of(streams), config)
     applies = tuple(line for line, holds in said.items() if holds)
-    return Subject(cut, config, model, degrees, tokenizer, streams, device, applies)
+    return ProofSubject(cut, config, model, degrees, tokenizer, streams, device, applies)
 
 
 def _processes(config: Config) -> int:

@@ -27,7 +27,7 @@ DOCTOR_SHARE = 0.8
 DOCTOR_GIB = 35
 
 # Every run is exact and short, and reports each step.
-RUN = f"""titan_linear.launch --debug.deterministic=true --training.steps={STEPS}
+RUN = f"""titan_linear.run.launch --debug.deterministic=true --training.steps={STEPS}
     --lr_scheduler.warmup_steps=2 --checkpoint.keep_latest_k=1 --metrics.log_freq=1
     --checkpoint.interval={SAVED}
     --metrics.enable_tensorboard=false --validation.steps=2"""
