@@ -27,8 +27,8 @@ from titan_linear.commands import command_parser
 from titan_linear.data import Tokenizer
 from titan_linear.data.corpus.chat import Conversations
 from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
-from titan_linear.models.adapters import mtp_depth
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.hf_mapping import mtp_depth
 from titan_linear.run.build import DTYPES, allocated
 from titan_linear.run.generate import Drafts, Sampling, continuations, generate
 from titan_linear.run.origin import Origin, other_tokenizer

@@ -22,9 +22,9 @@ from titan_linear.config import Adapter, Config, changed
 from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.data.corpus.tokenizer import FILES, GENERATION, TOKENIZER
 from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
-from titan_linear.models.adapters import config_to_hf, mtp_depth
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.hf_mapping import config_to_hf, mtp_depth
 from titan_linear.run.build import DTYPES, unallocated, under_key
 from titan_linear.run.origin import Adapters, Origin, Weights
 from titan_linear.storage.files import Json, json_bytes, parse_json, read_inside
@@ -186,7 +186,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, like: str = ""
     export(folder, origin, stored_weights(checkpoint), dtype=dtype, like=like, base=base)
 
 
-class Merging(NamedTuple):
+class AdaptedModel(NamedTuple):
     """Adapters to be merged into their base."""
 
     origin: Adapters
@@ -221,7 +221,7 @@ def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
         whole.write(folder, model.base, origin.weights(opened), to, EXPORT_DTYPES[dtype])
 
 
-def _of_peft(source: Path, base: str) -> Merging:
+def _of_peft(source: Path, base: str) -> AdaptedModel:
     """Return the adapters of a PEFT folder. Its tokenizer takes precedence over the base's."""
     named = Path(base or settings_of(source)["base_model_name_or_path"] or "")
     if not (named / CONFIG).is_file():
@@ -252,10 +252,10 @@ def _of_peft(source: Path, base: str) -> Merging:
     origin = Origin.of(run)
     assert isinstance(origin, Adapters)
     model = origin.model_for(tokenizer) if tokenizer else origin.definition
-    return Merging(origin, model, tokenizer, files if tokenizer else base_files)
+    return AdaptedModel(origin, model, tokenizer, files if tokenizer else base_files)
 
 
-def _of_run(source: Path, base: str) -> Merging:
+def _of_run(source: Path, base: str) -> AdaptedModel:
     """Return the adapters of a run's checkpoint."""
     checkpoint = weights_path(source, key="SOURCE")
     verify(checkpoint)
@@ -272,7 +272,7 @@ def _of_run(source: Path, base: str) -> Merging:
         )
     model = origin.model
     check_base(read_progress(checkpoint).content.base, origin.base_fingerprint, checkpoint)
-    return Merging(replace(origin, step=checkpoint), model, origin.tokenizer)
+    return AdaptedModel(replace(origin, step=checkpoint), model, origin.tokenizer)
 
 
 def export_last(origin: Origin, model: Decoder, base: str) -> None:

@@ -24,9 +24,9 @@ from torch import Tensor
 from titan_linear.config import BYTES, Config, Model, Training, changed, load_config, toml_value
 from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.data.corpus.tokenizer import TOKENIZER
-from titan_linear.models.adapters import joined
-from titan_linear.models.config import Adapter, ModelConfig
+from titan_linear.models.config import LoraConfig, ModelConfig
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.hf_mapping import joined
 from titan_linear.models.init import initialise, owned
 from titan_linear.models.layers import lora_name
 from titan_linear.models.lora import check_adapters, first_of, frozen_names, is_lora
@@ -473,7 +473,7 @@ class Adapters(Origin):
         except ValueError:
             # No architecture holds the model.
             shared = ()
-        adapter = Adapter(
+        adapter = LoraConfig(
             rank=a.rank,
             factor=a.alpha / (math.sqrt(a.rank) if a.rslora else a.rank),
             targets=tuple(a.targets),

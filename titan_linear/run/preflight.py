@@ -19,8 +19,8 @@ import torch
 from titan_linear.config import Config, check_config, layer_checkpointing
 from titan_linear.data import (
     MixedStreams,
-    Sample,
     Streams,
+    TaskSample,
     Tokenizer,
     TreeStreams,
     verify_changed,
@@ -331,7 +331,7 @@ def check_evaluation(origin: Origin) -> None:
     prompts = open_prompts(config, origin.tokenizer)
     for task in e.tasks:
         for length in (min(e.lengths), longest):
-            prompts.prompt(Sample(task, length, 1.0, 0))
+            prompts.prompt(TaskSample(task, length, 1.0, 0))
 
 
 # --- What a configuration's splits, precision and devices require of the model ----------------------------------------
