@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests import loss_definitions
 from tests.keys import argv_of
+from tests.loss_definitions import Document
 from tests.test_doctor import failures, sabotaged
 from tests.test_train import (
     BASE,
@@ -27,9 +29,8 @@ from tests.test_train import (
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE, PackedStreams, WholeStreams
 from titan_linear.distributed.one_process import run_ranks
-from titan_linear.losses import LOSSES, build_loss, reference
+from titan_linear.losses import LOSSES, build_loss
 from titan_linear.losses.loss import LocalBatch
-from titan_linear.losses.reference import Document
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import cross_entropy
@@ -203,7 +204,7 @@ def definition(config, trainer, i):
             del documents[len(documents) // 2 * 2 :]  # padding
     name = config.loss.name
     keys, normalise = getattr(config, name), streams.targets.normalise
-    loss = reference.loss(name, documents, keys, normalise)
+    loss = loss_definitions.loss(name, documents, keys, normalise)
     reports = reported(name, documents, keys, normalise)
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
