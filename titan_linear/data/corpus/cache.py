@@ -34,7 +34,13 @@ from typing import Any
 import numpy as np
 
 from titan_linear.data.corpus.chat import Completions, Conversations, Ids, Preferences
-from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens, other_width, with_columns
+from titan_linear.data.corpus.columns import (
+    WEIGHTS,
+    DocumentTokens,
+    Problem,
+    check_width,
+    with_columns,
+)
 from titan_linear.data.corpus.corpus import (
     CACHE_NAME,
     INFO,
@@ -401,7 +407,6 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
     """
     # For each file that has been read: number of documents up to its end.
     ends: deque[int] = deque()
-    eos = [] if texts.tokenizer.eos_id is None else [texts.tokenizer.eos_id]
     total = sum(file.stat().st_size for file in texts.files)
     documents = islice(_read(texts, ends), journal.read, None)
     journal.files_read = 0
@@ -416,11 +421,15 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
         held: list[Held] = []
         for document, tokens in encoded:
             # Documents that may share a tree wait until one comes that does not join them.
-            parts = _fitting(_parts(document, tokens, texts, journal, eos), texts)
+            parts: Sequence[DocumentTokens] = []
+            problem = ""
+            try:
+                parts = _parts(document, tokens, texts, journal)
+            except Problem as error:
+                problem = str(error)
             file_ended = ends and ends[0] <= journal.read
-            if held and (
-                file_ended or not (isinstance(parts, str) or _joins(held, document, parts, texts))
-            ):
+            apart = parts and not (held and _joins(held, document, parts, texts))
+            if held and (file_ended or apart):
                 yield _trees(held, texts, journal)
                 held = []
             # Sizes of rows are fractions, whose sum may exceed the total.
@@ -433,10 +442,10 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
             journal.size += document.size
             for name in document.unread:
                 journal.unread.setdefault(name, document.origin)
-            if parts == "":
+            if problem:
+                _meet_bad_document(f"{document.origin}: {problem}", texts, journal)
+            elif not parts:
                 journal.skipped_empty += 1
-            elif isinstance(parts, str):
-                _meet_bad_document(f"{document.origin}: {parts}", texts, journal)
             elif texts.share_prefixes:
                 group = document.columns.get(texts.group_field)
                 held += [Held(document.origin, group, part) for part in parts]
@@ -464,45 +473,51 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
 
 
 def _parts(
-    document: Document, tokens: Any, texts: Texts, journal: Journal, eos: list[int]
-) -> Sequence[DocumentTokens] | str:
-    """Return a record's documents, or its problem as text; "" if it is empty."""
-    if isinstance(tokens, np.ndarray):
-        tokens = _ended(document, tokens, eos)
+    document: Document, tokens: Any, texts: Texts, journal: Journal
+) -> Sequence[DocumentTokens]:
+    """Return a record's documents; none if it is empty.
+
+    Raises:
+        Problem: the record's.
+    """
     if isinstance(tokens, str):
-        return tokens
+        raise Problem(tokens)
+    if isinstance(tokens, np.ndarray):
+        # A text gets its end token.
+        if not len(tokens):
+            if any(map(str.isalnum, document.content)):
+                raise Problem("the tokenizer has no token for any of it")
+            return []
+        end = np.array(texts.tokenizer.eos, dtype=tokens.dtype)
+        tokens = DocumentTokens(np.append(tokens, end))
     # Attach the columns. A tree's columns came with its nodes.
     parts = tokens if isinstance(tokens, list) else [tokens]
     if texts.dataset_format == "tree":
         widths = {**journal.widths}
-        wrong = [
-            f"{n!r} {problem}"
-            for n, x in parts[0].columns.items()
-            if (problem := other_width(n, x, widths))
-        ]
-        if wrong:
-            return wrong[0]
+        for name, column in parts[0].columns.items():
+            check_width(name, column, widths)
     elif texts.columns:
         values, dtypes = document.columns, texts.columns
         parts = with_columns(parts, values, dtypes, texts.tokenizer, journal.widths)
-    if isinstance(parts, str):
-        return parts
-    return next(filter(None, (part.problem for part in parts)), parts)
+    for part in parts:
+        part.check()
+    if texts.seq_len:
+        _check_length(parts, texts)
+    return parts
 
 
-def _fitting(parts: Sequence[DocumentTokens] | str, texts: Texts) -> Sequence[DocumentTokens] | str:
-    """Return the documents, or the problem if a unit for one stream is too long."""
-    if isinstance(parts, str) or not texts.seq_len:
-        return parts
+def _check_length(parts: Sequence[DocumentTokens], texts: Texts) -> None:
+    """Raise Problem if a unit for one stream is too long."""
     tokens = sum(len(document.tokens) for document in parts)
     if texts.dataset_format == "tree":
         # The longest path of the tree.
         tokens = Nodes.behind(parts[0].columns[BACK]).positions.max() + 1
     elif texts.share_prefixes and len(parts) > 1:
         tokens -= shared(*(document.tokens for document in parts))
-    if tokens <= texts.seq_len:
-        return parts
-    return f"{tokens:,} tokens that must lie in one stream, and training.seq_len = {texts.seq_len}; raise it"
+    if tokens > texts.seq_len:
+        raise Problem(
+            f"{tokens:,} tokens that must lie in one stream, and training.seq_len = {texts.seq_len}; raise it"
+        )
 
 
 def _joins(
@@ -523,18 +538,6 @@ def _trees(held: Sequence[Held], texts: Texts, journal: Journal) -> Sequence[Doc
     for problem in problems:
         _meet_bad_document(problem, texts, journal)
     return [] if pair and problems else trees_of(kept, pair)
-
-
-def _ended(document: Document, tokens: np.ndarray, eos: list[int]) -> DocumentTokens | str:
-    """Return a text with its end token, or its problem; "" if it is empty."""
-    if not len(tokens):
-        return (
-            "the tokenizer has no token for any of it"
-            if any(map(str.isalnum, document.content))
-            else ""
-        )
-    ids = np.concatenate([tokens, np.array(eos, dtype=tokens.dtype)])
-    return DocumentTokens(ids)
 
 
 def _read(texts: Texts, ends: deque[int]) -> Iterator[Document]:

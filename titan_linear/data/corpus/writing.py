@@ -23,7 +23,13 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy import ndarray
 
-from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens, check_kinds, column_of
+from titan_linear.data.corpus.columns import (
+    WEIGHTS,
+    DocumentTokens,
+    Problem,
+    check_kinds,
+    column_of,
+)
 from titan_linear.data.corpus.corpus import (
     FILE_ENDS,
     FILES,
@@ -350,16 +356,20 @@ def _columns(document: DocumentTokens, tokenizer: Tokenizer, journal: Journal) -
         columns[name] = np.zeros((n, widths[name]) if widths[name] else n)
     for name in columns:
         dtype, is_new = journal.columns[name], name not in widths
-        column = column_of(name, columns[name], n, widths, tokenizer.vocab_size)
-        if isinstance(column, str):
-            raise ValueError(f"{said}: its column {name!r} {column}")
+        try:
+            column = column_of(name, columns[name], n, widths, tokenizer.vocab_size)
+        except Problem as problem:
+            raise ValueError(f"{said}: its column {problem}") from None
         checked[name] = column.astype(dtype)
         # Earlier documents, none of whose tokens counted, lacked the column.
         before = np.zeros((journal.num_tokens * is_new, max(widths[name], 1)), dtype)
         added[name] = before.tobytes() + checked[name].tobytes()
     # A record was checked where its line is known.
-    if not journal.key and (problem := DocumentTokens(document.tokens, checked).problem):
-        raise ValueError(f"{said}: {problem}")
+    if not journal.key:
+        try:
+            DocumentTokens(document.tokens, checked).check()
+        except Problem as problem:
+            raise ValueError(f"{said}: {problem}") from None
     return added
 
 
