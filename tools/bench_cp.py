@@ -142,7 +142,8 @@ def fla(case: Case, cu: Tensor, layout: str) -> Callable[..., Tensor]:
 def tflops(H: int, bounds: Tensor, ranks: int, times: Row) -> str:
     """TFLOP/s per GPU of attention, on the pairs that the mask leaves."""
     lengths = bounds.diff().long()
-    work = 4 * D * H * int((lengths * (lengths + 1) // 2).sum()) / ranks / 1e9
+    pairs = int((lengths * (lengths + 1) // 2).sum())
+    work = 4 * D * H * pairs / ranks / 1e9
     return f"{work / times[FORWARD]:.0f} / {3.5 * work / times[BOTH]:.0f} TFLOP/s"
 
 
@@ -176,12 +177,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     ops = [*OPS, *METHODS]
     parser = op_parser("python -m tools.bench_cp", __doc__, ops, [32768], [(64, 64)])
     kinds = ["one", "packed", *LENGTHS]
-    parser.add_argument("--documents", nargs="+", default=kinds[:2], choices=kinds)
     layouts = [*LAYOUTS, "heads", "whole"]
-    parser.add_argument("--layouts", nargs="+", default=LAYOUTS, choices=layouts)
-    parser.add_argument(
-        "--node-size", type=int, help="ranks per node (default: as torchrun has them)"
-    )
+    option = parser.add_argument
+    option("--documents", nargs="+", default=kinds[:2], choices=kinds)
+    option("--layouts", nargs="+", default=LAYOUTS, choices=layouts)
+    option("--node-size", type=int, help="ranks per node (default: as torchrun has them)")
     return parser.parse_args(argv)
 
 

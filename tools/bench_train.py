@@ -134,6 +134,7 @@ def write_random(corpus: Path, args: argparse.Namespace, streams: int, loss: str
     draw = np.random.default_rng(0)
     tokens = streams * args.seq_len
     length = args.seq_len if args.documents == "one" else int(args.documents)
+    # Several losses have the same documents, all of one length.
     lengths = np.full(tokens // length, length)
     if args.documents != "one" and len(args.losses) == 1:
         lengths = 1 + draw.exponential(length, size=2 + 2 * tokens // length).astype(int)
@@ -261,8 +262,9 @@ def measure(
         "first_step_seconds": first,
         "sm_clock_mhz": None,
         "power_watts": None,
-        **{name: mean(reading[name] for reading in readings) for name in readings[0]},
     }
+    for name in readings[0]:
+        row[name] = mean(reading[name] for reading in readings)
     return row, Documents(*(total / steps for total in documents))
 
 

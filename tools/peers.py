@@ -62,11 +62,11 @@ def fla_model(
     family = find_family(model)
     kind = getattr(peers, family)
     if weights is None:
-        fields = {
-            key: value for key, value in config_to_hf(family, model).items() if key not in OURS
-        }
+        fields = config_to_hf(family, model)
+        fields = {key: value for key, value in fields.items() if key not in OURS}
+        options = getattr(peers, family.replace("ForCausalLM", "Config"))
         with device:  # RWKV-7 draws orthogonal matrices, which takes minutes on a CPU
-            network = kind(getattr(peers, family.replace("ForCausalLM", "Config"))(**fields))
+            network = kind(options(**fields))
     else:
         network = kind.from_pretrained(weights, dtype=torch.float32)
     network = network.to(device).train()

@@ -129,11 +129,11 @@ def train_fla(args: argparse.Namespace, keys: list[str]) -> None:
 
 def compared(runs: list[Path]) -> str:
     """How far apart two runs end, by the steps that both have."""
-    lines = [
-        [line for line in json_lines(run / METRICS, dict[str, float]) if "loss" in line]
-        for run in runs
-    ]
-    losses = [{line["step"]: line["loss"] for line in of_run} for of_run in lines]
+    # Losses of each run by step.
+    losses: list[dict[float, float]] = []
+    for run in runs:
+        lines = json_lines(run / METRICS, dict[str, float])
+        losses.append({line["step"]: line["loss"] for line in lines if "loss" in line})
     steps = sorted(losses[0].keys() & losses[1])[-LAST:]
     ours, theirs = (mean(of_run[step] for step in steps) for of_run in losses)
     apart = abs(ours / theirs - 1)

@@ -85,8 +85,8 @@ class AllToAllDispatch:
         self.first = here * ranks.rank
         self.pending: list[dist.Work] = []
         self.choices, self.arriving = (
-            _Exchange.apply(spread(given, self.sent, impl), to, of, self.group, self.pending)
-            for given in (choices, x)
+            _Exchange.apply(spread(rows, self.sent, impl), to, of, self.group, self.pending)
+            for rows in (choices, x)
         )
 
     @torch.compiler.disable

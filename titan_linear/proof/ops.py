@@ -1,5 +1,5 @@
 """Ops and mixers of the run's model: split among ranks, against float64, documents alone,
-repeated.
+prefix trees, repeated.
 """
 
 from __future__ import annotations
@@ -364,6 +364,48 @@ def _changed(
         for name, x in after.items():
             x[:, document] = before.tokens[name][:, document]
         yield n, before, Results(after, {})
+
+
+def trees(subject: Subject, case: Case) -> Findings:
+    """Check leaves of prefix trees: the shortest, the longest, and one between.
+
+    Their documents' shares in outputs and gradients must be the same as alone. Changing a
+    leaf must change only its own outputs, and only gradients on its path.
+    """
+    subject = replace(subject, on_trees=True)
+    nodes = next(iter(subject.loader(0, subject.degrees.dp))).nodes
+    lengths = np.diff(nodes.edges)
+    leaves = sorted(nodes.leaves[nodes.parents[nodes.leaves] >= 0], key=lengths.__getitem__)
+    error, alone_at, change, changed_at = 0.0, "", 0.0, ""
+    with repeatable():
+        before = split_among_ranks(subject, case, subject.dtype, subject.config.model.impl)
+        # Each leaf's path has the tokens of all nodes from the root to it.
+        for leaf in dict.fromkeys([*leaves[:1], *leaves[len(leaves) // 2 :][:1], *leaves[-1:]]):
+            own = slice(*nodes.edges[leaf : leaf + 2])
+            _, on_path = nodes.on_paths(leaf[None])
+            path = np.concatenate([np.arange(*nodes.edges[n : n + 2]) for n in on_path])
+            said = subject.document(own.start)
+            # Gradients of outputs off the path are zero, as for the document alone.
+            dy = torch.zeros_like(case.dy)
+            dy[:, path] = case.dy[:, path]
+            shares = split_among_ranks(subject, replace(case, dy=dy), torch.float64, "torch").tokens
+            of_path = alone(subject, case, path, len(path))
+            # Change the leaf, and look for changes elsewhere.
+            for name, x in after_change(subject, case, own).items():
+                difference = (x.double() - before.tokens[name].double()).abs()
+                difference[:, own if name == "y" else path] = 0
+                if not difference.max() <= change:
+                    change, changed_at = difference.max().item(), f"{name}, by {said}"
+                # Compare the document's share with the document alone.
+                share = shares[name]
+                apart = off(share[:, path], of_path[name], SMALL * share.norm().item())
+                if not apart <= error:
+                    error, alone_at = apart, f"{name}, {said}"
+    what = f"{case}, cp {subject.degrees.cp}"
+    in_trees = f"{what}, in a prefix tree and alone, float64"
+    yield Finding("trees", in_trees, error, case.bound, alone_at)
+    what += f": what changing a leaf changes of others, {short(subject.dtype)}"
+    yield Finding("trees", what, change, 0.0, changed_at)
 
 
 def repeated(subject: Subject, case: Case) -> Findings:

@@ -148,12 +148,11 @@ def open_own(path: Path, mode: str) -> IO[Any]:
     """
     assert mode[0] == "a", mode
     encoding = None if "b" in mode else "utf-8"
-    return open(
-        path,
-        mode,
-        encoding=encoding,
-        opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666),
-    )
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+
+    return open(path, mode, encoding=encoding, opener=opener)
 
 
 def sync(path: Path, *, forget: bool = False) -> Path:

@@ -136,22 +136,19 @@ class Texts:
             "preference": Preferences,
             "tree": partial(Trees, columns=self.columns),
         }
-        return (
-            self.tokenizer
-            if self.dataset_format == "text"
-            else makers[self.dataset_format](self.tokenizer)
-        )
+        if self.dataset_format == "text":
+            return self.tokenizer
+        return makers[self.dataset_format](self.tokenizer)
 
     @property
     def all_columns(self) -> dict[str, str]:
         """Return all columns, including the structure of trees and the weights of answers."""
-        trees = self.dataset_format == "tree" or self.share_prefixes
-        weighted = self.dataset_format not in ("text", "tokens")
-        return {
-            **self.columns,
-            **({BACK: "<i4"} if trees else {}),
-            **({WEIGHTS: "<f4"} if weighted else {}),
-        }
+        columns = dict(self.columns)
+        if self.dataset_format == "tree" or self.share_prefixes:
+            columns[BACK] = "<i4"
+        if self.dataset_format not in ("text", "tokens"):
+            columns[WEIGHTS] = "<f4"
+        return columns
 
     @property
     def group(self) -> int:
@@ -163,14 +160,10 @@ class Texts:
 
         It is independent of paths and times. Reads all files.
         """
-        content = hashlib.blake2b(
-            json.dumps(self._how).encode("utf-8", "surrogateescape"), digest_size=16
-        )
+        content = hashlib.blake2b(_encoded(json.dumps(self._how)), digest_size=16)
         try:
             for file in progress(self.files, f"reading {self.dataset}"):
-                content.update(
-                    f"\n{file.suffix} {file.stat().st_size}\n".encode("utf-8", "surrogateescape")
-                )
+                content.update(_encoded(f"\n{file.suffix} {file.stat().st_size}\n"))
                 add_file(file, content)
         except OSError as error:
             raise _unreadable(error) from error
@@ -178,7 +171,9 @@ class Texts:
 
     def documents(self, file: Path) -> Iterator[Document]:
         """Yield the documents of one of the files."""
-        fields = [*self.columns, *filter(None, [self.group_field])]
+        fields = list(self.columns)
+        if self.group_field:
+            fields.append(self.group_field)
         return read_documents(self.dataset, file, self.text_field, self.dataset_format, fields)
 
     @property
@@ -187,17 +182,14 @@ class Texts:
         field_or_format = self.text_field if self.dataset in FIELD_SOURCES else None
         if self.dataset_format != "text":
             field_or_format = self.encoder.fingerprint
-        sharing = [f"shared by {self.group_field}, 2"] if self.share_prefixes else []
-        kind = format_of(self.all_columns)
-        return [
-            kind,
-            self.dataset,
-            field_or_format,
-            self.tokenizer.fingerprint,
-            *(f"{name}, 2" for name in sorted(self.columns)),
-            *sharing,
-            *[f"seq_len {self.seq_len}"] * bool(self.seq_len),
-        ]
+        how = [format_of(self.all_columns), self.dataset, field_or_format]
+        how.append(self.tokenizer.fingerprint)
+        how += [f"{name}, 2" for name in sorted(self.columns)]
+        if self.share_prefixes:
+            how.append(f"shared by {self.group_field}, 2")
+        if self.seq_len:
+            how.append(f"seq_len {self.seq_len}")
+        return how
 
     @property
     def key(self) -> str:
@@ -205,14 +197,14 @@ class Texts:
 
         Files enter it by their paths, sizes and times.
         """
+        stats = []
         try:
-            stats = [
-                (str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in self.files
-            ]
+            for file in self.files:
+                stat = file.stat()
+                stats.append((str(file), stat.st_size, stat.st_mtime_ns))
         except OSError as error:
             raise _unreadable(error) from error
-        key = json.dumps([*self._how, stats])
-        return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
+        return hashlib.sha256(_encoded(json.dumps([*self._how, stats]))).hexdigest()[:24]
 
 
 def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool = False) -> Corpus:
@@ -257,12 +249,9 @@ def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool
             f"{t.path_key} = {t.path!r}: written with tokenizer {corpus.info['tokenizer']['fingerprint']!r}, but "
             f"model.tokenizer_path gives {t.tokenizer.fingerprint!r}; set the tokenizer that it was written with"
         )
-    if (
-        t.dataset != "tokens"
-        and t.on_bad_document == "stop"
-        and (source := corpus.info["source"]).get("skipped_bad")
-    ):
-        raise ValueError(f"{source['bad'][0]}; {_SKIP} ({source['skipped_bad']:,} in all)")
+    stops = t.dataset != "tokens" and t.on_bad_document == "stop"
+    if stops and (bad := corpus.info["source"].get("skipped_bad")):
+        raise ValueError(f"{corpus.info['source']['bad'][0]}; {_SKIP} ({bad:,} in all)")
     return corpus
 
 
@@ -330,6 +319,11 @@ def _paths_when_written(corpus: Corpus) -> tuple[str, ...] | None:
     if len(paths) != len(corpus.files) - 1:
         raise unfitting(path)
     return paths
+
+
+def _encoded(text: str) -> bytes:
+    """Return a text with paths in it as bytes."""
+    return text.encode("utf-8", "surrogateescape")
 
 
 def _unreadable(error: OSError) -> ValueError:
@@ -414,10 +408,8 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
     bar = progress(None, doing, total, initial=journal.size, unit="B", unit_scale=True, smoothing=0)
     # A chat template runs in a worker (chat.py).
     least = int(texts.dataset_format in ("messages", "preference") and may_have_children())
-    with (
-        bar,
-        closing(tokenise(texts.encoder, documents, max(least, worker_count(total)))) as encoded,
-    ):
+    workers = max(least, worker_count(total))
+    with bar, closing(tokenise(texts.encoder, documents, workers)) as encoded:
         held: list[Held] = []
         for document, tokens in encoded:
             # Documents that may share a tree wait until one comes that does not join them.
@@ -457,13 +449,11 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
     # A corpus needs a document, and where tokens are weighted, one token that counts.
     if not journal.num_documents:
         more = f" and {len(texts.files) - 1:,} more" if len(texts.files) > 1 else ""
-        found = (
-            f"bad documents: {journal.skipped_bad:,}, the first {journal.bad[0]}"
-            if journal.bad
-            else "all empty"
-        )
+        why = "all empty"
+        if journal.bad:
+            why = f"bad documents: {journal.skipped_bad:,}, the first {journal.bad[0]}"
         raise ValueError(
-            f"{texts.path_key} has no text in {texts.files[0]}{more}: {found}; give other files"
+            f"{texts.path_key} has no text in {texts.files[0]}{more}: {why}; give other files"
         )
     if WEIGHTS in journal.columns and not journal.num_answer_tokens:
         raise ValueError(

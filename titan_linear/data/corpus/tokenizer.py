@@ -123,10 +123,10 @@ class Tokenizer(Protocol):
             ValueError: the tokenizer refuses the text; UnicodeEncodeError if the text is
                 not UTF-8.
         """
-        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[ndarray]:
         """Return `encode` of each text, in parallel where the tokenizer can."""
+        return [self.encode(text) for text in texts]
 
     def continuing(self) -> Tokenizer:
         """Return this tokenizer for texts that continue another.
@@ -163,10 +163,10 @@ class ByteTokenizer(Tokenizer):
     fingerprint = "bytes-257"
     summary = "tokenizer: none, bytes are tokens (model.tokenizer_path)"
 
-    def encode_batch(self, texts: Sequence[str]) -> list[ndarray]:
-        encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
+    def encode(self, text: str) -> ndarray:
+        data = text.encode("utf-8", "surrogateescape")
         # The type on disk, uint16, because a document may be large.
-        return [np.frombuffer(data, dtype=np.uint8).astype(np.uint16) for data in encoded]
+        return np.frombuffer(data, dtype=np.uint8).astype(np.uint16)
 
     def continuing(self) -> ByteTokenizer:
         return self
@@ -305,6 +305,9 @@ class HuggingFaceTokenizer(Tokenizer):
             if known
             else f"{line}\nwarning: it drops characters that it does not know: no token stands for them"
         )
+
+    def encode(self, text: str) -> ndarray:
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[ndarray]:
         for text in texts:
