@@ -131,7 +131,11 @@ def fla(case: Case, cu: Tensor, layout: str) -> Callable[..., Tensor]:
 
     width = TAPS if case.op == "conv" else None
     context = context_of(
-        cu.cuda(), dist.group.WORLD, conv1d_kernel_size=width, cu_seqlens_cpu=cu, layout=layout
+        cu.cuda(),
+        dist.group.WORLD,
+        conv1d_kernel_size=width,
+        cu_seqlens_cpu=cu,
+        layout=layout,
     )
     return case.function(OPS[case.op].fla, cp_context=context)
 
@@ -149,6 +153,7 @@ def tflops(H: int, bounds: Tensor, ranks: int, times: Row) -> str:
 
 def add_rows(args: argparse.Namespace, case: Case, watch: Stopwatch, found: Table) -> None:
     """Add the rows of an op. The case has all tokens, of which each rank takes its part."""
+    # Layout "alone" has the documents of one rank's tokens.
     ranks = dist.get_world_size()
     for whose, documents, layout in rows(case.op, args.documents, args.layouts, args.peers):
         cu = boundaries(documents, case.T // ranks if layout == "alone" else case.T)
@@ -157,6 +162,7 @@ def add_rows(args: argparse.Namespace, case: Case, watch: Stopwatch, found: Tabl
             x = make_inputs(own)
         fn = fla(case, cu, layout) if whose else ours(case, cu, layout, args.node_size)
         times = TimedFunction(fn, x).times(watch)
+        # Attention's work is shared by the ranks that share the stream.
         sharing = ranks if layout in LAYOUTS else 1
         setting = {
             "op": case.op,

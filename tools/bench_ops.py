@@ -330,6 +330,7 @@ class Comparison:
 
 def add_op(comparison: Comparison, args: argparse.Namespace, case: Case, documents: str) -> None:
     """Add rows of ours and of each of the others that can run the case."""
+    # The inputs, and the functions that take them.
     op = OPS[case.op]
     edges = PACKED if documents == "packed" else (0, case.T)
     cu = torch.tensor(edges, dtype=torch.int32, device=comparison.watch.device)
@@ -356,7 +357,10 @@ def add_op(comparison: Comparison, args: argparse.Namespace, case: Case, documen
 
 
 def add_experts(
-    comparison: Comparison, model: str, T: int, libraries: Mapping[str, Library]
+    comparison: Comparison,
+    model: str,
+    T: int,
+    libraries: Mapping[str, Library],
 ) -> None:
     """Add rows of the experts of a model's layer."""
     config = preset(*model.split("/"))
@@ -415,7 +419,11 @@ def head_counts(text: str) -> tuple[int, int]:
 
 
 def op_parser(
-    prog: str, about: str, ops: list[str], tokens: list[int], heads: list[tuple[int, int]]
+    prog: str,
+    about: str,
+    ops: list[str],
+    tokens: list[int],
+    heads: list[tuple[int, int]],
 ) -> argparse.ArgumentParser:
     """Options of both benches of ops, with their defaults."""
     parser = command_parser(prog, about)
@@ -444,12 +452,14 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise ValueError("tools.bench_ops times the kernels of a GPU, and there is none here")
+    # Experts instead of ops, if asked for.
     comparison = Comparison()
     if args.experts is not None:
         libraries = {"ours": ours, **(LAYERS if args.peers else {})}
         for model, T in product(args.experts or EXPERTS, args.tokens):
             add_experts(comparison, model, T, libraries)
         return 0
+    # Packed documents have one length in all.
     for op, T, heads, dims in shapes(args):
         for documents in ["one"] + ["packed"] * (PACKED[-1] == T):
             add_op(comparison, args, Case(op, T, *heads, *dims), documents)

@@ -126,6 +126,7 @@ def products(bench: Bench) -> Figures:
     def many(x: Tensor, weight: Tensor) -> object:
         return grouped.linear(x, weight, counts), grouped.outer(x, x, counts)
 
+    # The work with square weights of each width.
     def rates(work: Callable[..., object], rows: int, weights: int, widths: tuple[int, ...]) -> Any:
         found = []
         for width in widths if bench.gpu else (64, 128):
@@ -176,6 +177,7 @@ def attentions(bench: Bench) -> Figures:
     document and several."""
     rates: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
     T, H = (32768, 8) if bench.gpu else (256, 2)
+    # Kernels of one document and of several, which may be the same.
     for D in (64, 128, 256) if bench.gpu else (32,):
         x = {name: bench.randn(1, T, H, D) for name in "qkv"}
         for documents in (1, 4):
@@ -207,7 +209,11 @@ class Operators(TorchDispatchMode):
         self.marks: list[tuple[str, Moment, Moment]] = []
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple = (), kwargs: Any = None
+        self,
+        function: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: Any = None,
     ) -> Any:
         if function.namespace != "titan_linear":
             return function(*args, **(kwargs or {}))
@@ -237,7 +243,11 @@ def by_operator(bench: Bench, whole: tuple[str, str], passes: TimedFunction) -> 
             end = Moment(bench.device)
         both = turn.since(begin), end.since(turn)
         rounds.append(seen.seconds() or dict(zip(whole, both, strict=True)))
-    return {name: median(seconds[name] for seconds in rounds[1:]) for name in rounds[0]}
+    # The first round compiles.
+    medians = {}
+    for name in rounds[0]:
+        medians[name] = median(seconds[name] for seconds in rounds[1:])
+    return medians
 
 
 def operators(bench: Bench) -> Figures:
@@ -283,7 +293,12 @@ def convolution(bench: Bench) -> dict[str, tuple[float, float]]:
 
 
 def recurrence(
-    bench: Bench, rule: str, options: Mapping[str, Any], heads: int, *, may_split: bool = False
+    bench: Bench,
+    rule: str,
+    options: Mapping[str, Any],
+    heads: int,
+    *,
+    may_split: bool = False,
 ) -> dict[str, float]:
     """Seconds by operator for one document, with the rule called as mixers call it."""
     dim = OPS[rule].dims[0]
@@ -316,6 +331,7 @@ def links(bench: Bench) -> Figures:
     itself would also wait for the later rank, so those after it are timed."""
     if not dist.is_initialized():
         return {"node": None}
+    # Each rank sends `part` numbers to every other.
     W = dist.get_world_size()
     part = (32 << 20 if bench.gpu else 4096) // W
     sent, received = bench.randn(2, W * part)
@@ -327,12 +343,14 @@ def links(bench: Bench) -> Figures:
             dist.all_to_all_single(others, small)
             others.add_(1)  # as what is received is used before the next is sent
 
+    # The time of each message after the first.
     latency = max(bench.seconds(lambda: messages(9)) - bench.seconds(lambda: messages(1)), 0.0) / 8
 
     def rate(moved: int, exchange: Callable[[], object]) -> float:
         seconds = bench.seconds(exchange)
         return moved / max(seconds - latency, seconds / 2)
 
+    # Bytes per second of what a rank sends.
     own = received[:part]
     moved = own.nbytes * (W - 1)
     rates = {
@@ -370,6 +388,7 @@ PARTS = (bandwidths, products, launches, links, offload, attentions, operators)
 
 def measured() -> Figures:
     """Measure all `Rates` (planner/machine.py). The first rank reports each part on stderr."""
+    # The device, or the host as one.
     bench = Bench()
     name = platform.processor() or platform.machine()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -379,6 +398,7 @@ def measured() -> Figures:
         name = properties.name
         memory = properties.total_memory
         peak = known_peak(name)
+    # Each part adds its figures.
     rates: Figures = {"gpu": name, "memory_gib": memory / GIB}
     for part in PARTS:
         begin = time.perf_counter()
@@ -386,6 +406,7 @@ def measured() -> Figures:
         seconds = time.perf_counter() - begin
         rates |= figures
         say(f"{part.__name__}, {seconds:.0f} s: {json.dumps(figures)}", file=sys.stderr)
+    # Where they were measured.
     processes = dist.get_world_size() if dist.is_initialized() else 1
     how = f"{processes} processes, {torch.get_num_threads()} threads"
     fastest = max(rate for _, rate in rates["products"])
@@ -402,10 +423,12 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.out and not Path(args.out).parent.is_dir():
         raise ValueError(f"--out {args.out}: there is no such folder")
+    # Measure, under torchrun together with the other processes.
     ignore_warnings_of_torch()
     own_device()
     with process_group(timedelta(minutes=10)) if "RANK" in os.environ else nullcontext():
         rates = measured()
+    # Four digits are enough.
     digits = json.loads(json.dumps(rates), parse_float=lambda x: float(f"{float(x):.4g}"))
     text = json.dumps(digits, indent=1)
     if not args.out:

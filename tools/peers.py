@@ -59,6 +59,7 @@ def fla_model(
     """
     import fla.models as peers
 
+    # Its class and its configuration; weights from a folder or drawn.
     family = find_family(model)
     kind = getattr(peers, family)
     if weights is None:
@@ -141,6 +142,7 @@ class Peer:
 
     def train_step(self) -> HostCopy:
         """Do a step; its loss (nats per token) and gradient norm are on their way to the host."""
+        # The batches of a step, and the number of their labels.
         self.done += 1
         t = self.config.training
         batches = [next(self.batches) for _ in range(t.global_batch_size // t.local_batch_size)]
@@ -153,6 +155,7 @@ class Peer:
                 loss = self.loss(self.model, moved(batch, self.device)) / valid
             loss.backward()
             total += loss.detach()
+        # Clip, and step with the run's learning rate.
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), t.max_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate_at(self.config, self.done)

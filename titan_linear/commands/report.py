@@ -108,7 +108,9 @@ def main(argv: list[str]) -> int:
     keys = differences(args.runs)
     # There is a column for each property that any of the runs has.
     head = list(dict.fromkeys(chain.from_iterable(runs)))
-    rows = [[run.get(name, NONE) for name in head] for run in runs]
+    rows = []
+    for run in runs:
+        rows.append([run.get(name, NONE) for name in head])
     if args.html:
         write_whole(args.html, page(args.runs, list(zip(head, *rows, strict=True)), keys))
         print(f"{args.html}: {args.html.stat().st_size / 1000:,.0f} kB")

@@ -79,10 +79,17 @@ class WholeMatrices:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         # Which matrices are cut, and which are whole on this rank.
-        parts = [parts_of(name, stack, self.size) for name, stack in stacks.items()]
-        self.cut = [m for i, ranks in enumerate(parts) for m in _cut(i, self.shapes[i], ranks)]
-        self.first = [ranks[self.rank].matrices.start for ranks in parts]
-        self.whole = [i for i, ranks in enumerate(parts) if not _is_cut(self.shapes[i], ranks)]
+        self.cut: list[Matrix] = []
+        self.whole: list[int] = []
+        # For each stack, the first of its matrices of which this rank has a part.
+        self.first: list[int] = []
+        for i, (name, stack) in enumerate(stacks.items()):
+            parts = parts_of(name, stack, self.size)
+            self.first.append(parts[self.rank].matrices.start)
+            if _is_cut(self.shapes[i], parts):
+                self.cut += _cut(i, self.shapes[i], parts)
+            else:
+                self.whole.append(i)
         # The largest matrices first, each to the rank with the least work so far.
         loads = [0] * self.size
         for m in sorted(self.cut, key=lambda m: -m.work):
@@ -107,7 +114,7 @@ class WholeMatrices:
         """
         # Matrices that are whole here, then matrices gathered here.
         stacks = [_stacked(part.to(self.device)) for part in parts]
-        here = [matrix for i in self.whole for matrix in stacks[i]]
+        here = chain.from_iterable(stacks[i] for i in self.whole)
         results = iter(fn([*here, *self._gather(stacks)]))
         # Results go back in the same order.
         found = [torch.empty_like(stack) for stack in stacks]
@@ -160,7 +167,10 @@ class WholeMatrices:
         return stacks[m.stack][m.number - self.first[m.stack]]
 
     def _exchange(
-        self, sent: list[list[Tensor]], shapes: list[list[torch.Size]], dtype: torch.dtype
+        self,
+        sent: list[list[Tensor]],
+        shapes: list[list[torch.Size]],
+        dtype: torch.dtype,
     ) -> list[Iterator[Tensor]]:
         """Exchange tensors between all ranks.
 
@@ -181,7 +191,10 @@ class WholeMatrices:
         received = flat.new_empty(sum(of))
         dist.all_to_all_single(received, flat, of, to)
         parts = iter(received.split(list(chain.from_iterable(sizes))))
-        return [iter([next(parts).view(shape) for shape in of_rank]) for of_rank in shapes]
+        tensors = []
+        for of_rank in shapes:
+            tensors.append(iter([next(parts).view(shape) for shape in of_rank]))
+        return tensors
 
 
 def parts_of(name: str, stack: Tensor, ranks: int) -> dict[int, Part]:
@@ -229,9 +242,7 @@ def _is_cut(shape: torch.Size, parts: dict[int, Part]) -> bool:
 
 
 def _cut(stack: int, shape: torch.Size, parts: dict[int, Part]) -> list[Matrix]:
-    """Return the stack's matrices if ranks have cut them, else an empty list."""
-    if not _is_cut(shape, parts):
-        return []
+    """Return the matrices of a stack that ranks have cut."""
     count = max(part.matrices.stop for part in parts.values())
     matrices = [Matrix(stack, i, shape, {}) for i in range(count)]
     for rank, part in parts.items():

@@ -344,7 +344,12 @@ class LocalGroup(dist.ProcessGroup):
         return self.meet("reduce_scatter", x, out, opts.reduceOp)
 
     def all_to_all_single(
-        self, out: Tensor, x: Tensor, out_sizes: list[int], sizes: list[int], _: Any
+        self,
+        out: Tensor,
+        x: Tensor,
+        out_sizes: list[int],
+        sizes: list[int],
+        _: Any,
     ) -> Work:
         return self.meet("all_to_all", x, out, (out_sizes, sizes))
 

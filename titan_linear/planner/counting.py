@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -163,7 +164,7 @@ def count(block: Block, x: Tensor, plan: BatchPlan, values: Tensor | None = None
 
 
 def _bytes(calls: Iterable[Call]) -> int:
-    return sum(x.nbytes for call in calls for x in call.outputs)
+    return sum(x.nbytes for x in chain.from_iterable(call.outputs for call in calls))
 
 
 class _Seen(TorchDispatchMode):
@@ -194,7 +195,11 @@ class _Seen(TorchDispatchMode):
         self.turned = 0
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple = (), kwargs: Any = None
+        self,
+        function: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: Any = None,
     ) -> Any:
         out = function(*args, **(kwargs or {}))
         inputs = _tensors((args, kwargs))
@@ -350,7 +355,11 @@ class _OneKernelNorms(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple = (),
+        kwargs: Any = None,
     ) -> Any:
         if function is F.rms_norm:
             return _Norm.apply(args[0], kwargs["weight"])

@@ -138,7 +138,12 @@ def _(mixer: ShortConv, draw: Draws) -> Iterator[Case]:
 
 
 def _attention(
-    draw: Draws, heads: int, kv_heads: int, D: int, Dv: int, scale: float | None = None
+    draw: Draws,
+    heads: int,
+    kv_heads: int,
+    D: int,
+    Dv: int,
+    scale: float | None = None,
 ) -> Case:
     def run(x, plan, impl):
         return attention(**x, scale=scale, method=draw.cp_method, **plan.documents)
@@ -302,6 +307,7 @@ def _(mixer: RWKV7, draw: Draws) -> Iterator[Case]:
         r, w, *others = (inputs(x)[name] for name in "rwkvab")
         return recurrent_dplr(r, *others, log_decay(w), scale=1.0, cu_seqlens=cu_seqlens)[0]
 
+    # All inputs and the output have the same shape.
     tokens = draw.tokens(**dict.fromkeys("rwkvab", shape), dy=shape)
     yield Case(mixer.op, tokens, tokens.pop("dy"), run, oracle, {"": 3.0, "w": 6.0})
     yield _convolution(draw, (math.prod(shape),), 2, activation=None)

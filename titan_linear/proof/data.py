@@ -248,7 +248,12 @@ def _splits(G: int) -> list[tuple[int, int]]:
 
 
 def _taken(
-    subject: Subject, G: int, dp: int, local: int, dp_rank: int, step: int
+    subject: Subject,
+    G: int,
+    dp: int,
+    local: int,
+    dp_rank: int,
+    step: int,
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield a rank's streams of a step, and their tokens, in a run that resumed at that
     step.

@@ -68,7 +68,8 @@ def loss(subject: Subject) -> Findings:
     for dtype, impl in dict.fromkeys(pairs):
         got = results(dtype, partial(chunked, impl=impl))
         errors = {name: off(got[name], exact[name]) for name in exact}
-        bounds = dict.fromkeys(errors, DELTA if dtype == torch.float64 else OF_LOSS * UNIT[dtype])
+        bound = DELTA if dtype == torch.float64 else OF_LOSS * UNIT[dtype]
+        bounds = dict.fromkeys(errors, bound)
         name = worst(errors, bounds)
         what = "loss, against the definition"
         yield Finding(f"implementation, {short(dtype)}", what, errors[name], bounds[name], name)

@@ -8,6 +8,7 @@ import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -175,7 +176,10 @@ def _bounds(subject: Subject) -> Tensor:
 
 
 def plan_of(
-    subject: Subject, bounds: Tensor, num_streams: int = 1, later: Later | None = None
+    subject: Subject,
+    bounds: Tensor,
+    num_streams: int = 1,
+    later: Later | None = None,
 ) -> BatchPlan:
     """Return the plan of documents with these boundaries, computed by hand."""
     positions = torch.cat([torch.arange(n) for n in bounds.diff().tolist()]).to(subject.device)
@@ -187,7 +191,11 @@ def plan_of(
 
 
 def _compared(
-    subject: Subject, case: Case, got: Results, want: Results, dtype: torch.dtype
+    subject: Subject,
+    case: Case,
+    got: Results,
+    want: Results,
+    dtype: torch.dtype,
 ) -> tuple[float, float, str]:
     """Return the worst error, its bound, and its place."""
     ours = got.tokens | got.parameters
@@ -210,7 +218,12 @@ def _bound(case: Case, name: str, dtype: torch.dtype) -> float:
 
 
 def _where(
-    subject: Subject, case: Case, name: str, got: Tensor, want: Tensor, of_tokens: bool
+    subject: Subject,
+    case: Case,
+    name: str,
+    got: Tensor,
+    want: Tensor,
+    of_tokens: bool,
 ) -> str:
     """Describe in words the result, its worst head, and where the error begins.
 
@@ -380,7 +393,8 @@ def trees(subject: Subject, case: Case) -> Findings:
     with repeatable():
         before = split_among_ranks(subject, case, subject.dtype, subject.config.model.impl)
         # Each leaf's path has the tokens of all nodes from the root to it.
-        for leaf in dict.fromkeys([*leaves[:1], *leaves[len(leaves) // 2 :][:1], *leaves[-1:]]):
+        places = {0, len(leaves) // 2, len(leaves) - 1} if leaves else ()
+        for leaf in (leaves[place] for place in sorted(places)):
             own = slice(*nodes.edges[leaf : leaf + 2])
             _, on_path = nodes.on_paths(leaf[None])
             path = np.concatenate([np.arange(*nodes.edges[n : n + 2]) for n in on_path])
@@ -439,5 +453,5 @@ def may_differ(subject: Subject, layers: Iterable[int]) -> bool:
     Results of softmax attention on GPUs may, unless algorithms are deterministic: its
     fastest kernels add in any order.
     """
-    mixers = [mixer for i in layers for mixer in subject.model.layers[i].mixers]
+    mixers = chain.from_iterable(subject.model.layers[i].mixers for i in layers)
     return subject.device.type != "cpu" and not all(mixer.linear for mixer in mixers)

@@ -300,7 +300,11 @@ class Checkpointer:
         self._longest = max(self._longest, time.monotonic() - begun)
 
     def _fill(
-        self, tmp: Path, state: dict[str, Any], progress: Progress, planner: dcp.SavePlanner | None
+        self,
+        tmp: Path,
+        state: dict[str, Any],
+        progress: Progress,
+        planner: dcp.SavePlanner | None,
     ) -> tuple[Manifest, str]:
         """Write everything but the manifest.
 

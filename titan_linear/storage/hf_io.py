@@ -164,6 +164,7 @@ def check_folder(
     Raises:
         ValueError: naming file and tensor, or an option.
     """
+    # The folder's model may differ in free options only.
     family, theirs = read_model(path, model.mtp_layers)
     changed = differences(theirs, model)
     differing = [
@@ -176,6 +177,7 @@ def check_folder(
             f"'{path / CONFIG}' is another model: {', '.join(differing)}; use model.flavor = 'hf', or this model's "
             "folder"
         )
+    # Raises if the family cannot express the change.
     if changed:
         config_to_hf(family, model)
     folder = open_folder(path)
@@ -291,12 +293,14 @@ def _index(path: Path) -> dict[str, str]:
     if (path / SINGLE).is_file():
         return dict.fromkeys(read_header(path / SINGLE), SINGLE)
     # No weights that can be read: find the best remedy.
-    pickles = [file.name for pattern in PICKLES for file in sorted(path.glob(pattern))]
+    pickles = sorted(chain.from_iterable(map(path.glob, PICKLES)))
     remedy = "give the folder of a model with its weights"
     if shards := sorted(path.glob("*.safetensors")):
         remedy = f"fetch {INDEX} too, which says what {shards[0].name} and other shards hold"
     elif pickles:
-        remedy = f"{pickles[0]} is a pickle file, which is never loaded: convert it to safetensors"
+        remedy = (
+            f"{pickles[0].name} is a pickle file, which is never loaded: convert it to safetensors"
+        )
     raise ValueError(f"'{path}' holds neither {INDEX} nor {SINGLE}; {remedy}")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
@@ -99,7 +100,8 @@ def stored_tensors(
 ) -> dict[str, Stored]:
     """Return the tensors that DCP has written, from the arguments of `Writer.finish`."""
     # The place of each slice, by tensor and offsets.
-    where = {result.index: result.storage_data for of_rank in results for result in of_rank}
+    written = chain.from_iterable(results)
+    where = {result.index: result.storage_data for result in written}
     tensors = {}
     for name, tensor in metadata.state_dict_metadata.items():
         stored = Stored(dtype=str(tensor.properties.dtype), size=list(tensor.size), chunks=[])

@@ -463,7 +463,10 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
 
 
 def _parts(
-    document: Document, tokens: Any, texts: Texts, journal: Journal
+    document: Document,
+    tokens: Any,
+    texts: Texts,
+    journal: Journal,
 ) -> Sequence[DocumentTokens]:
     """Return a record's documents; none if it is empty.
 
@@ -511,7 +514,10 @@ def _check_length(parts: Sequence[DocumentTokens], texts: Texts) -> None:
 
 
 def _joins(
-    held: Sequence[Held], document: Document, parts: Sequence[DocumentTokens], texts: Texts
+    held: Sequence[Held],
+    document: Document,
+    parts: Sequence[DocumentTokens],
+    texts: Texts,
 ) -> bool:
     """Whether a record's document may share a tree with the waiting ones.
 

@@ -168,6 +168,7 @@ class Preferences(RecordEncoder):
         self.fingerprint = f"preference-2 {self._chats.fingerprint if self._chats else ''}"
 
     def encode(self, record: Record) -> list[DocumentTokens]:
+        # Encode both answers, as texts or as messages.
         answers = [record["chosen"], record["rejected"]]
         asked = {name: record[name] for name in QUESTIONS if record.get(name)}
         if all(isinstance(text, str) for text in (*answers, *asked.values())):
@@ -211,7 +212,9 @@ def _conversations(answers: list[Any], asked: Record) -> list[list[Record]]:
     chats = [_as_messages(answer, ANSWERER) for answer in answers]
     for name, value in asked.items():
         question = _as_messages(value, "user")
-        if value in answers or all(message in chat for chat in chats for message in question):
+        chosen, rejected = chats
+        repeated = all(message in chosen and message in rejected for message in question)
+        if value in answers or repeated:
             continue
         if any(chat[0].get("role") != ANSWERER for chat in chats):
             raise Problem(f"no answer follows the question {name!r}; {_ONE_QUESTION}")
@@ -314,7 +317,10 @@ class Conversations(RecordEncoder):
         return _Writer(self._templates[name].programs, variables)
 
     def _rendered(
-        self, write: _Writer, messages: list[Record], weights: list[float | None]
+        self,
+        write: _Writer,
+        messages: list[Record],
+        weights: list[float | None],
     ) -> tuple[str, Answers]:
         """Return a conversation's text, and its ranges to train on with their weights.
 
@@ -366,7 +372,10 @@ class _Writer(NamedTuple):
     variables: dict[str, Any]
 
     def __call__(
-        self, messages: list[Record], program: jinja2.Template | None = None, **variables: Any
+        self,
+        messages: list[Record],
+        program: jinja2.Template | None = None,
+        **variables: Any,
     ) -> str:
         defaults = {"add_generation_prompt": False}
         values = {**defaults, **self.variables, **variables, "messages": messages}
@@ -637,7 +646,11 @@ def _to_json(
 ) -> str:
     """The filter `tojson`. jinja2's own escapes HTML."""
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
     )
 
 

@@ -110,7 +110,11 @@ def with_columns(
 
 
 def column_of(
-    name: str, value: Any, tokens: int, widths: MutableMapping[str, int], vocab_size: int
+    name: str,
+    value: Any,
+    tokens: int,
+    widths: MutableMapping[str, int],
+    vocab_size: int,
 ) -> ndarray:
     """Return a column of a document, [tokens] or [tokens, width] float64.
 

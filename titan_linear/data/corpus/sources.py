@@ -129,7 +129,11 @@ class _Fields:
     columns: tuple[str, ...] = ()
 
     def document(
-        self, record: Json, origin: str, size: float, names: Collection[str] = ()
+        self,
+        record: Json,
+        origin: str,
+        size: float,
+        names: Collection[str] = (),
     ) -> Document:
         """Return the document of a record.
 
@@ -207,7 +211,10 @@ class _Saved(BaseModel):
 
 
 def source_files(
-    dataset: str, dataset_path: str | None, *, path_key: str = "training.dataset_path"
+    dataset: str,
+    dataset_path: str | None,
+    *,
+    path_key: str = "training.dataset_path",
 ) -> list[Path]:
     """Return the files of a text source, in order.
 
@@ -256,7 +263,11 @@ def source_files(
 
 
 def read_documents(
-    dataset: str, file: Path, text_field: str, dataset_format: str, columns: Collection[str] = ()
+    dataset: str,
+    file: Path,
+    text_field: str,
+    dataset_format: str,
+    columns: Collection[str] = (),
 ) -> Iterator[Document]:
     """Yield the documents of a file, in order; a bad one has its `problem`.
 
@@ -313,7 +324,11 @@ def _stdlib_files() -> list[Path]:
 
 
 def _walk(
-    folder: Path, suffixes: tuple[str, ...], skip: Set[str] = frozenset(), *, follow: bool = True
+    folder: Path,
+    suffixes: tuple[str, ...],
+    skip: Set[str] = frozenset(),
+    *,
+    follow: bool = True,
 ) -> list[Path]:
     """Return the files in a folder and in folders below it.
 
@@ -580,7 +595,11 @@ def _columns(file: Path, names: list[str], fields: _Fields) -> list[str]:
 
 
 def _rows(
-    file: Path, names: list[str], batches: Iterable[Any], size: float, fields: _Fields
+    file: Path,
+    names: list[str],
+    batches: Iterable[Any],
+    size: float,
+    fields: _Fields,
 ) -> Iterator[Document]:
     records = chain.from_iterable(_records(batch, fields) for batch in batches)
     for number, record in enumerate(records, 1):

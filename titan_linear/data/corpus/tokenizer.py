@@ -563,7 +563,10 @@ def _settings(kept: Json, eos: str | None) -> bytes:
 
 
 def _find_eos(
-    file: Path, settings: Json, added: list[Json], vocabulary: dict[str, int]
+    file: Path,
+    settings: Json,
+    added: list[Json],
+    vocabulary: dict[str, int],
 ) -> int | None:
     eos = _name_of(settings.get("eos_token"))
     if eos is not None:

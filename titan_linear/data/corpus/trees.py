@@ -60,7 +60,11 @@ class Trees(RecordEncoder):
         return _joined(nodes, (BACK, WEIGHTS, *self.columns))
 
     def _nodes(
-        self, node: Any, place: str, back: int, widths: dict[str, int]
+        self,
+        node: Any,
+        place: str,
+        back: int,
+        widths: dict[str, int],
     ) -> Iterator[DocumentTokens]:
         """Yield a node and the nodes below it, depth first.
 
@@ -82,7 +86,11 @@ class Trees(RecordEncoder):
                 back += len(below.tokens)
 
     def _columns(
-        self, node: dict[str, Any], place: str, ids: np.ndarray, widths: dict[str, int]
+        self,
+        node: dict[str, Any],
+        place: str,
+        ids: np.ndarray,
+        widths: dict[str, int],
     ) -> Mapping[str, np.ndarray]:
         """Return the node's columns, except omitted ones."""
         names = [name for name in (WEIGHTS, *self.columns) if node.get(name) is not None]
@@ -148,8 +156,9 @@ def agreeing(held: Sequence[Held], pair: bool) -> tuple[list[Held], list[str]]:
     for now in order:
         # Compare with the previous document; on a difference, the sample of voters decides.
         while kept and (problem := _difference(kept[-1], now)):
-            votes = [sum(not _difference(x, y) for y in voters) for x in (kept[-1], now)]
-            if votes[0] >= votes[1]:
+            votes_before = sum(not _difference(kept[-1], voter) for voter in voters)
+            votes_now = sum(not _difference(now, voter) for voter in voters)
+            if votes_before >= votes_now:
                 problems.append(problem)
                 break
             problems.append(_difference(now, kept.pop()))
@@ -169,6 +178,7 @@ def trees_of(held: Sequence[Held], pair: bool) -> list[DocumentTokens]:
     for now in held:
         ids, columns = now.document
         common = shared(before.document.tokens, ids) if before else 0
+        # Begin a tree.
         if not trees or not (common or pair):
             trees.append([])
             path, count = path[:0], 0
@@ -177,7 +187,8 @@ def trees_of(held: Sequence[Held], pair: bool) -> list[DocumentTokens]:
         own = count + np.arange(len(ids) - common)
         back = np.ones(len(own), dtype=np.int64)
         back[0] = count - path[common - 1] if common else 0
-        path, count = np.append(path[:common], own), count + len(own)
+        path = np.append(path[:common], own)
+        count += len(own)
         columns = {name: column[common:] for name, column in columns.items()}
         trees[-1].append(DocumentTokens(ids[common:], columns | {BACK: back}))
         before = now
@@ -188,12 +199,13 @@ def _difference(a: Held, b: Held) -> str:
     """Return a problem of two documents whose shared tokens do not count the same, else ""."""
     common = shared(a.document.tokens, b.document.tokens)
     # Only tokens that count in either matter, and the first is never predicted.
-    counted = ((a.document.weights > 0)[:common] | (b.document.weights > 0)[:common]) & (
-        np.arange(common) > 0
-    )
+    weights = np.maximum(a.document.weights[:common], b.document.weights[:common])
+    counted = (weights > 0) & (np.arange(common) > 0)
     for name, column in a.document.columns.items():
-        x, y = column[:common], b.document.columns[name][:common]
-        if (differ := (x != y).reshape(common, -1).any(1) & counted).any():
+        x = column[:common]
+        y = b.document.columns[name][:common]
+        differ = (x != y).reshape(common, -1).any(1) & counted
+        if differ.any():
             at = int(differ.argmax())
             return (
                 f"{b.origin} shares its first {common} tokens with {a.origin}, and {name!r} of token {at} is {y[at]} "

@@ -248,7 +248,10 @@ def _remove_remains(temporary: Path) -> None:
 
 
 def _write_arrays(
-    folder: Path, documents: Iterator[Sequence[Tokens]], tokenizer: Tokenizer, journal: Journal
+    folder: Path,
+    documents: Iterator[Sequence[Tokens]],
+    tokenizer: Tokenizer,
+    journal: Journal,
 ) -> Json:
     """Continue the files of `_names` after the content that counts.
 
@@ -289,7 +292,10 @@ def _write_arrays(
 
 
 def _write_document(
-    document: Tokens, files: dict[str, BinaryIO], tokenizer: Tokenizer, journal: Journal
+    document: Tokens,
+    files: dict[str, BinaryIO],
+    tokenizer: Tokenizer,
+    journal: Journal,
 ) -> bytes:
     """Add a document to all files but corpus.json, and return its hash."""
     ids, columns = document if isinstance(document, tuple) else DocumentTokens(document)
@@ -345,7 +351,8 @@ def _columns(document: DocumentTokens, tokenizer: Tokenizer, journal: Journal) -
         raise ValueError(f"{said} has no column {min(missing)!r}, which columns names; give it")
     # Missing columns are zeros.
     for name in missing & widths.keys():
-        columns[name] = np.zeros((n, widths[name]) if widths[name] else n)
+        zeros = np.zeros((n, max(widths[name], 1)))
+        columns[name] = zeros if widths[name] else zeros[:, 0]
     for name in columns:
         dtype, is_new = journal.columns[name], name not in widths
         try:
@@ -397,7 +404,10 @@ def _sizes(journal: Journal, dtype: str) -> dict[str, int]:
 
 
 def _open_arrays(
-    folder: Path, dtype: str, journal: Journal, stack: ExitStack
+    folder: Path,
+    dtype: str,
+    journal: Journal,
+    stack: ExitStack,
 ) -> dict[str, BinaryIO]:
     """Open the files of `_names` at their ends, cut to the content that counts."""
     files: Json = {}

@@ -96,7 +96,10 @@ class StreamLoader(Stateful):
         # G is a multiple of dp·L: step s begins at micro-batch s·G / (dp·L).
         numbers = itertools.count(self.next_stream // (self.dp_degree * self.local_batch_size))
         node = ParallelMapper(
-            IterableWrapper(numbers), self._read, num_workers=self.num_workers, method="thread"
+            IterableWrapper(numbers),
+            self._read,
+            num_workers=self.num_workers,
+            method="thread",
         )
         for batch in Loader(node):
             if isinstance(batch, Exception):
@@ -171,7 +174,9 @@ def micro_batch(
 def _collate(streams: list[Stream], indices: tuple[int, ...]) -> Batch:
     def joined(parts: Iterable[np.ndarray]) -> Tensor:
         first, *others = parts
-        return torch.from_numpy(np.concatenate([first, *others]) if others else first)[None]
+        # One stream is not copied.
+        array = np.concatenate([first, *others]) if others else first
+        return torch.from_numpy(array)[None]
 
     # Shift each stream's boundaries to its place in the micro-batch.
     seq_len = len(streams[0].tokens)

@@ -165,7 +165,12 @@ class Interleaving:
     """
 
     def __init__(
-        self, weights: Sequence[float], seed: int, start: int = 0, *, finite: bool = False
+        self,
+        weights: Sequence[float],
+        seed: int,
+        start: int = 0,
+        *,
+        finite: bool = False,
     ):
         # Convert the weights to integers over their common denominator.
         exact = [Fraction(str(weight)) for weight in weights]

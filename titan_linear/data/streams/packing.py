@@ -363,7 +363,9 @@ class PackedStreams:
         """Return the arguments of `_stream` after `seq_len` for stream i."""
         start, seq_len = self.place(i)
         stop = start + seq_len
-        return self._runs(start, stop if self.repeat else min(stop, self.num_tokens))
+        if not self.repeat:
+            stop = min(stop, self.num_tokens)
+        return self._runs(start, stop)
 
     def _weighted(self, weights: ndarray, nodes: Nodes) -> dict[str, ndarray]:
         """Return the column of label weights [T], divided according to `targets.normalise`."""
