@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 Apply = Callable[[list[Tensor]], list[Tensor]]
 
 
-class Part(NamedTuple):
+class MatrixShard(NamedTuple):
     """A rank's part of a stack of matrices."""
 
     # Number of the copy of the stack to which this part belongs.
@@ -43,7 +43,7 @@ class Matrix:
     # Its index in the stack.
     number: int
     shape: torch.Size  # [R, C]
-    parts: dict[int, Part]  # by rank
+    parts: dict[int, MatrixShard]  # by rank
     owner: int = 0
 
     @property
@@ -197,13 +197,13 @@ class WholeMatrices:
         return tensors
 
 
-def parts_of(name: str, stack: Tensor, ranks: int) -> dict[int, Part]:
+def parts_of(name: str, stack: Tensor, ranks: int) -> dict[int, MatrixShard]:
     """Return each rank's part of a parameter [..., R, C]."""
     # A plain tensor is whole on each rank.
     if not isinstance(stack, DTensor):
         *leading, rows, columns = stack.shape
         place = range(math.prod(leading)), slice(0, rows), slice(0, columns)
-        return {rank: Part(rank, *place) for rank in range(ranks)}
+        return {rank: MatrixShard(rank, *place) for rank in range(ranks)}
     # Each mesh dimension either copies the parameter or cuts one of its dimensions.
     mesh = stack.device_mesh.mesh
     each = stack.shape[1:-2].numel()
@@ -224,7 +224,7 @@ def parts_of(name: str, stack: Tensor, ranks: int) -> dict[int, Part]:
                 )
         start, stop = bounds[0] if stack.dim() > 2 else (0, 1)
         rows, columns = (slice(*pair) for pair in bounds[-2:])
-        parts[int(mesh[where])] = Part(copy, range(start * each, stop * each), rows, columns)
+        parts[int(mesh[where])] = MatrixShard(copy, range(start * each, stop * each), rows, columns)
     return parts
 
 
@@ -237,11 +237,11 @@ def _chunk(start: int, stop: int, n: int, i: int) -> tuple[int, int]:
     return min(start + i * size, stop), min(start + (i + 1) * size, stop)
 
 
-def _is_cut(shape: torch.Size, parts: dict[int, Part]) -> bool:
+def _is_cut(shape: torch.Size, parts: dict[int, MatrixShard]) -> bool:
     return any(_shape(part) != shape for part in parts.values() if part.matrices)
 
 
-def _cut(stack: int, shape: torch.Size, parts: dict[int, Part]) -> list[Matrix]:
+def _cut(stack: int, shape: torch.Size, parts: dict[int, MatrixShard]) -> list[Matrix]:
     """Return the matrices of a stack that ranks have cut."""
     count = max(part.matrices.stop for part in parts.values())
     matrices = [Matrix(stack, i, shape, {}) for i in range(count)]
@@ -251,7 +251,7 @@ def _cut(stack: int, shape: torch.Size, parts: dict[int, Part]) -> list[Matrix]:
     return matrices
 
 
-def _shape(part: Part) -> torch.Size:
+def _shape(part: MatrixShard) -> torch.Size:
     return torch.Size([part.rows.stop - part.rows.start, part.columns.stop - part.columns.start])
 
 

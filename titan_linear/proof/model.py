@@ -26,7 +26,7 @@ from titan_linear.proof.data import later, tokens_in
 from titan_linear.proof.findings import UNIT, Finding, Findings, bound_of_model, off, worst
 from titan_linear.proof.ops import ALONE, SMALL, begins, may_differ, plan_of, repeatable
 from titan_linear.proof.ranks import model_of, on_ranks, passes_of, sum_as_fsdp, whole_gradients
-from titan_linear.proof.subject import STREAMS, Subject
+from titan_linear.proof.subject import STREAMS, ProofSubject
 from titan_linear.run.build import DTYPES
 from titan_linear.step.optimizer import ComputeCopies
 from titan_linear.step.passes import with_reference
@@ -34,7 +34,7 @@ from titan_linear.step.update import gradient_sums, sum_gradients
 
 
 @dataclass
-class Step:
+class StepOutputs:
     """The results of a step: loss, gradients, and the tensors that pass between layers."""
 
     loss: Tensor
@@ -90,7 +90,7 @@ class Trace:
         return [torch.cat(steps, 1) for steps in every if steps]
 
 
-def in_one_process(subject: Subject, whole: Decoder) -> Step:
+def in_one_process(subject: ProofSubject, whole: Decoder) -> StepOutputs:
     """Run a step of the model alone, on all streams at once.
 
     Documents are given by boundaries, and labels are counted here.
@@ -125,11 +125,11 @@ def in_one_process(subject: Subject, whole: Decoder) -> Step:
     # Gradients move to the result, so that the model can be used again.
     gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     whole.zero_grad(set_to_none=True)
-    return Step(loss.detach().double(), gradients, trace.passed())
+    return StepOutputs(loss.detach().double(), gradients, trace.passed())
 
 
 @dataclass
-class Split:
+class ShardedStepOutputs:
     """The results of a step on the run's ranks."""
 
     loss: Tensor
@@ -139,7 +139,7 @@ class Split:
     passed: list[Tensor]
 
 
-def on_all_ranks(subject: Subject, whole: Decoder) -> Split:
+def on_all_ranks(subject: ProofSubject, whole: Decoder) -> ShardedStepOutputs:
     """Take a step as the trainer does, on every rank.
 
     Raises:
@@ -157,11 +157,11 @@ def on_all_ranks(subject: Subject, whole: Decoder) -> Split:
     # Join the results of the ranks.
     losses, dims, models, traces = zip(*on_ranks(subject.degrees, on_rank))
     passed = _together(subject, dims, traces)
-    return Split(sum(losses), whole_gradients(list(zip(dims, models))), passed)
+    return ShardedStepOutputs(sum(losses), whole_gradients(list(zip(dims, models))), passed)
 
 
 def _together(
-    subject: Subject, ranks: Sequence[LocalDims], traces: Sequence[Trace]
+    subject: ProofSubject, ranks: Sequence[LocalDims], traces: Sequence[Trace]
 ) -> list[Tensor]:
     """Join the ranks' traces, each of its own tokens, into tensors of all tokens."""
     total = subject.batch.tokens.shape[1]
@@ -175,7 +175,7 @@ def _together(
     return wholes
 
 
-def traced_tokens(subject: Subject, dims: LocalDims | ParallelDims) -> Tensor:
+def traced_tokens(subject: ProofSubject, dims: LocalDims | ParallelDims) -> Tensor:
     """Return the indices in the batch of a rank's tokens between layers, [T_local] int64.
 
     They are one micro-step's stream after the other.
@@ -187,7 +187,7 @@ def traced_tokens(subject: Subject, dims: LocalDims | ParallelDims) -> Tensor:
     return torch.cat([tokens.chunk(subject.degrees.tp)[tp_rank] for tokens in of_streams])
 
 
-def split(subject: Subject) -> Findings:
+def split(subject: ProofSubject) -> Findings:
     """Check that the run's split gives the loss and every gradient of one process.
 
     It is compared in float64 and in the run's dtype.
@@ -213,7 +213,9 @@ def split(subject: Subject) -> Findings:
     yield from _compared(subject, on_all_ranks(subject, whole), want, one)
 
 
-def _compared(subject: Subject, got: Split, want: Step, one: Step | None) -> Findings:
+def _compared(
+    subject: ProofSubject, got: ShardedStepOutputs, want: StepOutputs, one: StepOutputs | None
+) -> Findings:
     """Compare with float64.
 
     In the run's dtype, which rounds, a split may be off twice as far as one process.
@@ -235,9 +237,9 @@ def of_step(
     loss: Tensor,
     errors: Mapping[tuple[str, int], float],
     wrong: Wrong | None,
-    want: Step,
+    want: StepOutputs,
     dtype: torch.dtype,
-    one: Step | None,
+    one: StepOutputs | None,
 ) -> Findings:
     """Yield how far the loss and the gradients of a split step are off.
 
@@ -279,7 +281,9 @@ class Station(NamedTuple):
     backward: bool
 
 
-def stations(subject: Subject, want: Step, dtype: torch.dtype, one: Step | None) -> list[Station]:
+def stations(
+    subject: ProofSubject, want: StepOutputs, dtype: torch.dtype, one: StepOutputs | None
+) -> list[Station]:
     """Return all stations of a step, in the order in which it computes them."""
     layers = [subject.layer(i) for i in range(len(subject.model.layers))]
     n = subject.model.num_layers
@@ -305,7 +309,9 @@ class Wrong(NamedTuple):
     where: str
 
 
-def first_wrong(subject: Subject, got: Iterable[Tensor], stations: list[Station]) -> Wrong | None:
+def first_wrong(
+    subject: ProofSubject, got: Iterable[Tensor], stations: list[Station]
+) -> Wrong | None:
     """Return where a split first differs from one process.
 
     It is the layer, and the rank and document where the difference begins.
@@ -317,7 +323,7 @@ def first_wrong(subject: Subject, got: Iterable[Tensor], stations: list[Station]
     return None
 
 
-def _place(subject: Subject, x: Tensor, y: Tensor, backward: bool) -> str:
+def _place(subject: ProofSubject, x: Tensor, y: Tensor, backward: bool) -> str:
     wrong = (x - y).abs().nan_to_num(torch.inf, torch.inf)
     token = begins(wrong.amax((0, 2)), backward)
     stream = token // subject.config.training.seq_len
@@ -327,7 +333,7 @@ def _place(subject: Subject, x: Tensor, y: Tensor, backward: bool) -> str:
     return f"rank {rank}, {subject.document(token)}"
 
 
-def documents(subject: Subject) -> Findings:
+def documents(subject: ProofSubject) -> Findings:
     """Check that each document gives the same between layers, packed and alone."""
     whole = subject.whole(torch.float64).use("torch", subject.device, torch.float64)
     packed = _forward(subject, whole, subject.batch.tokens, subject.batch.cu_seqlens)
@@ -349,13 +355,13 @@ def documents(subject: Subject) -> Findings:
 
 
 @torch.no_grad()
-def _forward(subject: Subject, whole: Decoder, tokens: Tensor, bounds: Tensor) -> list[Tensor]:
+def _forward(subject: ProofSubject, whole: Decoder, tokens: Tensor, bounds: Tensor) -> list[Tensor]:
     with Trace(whole) as trace:
         whole(tokens.to(subject.device), plan_of(subject, bounds), loss=lambda logits: logits.x)
     return trace.passed()
 
 
-def repeated(subject: Subject) -> Findings:
+def repeated(subject: ProofSubject) -> Findings:
     """Check that a step taken twice gives the same bits."""
     whole = subject.whole(DTYPES[subject.config.training.dtype])
     with repeatable(may_differ(subject, range(len(subject.model.layers)))):

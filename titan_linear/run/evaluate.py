@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.config import Config, Evaluation
-from titan_linear.data import Prompts, Questions, Sample, Side, Tokenizer, split_corpus
+from titan_linear.data import Prompts, Questions, Side, TaskSample, Tokenizer, split_corpus
 from titan_linear.data.corpus.chat import Conversations
 from titan_linear.data.streams.prompts import OTHERS
 from titan_linear.data.tasks import LOSS, SPREAD
@@ -55,11 +55,11 @@ LABEL = np.dtype(
 )
 
 
-def samples_of(e: Evaluation) -> list[Sample]:
+def samples_of(e: Evaluation) -> list[TaskSample]:
     """Return `evaluation.samples` samples of each task and length, at evenly spaced depths."""
     depths = np.linspace(0, 1, e.samples).tolist() if e.samples > 1 else [0.5]
     return [
-        Sample(task, length, depth, number)
+        TaskSample(task, length, depth, number)
         for task in e.tasks
         for length in e.lengths
         for number, depth in enumerate(depths)
@@ -103,7 +103,7 @@ def text_of(config: Config, tokenizer: Tokenizer) -> Side:
     return split_corpus(corpora[-1 if v.enable else 0], 0.0, "train")
 
 
-def records_of(sample: Sample, rows: np.ndarray) -> list[Record]:
+def records_of(sample: TaskSample, rows: np.ndarray) -> list[Record]:
     """Return the records of one prompt.
 
     Args:
@@ -116,7 +116,7 @@ def examine(
     reader: Reader,
     prompts: Prompts,
     ask: Callable[[], None] = lambda: None,
-    show: Callable[[Sample, np.ndarray], list[Any]] = records_of,
+    show: Callable[[TaskSample, np.ndarray], list[Any]] = records_of,
 ) -> list[Any]:
     """Score all prompts; rank 0 returns their records, other ranks an empty list.
 
@@ -162,7 +162,7 @@ def _answered(
     return *place, likeliest[:, 0] == labels, logprobs[:, 0], logprobs[:, 1:]
 
 
-def recall(sample: Sample, rows: np.ndarray) -> Record:
+def recall(sample: TaskSample, rows: np.ndarray) -> Record:
     # One part for each answer; candidates are compared at one token of each.
     answers = _groups(rows, "answer")
     compared = rows[~np.isnan(rows["others"][:, 0])]
@@ -213,7 +213,7 @@ def write_down(records: Iterable[Record], step: int, folder: Path) -> None:
         file.writelines(json_line({"step": step, **record}) for record in records)
 
 
-def by_position(sample: Sample, rows: np.ndarray) -> list[Record]:
+def by_position(sample: TaskSample, rows: np.ndarray) -> list[Record]:
     """Return the mean loss at positions 1, 2–3, 4–7, …
 
     Each record has its range's first position.

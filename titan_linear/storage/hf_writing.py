@@ -17,17 +17,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from titan_linear.models.adapters import (
+from titan_linear.models.config import ModelConfig, differences
+from titan_linear.models.families import FAMILIES
+from titan_linear.models.families.remote import MODELING
+from titan_linear.models.hf_mapping import (
     Placement,
-    Source,
+    StoredTensor,
     config_from_hf,
     config_to_hf,
     ignored,
     placements,
 )
-from titan_linear.models.config import ModelConfig, differences
-from titan_linear.models.families import FAMILIES
-from titan_linear.models.families.remote import MODELING
 from titan_linear.ops.runtime.support import short
 from titan_linear.storage.checkpoint import SaveFailed
 from titan_linear.storage.files import Json, json_bytes, progress, read_inside, replacing
@@ -175,7 +175,7 @@ def write_folder(
     has_head = source is None or HEAD in source.tensors
     if model.tie_embeddings and not FAMILIES[family].ties and has_head:
         shape = (model.vocab_size, model.dim)
-        parts.append(Placement("embedding.weight", shape, (Source(HEAD, shape),), rows=None))
+        parts.append(Placement("embedding.weight", shape, (StoredTensor(HEAD, shape),), rows=None))
     # Copy tensors outside the language model, except a stale copy of the embedding.
     others = sorted(ignored(model, family, source.shapes) - {HEAD}) if source else []
     copied = [source.tensors[name] for name in others]

@@ -61,7 +61,15 @@ from titan_linear.data.corpus.tokenise import (
     worker_count,
 )
 from titan_linear.data.corpus.tokenizer import Tokenizer
-from titan_linear.data.corpus.trees import BACK, MOST, Held, Trees, agreeing, shared, trees_of
+from titan_linear.data.corpus.tree_records import (
+    BACK,
+    MOST,
+    PendingDocument,
+    TreeEncoder,
+    agreeing,
+    shared,
+    trees_of,
+)
 from titan_linear.data.corpus.writing import (
     BadDocument,
     Journal,
@@ -71,7 +79,7 @@ from titan_linear.data.corpus.writing import (
     temporary_folder,
     write_into,
 )
-from titan_linear.ops.layout.nodes import Nodes
+from titan_linear.ops.layout.prefix_trees import PrefixTrees
 from titan_linear.storage.files import (
     Unreadable,
     default_cache_dir,
@@ -134,7 +142,7 @@ class Texts:
             "completion": Completions,
             "tokens": Ids,
             "preference": Preferences,
-            "tree": partial(Trees, columns=self.columns),
+            "tree": partial(TreeEncoder, columns=self.columns),
         }
         if self.dataset_format == "text":
             return self.tokenizer
@@ -410,7 +418,7 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
     least = int(texts.dataset_format in ("messages", "preference") and may_have_children())
     workers = max(least, worker_count(total))
     with bar, closing(tokenise(texts.encoder, documents, workers)) as encoded:
-        held: list[Held] = []
+        held: list[PendingDocument] = []
         for document, tokens in encoded:
             # Documents that may share a tree wait until one comes that does not join them.
             parts: Sequence[DocumentTokens] = []
@@ -440,7 +448,7 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
                 journal.skipped_empty += 1
             elif texts.share_prefixes:
                 group = document.columns.get(texts.group_field)
-                held += [Held(document.origin, group, part) for part in parts]
+                held += [PendingDocument(document.origin, group, part) for part in parts]
             else:
                 yield parts
         if held:
@@ -504,7 +512,7 @@ def _check_length(parts: Sequence[DocumentTokens], texts: Texts) -> None:
     tokens = sum(len(document.tokens) for document in parts)
     if texts.dataset_format == "tree":
         # The longest path of the tree.
-        tokens = Nodes.behind(parts[0].columns[BACK]).positions.max() + 1
+        tokens = PrefixTrees.behind(parts[0].columns[BACK]).positions.max() + 1
     elif texts.share_prefixes and len(parts) > 1:
         tokens -= shared(*(document.tokens for document in parts))
     if tokens > texts.seq_len:
@@ -514,7 +522,7 @@ def _check_length(parts: Sequence[DocumentTokens], texts: Texts) -> None:
 
 
 def _joins(
-    held: Sequence[Held],
+    held: Sequence[PendingDocument],
     document: Document,
     parts: Sequence[DocumentTokens],
     texts: Texts,
@@ -528,7 +536,9 @@ def _joins(
     return len(held) < MOST and shared(held[0].document.tokens, parts[0].tokens) > 0
 
 
-def _trees(held: Sequence[Held], texts: Texts, journal: Journal) -> Sequence[DocumentTokens]:
+def _trees(
+    held: Sequence[PendingDocument], texts: Texts, journal: Journal
+) -> Sequence[DocumentTokens]:
     pair = texts.group == 2
     kept, problems = agreeing(held, pair)
     for problem in problems:

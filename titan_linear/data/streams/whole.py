@@ -5,7 +5,7 @@ belong together (a pair) share a stream. So stream i depends on the earlier docu
 its epoch, and on how many streams the epochs before had. The streams of an epoch are found
 together, once.
 
-A prefix tree (data/corpus/trees.py) lies whole in one stream too. A tree that is longer
+A prefix tree (data/corpus/tree_records.py) lies whole in one stream too. A tree that is longer
 than a stream is cut into trees that keep the order of its leaves and together repeat as few
 tokens as possible. A stream's documents are then the nodes of trees. The column BACK is the
 offset from each token to its parent token (0: no parent), and SHARE is the total weight of
@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from titan_linear.data.corpus.trees import BACK, SHARE
+from titan_linear.data.corpus.tree_records import BACK, SHARE
 from titan_linear.data.streams.packing import IGNORE, PackedStreams, Targets, document_lengths
 from titan_linear.data.streams.split import Side
-from titan_linear.ops.layout.nodes import Nodes
+from titan_linear.ops.layout.prefix_trees import PrefixTrees
 
 
 class WholeStreams(PackedStreams):
@@ -116,36 +116,36 @@ class TreeStreams(WholeStreams):
         starts, lengths = [], []
         parents: list[int] = []
         for document, first, last, _ in self._documents(i).tolist():
-            nodes = self._nodes(document)
+            trees = self._nodes(document)
             # Keep the nodes on the paths to this part's leaves.
-            _, on_paths = nodes.on_paths(nodes.leaves[first:last])
+            _, on_paths = trees.on_paths(trees.leaves[first:last])
             held = np.unique(on_paths)
-            starts.append(self.corpus.offsets[document] + nodes.edges[held])
-            lengths.append(np.diff(nodes.edges)[held])
+            starts.append(self.corpus.offsets[document] + trees.edges[held])
+            lengths.append(np.diff(trees.edges)[held])
             # Renumber the parents within the stream.
-            above = nodes.parents[held]
+            above = trees.parents[held]
             renumbered = len(parents) + np.searchsorted(held, above)
             parents += np.where(above < 0, -1, renumbered).tolist()
         return np.concatenate(starts), np.concatenate(lengths), IGNORE, parents
 
-    def _weighted(self, weights: ndarray, nodes: Nodes) -> dict[str, ndarray]:
+    def _weighted(self, weights: ndarray, trees: PrefixTrees) -> dict[str, ndarray]:
         """Multiply each token's weight by the number of documents that contain it.
 
         With weights normalised by document, a document counts 1 over its number of targets
         instead of 1.
         """
-        number, node = nodes.on_paths(nodes.leaves)
+        number, node = trees.on_paths(trees.leaves)
         # Count the targets of each document, from the targets of the nodes on its path.
-        targets = np.add.reduceat(np.roll(weights, 1) > 0, nodes.edges[:-1], dtype=np.int64)
+        targets = np.add.reduceat(np.roll(weights, 1) > 0, trees.edges[:-1], dtype=np.int64)
         targets = np.maximum(np.bincount(number, targets[node]), 1)
         # Sum over the documents that contain each node.
         each = 1 / targets[number] if self.targets.normalise == "document" else None
-        share = np.repeat(np.bincount(node, each), np.diff(nodes.edges))
-        return {"weights": weights * np.roll(share, -1), BACK: nodes.back, SHARE: share}
+        share = np.repeat(np.bincount(node, each), np.diff(trees.edges))
+        return {"weights": weights * np.roll(share, -1), BACK: trees.back, SHARE: share}
 
-    def _nodes(self, document: int) -> Nodes:
+    def _nodes(self, document: int) -> PrefixTrees:
         begin, end = self.corpus.offsets[document : document + 2]
-        return Nodes.behind(self.corpus.columns[BACK][begin:end])
+        return PrefixTrees.behind(self.corpus.columns[BACK][begin:end])
 
     def _lay(self, epoch: int) -> tuple[ndarray, list[int]]:
         """Lay out the epoch's trees, in their order.
@@ -168,10 +168,10 @@ class TreeStreams(WholeStreams):
         The runs together have as few tokens as possible. Among equal ways, the first runs
         are shortest.
         """
-        nodes = self._nodes(document)
-        ends = nodes.edges[nodes.leaves + 1]
+        trees = self._nodes(document)
+        ends = trees.edges[trees.leaves + 1]
         # Tokens of each path.
-        whole = ends - nodes.begins[nodes.leaves]
+        whole = ends - trees.begins[trees.leaves]
         most, what = whole.max(), f"path to leaf {whole.argmax()}"
         if self.targets.group == 2:
             most, what = ends[-1], "pair"
