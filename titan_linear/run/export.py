@@ -100,14 +100,15 @@ def destination(
         files: the files of the tokenizer; by default as it writes them.
 
     Raises:
-        ValueError: no architecture holds the model and its tokenizer, or a file to copy is
-            not a regular file.
+        ValueError: no architecture holds the model and its tokenizer, peft cannot name some
+            of the adapters, or a file to copy is not a regular file.
     """
     files = tokenizer.hugging_face_files() if files is None else files
     # Next to adapters, transformers takes any tokenizer.
     checked = files if origin.exports_whole else {}
     given = Path(like) if like else None
     family = origin.family(given or origin.folder, checked)
+    origin.check_export(family)
     # The folder whose config.json and names are kept, or a config.json of our own.
     folder = given or origin.pattern
     settings = read_config(folder) if folder else config_to_hf(family, origin.definition.base)
@@ -138,8 +139,7 @@ def check_exports(origin: Origin) -> bool:
     if exports:
         interval = f"export_interval = {c.export_interval}"
         key = f"checkpoint.{'last_save_in_hf = true' if c.last_save_in_hf else interval}"
-        family = under_key(key, destination, origin, origin.tokenizer).family
-        under_key(key, origin.check_export, family)
+        under_key(key, destination, origin, origin.tokenizer)
     return exports
 
 

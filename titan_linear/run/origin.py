@@ -253,6 +253,11 @@ class Origin:
         return ""
 
     @property
+    def base(self) -> Origin:
+        """The origin without adapters."""
+        return self
+
+    @property
     def base_fingerprint(self) -> str:
         """A fingerprint of the weights that adapters leave frozen; "" without adapters."""
         return ""
@@ -431,10 +436,7 @@ class Adapters(Origin):
 
     @cached_property
     def base(self) -> Origin:
-        """The origin of the frozen weights."""
-        run = Origin.of(config_of(self._read)) if self._read else self
-        assert isinstance(run, Adapters)
-        return run.first
+        return Origin.of(config_of(self._read)).base if self._read else self.first
 
     @property
     def folder(self) -> Path | None:

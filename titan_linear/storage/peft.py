@@ -162,7 +162,6 @@ def peft_config(model: ModelConfig, family: str, options: Options, base: str) ->
     Args:
         base: the folder or name of the adapted model.
     """
-    check_peft(model, family)
     held = contents(model, family)
     # An adapter is named by its module, or by its weight for stacked experts and
     # peft_weights.
