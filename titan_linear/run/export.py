@@ -106,11 +106,11 @@ def destination(
     files = tokenizer.hugging_face_files() if files is None else files
     # Next to adapters, transformers takes any tokenizer.
     checked = files if origin.exports_whole else {}
-    given = Path(like) if like else None
-    family = origin.family(given or origin.folder, checked)
+    named = Path(like) if like else None
+    family = origin.family(named or origin.folder, checked)
     origin.check_export(family)
     # The folder whose config.json and names are kept, or a config.json of our own.
-    folder = given or origin.pattern
+    folder = named or origin.pattern
     settings = read_config(folder) if folder else config_to_hf(family, origin.definition.base)
     check_tokenizer(family, settings, checked)
     eos = {"eos_token_id": tokenizer.eos_id} if tokenizer and tokenizer.eos_id is not None else {}
@@ -123,8 +123,8 @@ def destination(
     changes = eos if GENERATION in files else tokens
     copied = beside(settings if origin.exports_whole else {}, folder) | files
     if GENERATION in copied:
-        known = under_key(GENERATION, parse_json, copied[GENERATION], Json)
-        copied[GENERATION] = json_bytes(with_tokens(known, changes))
+        settings = under_key(GENERATION, parse_json, copied[GENERATION], Json)
+        copied[GENERATION] = json_bytes(with_tokens(settings, changes))
     return Destination(family, folder, copied, tokens)
 
 
@@ -208,17 +208,17 @@ def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
     """
     of_peft = (source / PEFT_CONFIG).is_file()
     origin, model, tokenizer, files = (_of_peft if of_peft else _of_run)(source, base)
-    whole = origin.first
-    if dtype == "source" and not whole.folder:
+    first = origin.first
+    if dtype == "source" and not first.folder:
         dtype = "float32"
     try:
-        to = destination(whole, tokenizer, files=files)
+        to = destination(first, tokenizer, files=files)
     except UnfitTokenizer as error:
         # Adapters can be trained with such a tokenizer.
         print(f"warning: {error}; the folder gets no tokenizer")
-        to = destination(whole, None, files={})
+        to = destination(first, None, files={})
     with ExitStack() as opened:
-        whole.write(folder, model.base, origin.weights(opened), to, EXPORT_DTYPES[dtype])
+        first.write(folder, model.base, origin.weights(opened), to, EXPORT_DTYPES[dtype])
 
 
 def _of_peft(source: Path, base: str) -> AdaptedModel:
@@ -262,8 +262,8 @@ def _of_run(source: Path, base: str) -> AdaptedModel:
     run = config_of(checkpoint)
     # Another folder may stand in for the base; its fingerprint is compared below.
     if base:
-        given = run.checkpoint.initial_load_path
-        key = "checkpoint.initial_load_path" if given else "model.hf_assets_path"
+        loads = run.checkpoint.initial_load_path
+        key = "checkpoint.initial_load_path" if loads else "model.hf_assets_path"
         run = changed(run, {key: base})
     origin = Origin.of(run)
     if not isinstance(origin, Adapters):

@@ -1,4 +1,4 @@
-"""What a run begins from, decided once: its model, its tokenizer and its first weights.
+"""The origin of a run, decided once: its model, its tokenizer and its first weights.
 
 Origin         weights drawn from debug.seed
 Checkpointed   the weights of another run's checkpoint
@@ -74,7 +74,7 @@ Weights = Callable[[str], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """What a run begins from: by itself, weights drawn from debug.seed.
+    """Model, tokenizer and first weights of a run: by itself, weights drawn from debug.seed.
 
     Files are read when they are first needed.
     """
@@ -342,8 +342,8 @@ class Checkpointed(Origin):
         return weights_path(self.path)
 
     @property
-    def whole(self) -> Path:
-        """The step-N folder.
+    def model_step(self) -> Path:
+        """The step-N folder, which holds a model.
 
         Raises:
             ValueError: it holds adapters without their base.
@@ -370,16 +370,16 @@ class Checkpointed(Origin):
                 "checkpoint.initial_load_in_hf = true"
             )
         verify(self.step)
-        check_weights(self.whole, unallocated(self.model, torch.float32))
+        check_weights(self.model_step, unallocated(self.model, torch.float32))
         title = f"checkpoint.initial_load_path = '{self.step}'"
         if warning := other_tokenizer(self.step, self.tokenizer, title):
             print(warning)
 
     def weights(self, files: ExitStack) -> Weights:
-        return stored_weights(self.whole)
+        return stored_weights(self.model_step)
 
     def load(self, model: Decoder, host: dist.ProcessGroup | None = None) -> None:
-        load_weights(self.whole, model, host)
+        load_weights(self.model_step, model, host)
 
 
 @dataclass(frozen=True, eq=False)
@@ -402,8 +402,8 @@ class Published(Origin):
             under_key(key, check_folder, self.path, self.model, free)
 
     def weights(self, files: ExitStack) -> Weights:
-        folder, found = check_folder(self.path, self.definition, POSITIONS)
-        placements = {placement.name: placement for placement in found}
+        folder, places = check_folder(self.path, self.definition, POSITIONS)
+        placements = {placement.name: placement for placement in places}
         reader = RowReader(folder, files)
         return lambda name: reader.whole(placements[name], torch.float32)
 
@@ -506,13 +506,14 @@ class Adapters(Origin):
                 print(f"the adapters of '{folder}' were trained with {' '.join(keys)}")
 
     def of_peft(self, model: ModelConfig, base: str = "") -> dict[str, Tensor]:
-        """Read the parameters of the PEFT folder adapter.initial_load_path.
+        """Read the parameters of the PEFT folder adapter.initial_load_path, if it is set.
 
         Args:
             base: the base's fingerprint, if it is compared.
         """
         options = self.config.adapter
-        return read_peft(Path(options.initial_load_path), model, self.family(), options, base)
+        path = options.initial_load_path
+        return read_peft(Path(path), model, self.family(), options, base) if path else {}
 
     def weights(self, files: ExitStack) -> Weights:
         """Return a function that reads merged tensors, W + s B A in float64."""
@@ -521,7 +522,7 @@ class Adapters(Origin):
             trained = stored_weights(step)
         else:
             trained = self.of_peft(self.definition, self.base_fingerprint).__getitem__
-        # Names of frozen parameters, and of those of them that have adapters.
+        # Names of frozen parameters, and of the ones among them that have adapters.
         model, options = unallocated(self.definition, torch.float32), self.definition.adapter
         names, frozen = dict(model.named_parameters()), frozen_names(model)
         adapted = {name for name in frozen if lora_name(name, "B") in names}
@@ -549,8 +550,7 @@ class Adapters(Origin):
         drawn = {name: p for name, p in parameters.items() if is_lora(name)}
         initialise(model, self.config.debug.seed, drawn)
         # A rank copies the part of a tensor that it owns.
-        tensors = self.of_peft(model.config) if self.config.adapter.initial_load_path else {}
-        for name, tensor in tensors.items():
+        for name, tensor in self.of_peft(model.config).items():
             local, offsets = owned(parameters[name])
             places = zip(offsets, local.shape, strict=True)
             local.copy_(tensor[tuple(slice(at, at + n) for at, n in places)])
@@ -572,9 +572,11 @@ class Adapters(Origin):
     ) -> None:
         """Write a PEFT folder, and tell what servers cannot do with it."""
         # Record the keys that change the base's positions.
-        values = self.config.model.mixers.get("attention", {})
-        positions = {key: values.get(key.removeprefix("attention.")) for key in POSITIONS}
-        keys = [f"--model.{key}={toml_value(x)}" for key, x in positions.items() if x is not None]
+        options = self.config.model.mixers.get("attention", {})
+        positions = {f"attention.{name}": value for name, value in options.items()}
+        keys = [
+            f"--model.{key}={toml_value(positions[key])}" for key in POSITIONS if key in positions
+        ]
         kept = [*keys, f"--training.seq_len={self.config.training.seq_len}"]
         settings = peft_config(model, to.family, self.config.adapter, str(to.like or ""))
         write_peft(path, settings, model, to, get, dtype, base, kept)
@@ -624,22 +626,21 @@ def other_tokenizer(
 ) -> str:
     """Return a warning if weights were trained with another tokenizer than `key`'s, or "".
 
-    This may be intended. There is none if the weights' tokenizer is unknown.
+    This may be intended. The weights' tokenizer may be unknown.
 
     Args:
         weights: a Hugging Face folder or a step-N folder.
         title: the weights' name in the warning.
     """
-    file = weights / TOKENIZER
-    known = None
+    file, theirs, ours = weights / TOKENIZER, "", tokenizer.fingerprint
     if file.is_file():
-        known = build_tokenizer(str(file)).fingerprint
+        theirs = build_tokenizer(str(file)).fingerprint
     elif not (weights / CONFIG).is_file():
         content = read_progress(weights).content
-        known = content.tokenizer if content else None
-    if known in (None, tokenizer.fingerprint):
+        theirs = content.tokenizer if content else ""
+    if theirs in ("", ours):
         return ""
     return (
-        f"warning: the weights of {title} were trained with another tokenizer than {key} gives (fingerprints {known} "
-        f"and {tokenizer.fingerprint})"
+        f"warning: the weights of {title} were trained with another tokenizer than {key} gives (fingerprints {theirs} "
+        f"and {ours})"
     )
