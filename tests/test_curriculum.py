@@ -7,7 +7,7 @@ import torch
 from tests.records import read_lines
 from tests.refusals import refused
 from tests.test_train import FLOAT64, arguments
-from titan_linear.config import check_config, load_config, seq_len_at, tokens_at
+from titan_linear.config import check_config, load_config
 from titan_linear.data import MixedStreams, PackedStreams, Phase, build_tokenizer
 from titan_linear.run.data import build_streams
 from titan_linear.train import Trainer
@@ -34,8 +34,8 @@ def tokens(streams, indices):
 
 def test_lengths_of_steps(corpus):
     t = load_config(arguments(corpus, KEYS)).training
-    assert [seq_len_at(t, step) for step in range(1, 6)] == LENGTHS
-    assert [tokens_at(t, step) for step in range(6)] == [
+    assert [t.seq_len_at(step) for step in range(1, 6)] == LENGTHS
+    assert [t.tokens_at(step) for step in range(6)] == [
         G * sum(LENGTHS[:step]) for step in range(6)
     ]
 

@@ -22,7 +22,7 @@ from tests.keys import argv_of
 from tests.records import change_json, read_json, write_json, write_texts
 from tests.refusals import refused
 from titan_linear import launch
-from titan_linear.config import changed, load_config
+from titan_linear.config import load_config
 from titan_linear.data import PackedStreams, StreamLoader
 from titan_linear.distributed import compiling, parallelize
 from titan_linear.models import plan
@@ -127,7 +127,7 @@ def in_one_process(check):
 def with_batch(check, size):
     """Of a run with that training.global_batch_size."""
     return lambda subject: check(
-        replace(subject, run=changed(subject.run, {"training.global_batch_size": size}))
+        replace(subject, run=subject.run.changed({"training.global_batch_size": size}))
     )
 
 
@@ -936,7 +936,7 @@ def test_the_logits_of_a_hugging_face_folder(subject, tmp_path):
     from tests.models import hf_models
 
     hf_models.save(hf_models.build("Qwen3.5, tied"), tmp_path)
-    imported = changed(subject.run, {"model.hf_assets_path": str(tmp_path)})
+    imported = subject.run.changed({"model.hf_assets_path": str(tmp_path)})
     (found,) = hf.logits(replace(subject, run=imported))
     assert found.holds and "logits of Qwen3_5ForCausalLM" in found.what
 
@@ -964,7 +964,7 @@ def test_where_transformers_departs_from_published_code(subject, tmp_path):
         change_json(tmp_path / "config.json", changes)
         return list(
             hf.logits(
-                replace(subject, run=changed(subject.run, {"model.hf_assets_path": str(tmp_path)}))
+                replace(subject, run=subject.run.changed({"model.hf_assets_path": str(tmp_path)}))
             )
         )
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from titan_linear.config import changed, load_config
+from titan_linear.config import load_config
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
 from titan_linear.models.decoder import Decoder
@@ -116,7 +116,7 @@ def test_layers_that_are_not_recomputed_keep_what_they_keep(compiled):
             "activation_checkpoint.mode": mode,
             "activation_checkpoint.selective_ac_option": option,
         }
-        config = changed(load_config([f"--compile.enable={compiled}"], cuda=True), keys)
+        config = load_config([f"--compile.enable={compiled}"], cuda=True).changed(keys)
         counted = memory.layers(model, memory.Batch.of(config))
         fullest = memory.moments(config, model, 1)["fullest layer"]
         return list(memory.saved(config, counted)[0]), fullest["activations"] + fullest["working"]

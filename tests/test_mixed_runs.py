@@ -11,8 +11,8 @@ from tests.refusals import refused
 from titan_linear.config import check_config, difference, load_config
 from titan_linear.data import ByteTokenizer, Phase, write_corpus
 from titan_linear.run.data import build_streams, mixture_phases
+from titan_linear.run.folder import RunFolder
 from titan_linear.run.preflight import preflight
-from titan_linear.storage.rundir import check_resume, write_config
 from titan_linear.storage.step_folders import Content, Progress
 from titan_linear.train import Trainer
 
@@ -192,17 +192,17 @@ def test_the_folder_of_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config(["--job.dump_folder=run", "--training.mixture", f"[{WEB}]"])
     os.mkdir("run")
-    write_config(config)
+    RunFolder(config).write_config()
     (tmp_path / "run/metrics.jsonl").write_text('{"step": 1}\n')
     stored = load_config(["--job.config_file", "run/config.toml"])
     assert stored.training.mixture[0].dataset_path == f"{tmp_path}/x"
-    assert check_resume(config) == check_resume(stored) == []
+    assert RunFolder(config).check_resume() == RunFolder(stored).check_resume() == []
     moved = load_config(
         ["--job.dump_folder=run", "--training.mixture", f"[{WEB.replace('x', 'y')}]"]
     )
     # The checkpoint knows the content.
-    assert check_resume(moved) == [
+    assert RunFolder(moved).check_resume() == [
         f"training.mixture: 'web': dataset_path '{tmp_path}/x' → '{tmp_path}/y'"
     ]
     with refused(r"training.mixture: 'web' left out\n"):
-        check_resume(load_config(["--job.dump_folder=run"]))
+        RunFolder(load_config(["--job.dump_folder=run"])).check_resume()

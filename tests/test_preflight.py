@@ -10,7 +10,7 @@ import pytest
 from tests.keys import argv_of
 from tests.records import write_json, write_texts
 from tests.refusals import refused
-from titan_linear.config import load_config, schedule_steps
+from titan_linear.config import load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.models.config import fingerprint
 from titan_linear.models.presets import preset
@@ -73,7 +73,7 @@ def run(folder, **keys):
     ],
 )
 def test_steps_that_are_done_keep_their_rate(stored, now, step, remedy, tmp_path):
-    length = schedule_steps(run(tmp_path, **stored))
+    length = run(tmp_path, **stored).schedule_steps
     if not remedy:
         check_schedule(run(tmp_path, **now), step, length)
         return

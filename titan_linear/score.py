@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_linear.commands import command_parser
-from titan_linear.config import Config, changed, check_config, hf_weights, load_config
+from titan_linear.config import Config, check_config, load_config
 from titan_linear.data import PackedStreams, Streams, Targets, Tokenizer, split_corpus, streams_of
 from titan_linear.data.corpus.corpus import PLACE
 from titan_linear.data.corpus.scores import Scores, begin, differences, keep, put, read_scores
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
     # Weights from elsewhere have no texts of their own to score.
     config, node, tokenizer, _ = checked(args.path, keys)
     texts_named = config.training.dataset != "stdlib" or "stdlib" in str(keys)
-    if hf_weights(config) and not texts_named:
+    if config.hf_weights and not texts_named:
         raise ValueError(
             f"{args.path} is not a run, whose texts would be scored; give --training.dataset and "
             "--training.dataset_path"
@@ -130,7 +130,7 @@ def streams_to_score(config: Config, tokenizer: Tokenizer) -> PackedStreams:
         raise ValueError(
             "training.mixture: a corpus is scored at a time; give training.mixture = [], training.dataset and its path"
         )
-    (corpus,) = open_corpora(changed(config, {"validation.enable": False}), tokenizer)
+    (corpus,) = open_corpora(config.changed({"validation.enable": False}), tokenizer)
     # Documents of one group (a pair, a tree) stay together, so the largest group must fit.
     seq_len = config.training.seq_len
     whole = np.diff(corpus.offsets).reshape(-1, corpus.group).sum(1).max() <= seq_len

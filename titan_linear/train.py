@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_linear.config import Config, load_config, micro_steps, schedule_steps
+from titan_linear.config import Config, load_config
 from titan_linear.distributed.ending import Ending, explain, report
 from titan_linear.distributed.groups import host_group, on_rank_0, process_group
 from titan_linear.distributed.hangs import Watch, watched
@@ -107,7 +107,7 @@ class Trainer:
             self.dims,
             self.device,
             iter(self.loader),
-            micro_steps=micro_steps(config, dist.get_world_size()),
+            micro_steps=config.micro_steps(dist.get_world_size()),
             watching=self.telemetry.watching,
         )
         self.feed = self.passes.feed
@@ -301,7 +301,7 @@ class Trainer:
         progress = Progress(
             step=self.step,
             skipped=self.skipped,
-            total_steps=schedule_steps(self.config),
+            total_steps=self.config.schedule_steps,
             content=self.content,
         )
         self.checkpointer.save(

@@ -57,7 +57,7 @@ from torch import Tensor
 from titan_linear import score
 from titan_linear.commands import command_parser
 from titan_linear.config import COLUMNS as DTYPES
-from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
+from titan_linear.config import Config, check_config, load_config
 from titan_linear.data import Streams, build_tokenizer, write_corpus
 from titan_linear.data.corpus.columns import DocumentTokens
 from titan_linear.data.corpus.scores import begin
@@ -296,7 +296,7 @@ def configurations(
         ]
         config = load_config([*argv, *keys])
         if not any(key.startswith("--training.global_batch_size") for key in keys):
-            degrees = data_parallel_degrees(config, ranks)
+            degrees = config.parallelism.data_parallel_degrees(ranks)
             streams = math.prod(degrees) * config.training.local_batch_size
             config = load_config([*argv, f"--training.global_batch_size={streams}", *keys])
         check_config(config, ranks)

@@ -33,7 +33,7 @@ from tests.matrix.rows import (
 )
 from tests.matrix.runs import ROOM, Failed, Matrix, Outcome
 from titan_linear.commands.plan import planned_model
-from titan_linear.config import check_config, hf_weights, load_config
+from titan_linear.config import check_config, load_config
 from titan_linear.planner.memory import parameters
 from titan_linear.run.build import open_tokenizer
 from titan_linear.run.data import build_streams
@@ -118,7 +118,7 @@ def test_recipes_are_accepted(recipe, tmp_path):
         model = planned_model(config)
         check_model(model, config, processes, processes)
         build_streams(config, open_tokenizer(config), None)
-        assert 0 < parameters(model) < 2e9 and not hf_weights(config)
+        assert 0 < parameters(model) < 2e9 and not config.hf_weights
 
 
 @pytest.mark.parametrize("parts", [1, 3, 4])

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.keys import argv_of
 from tests.models import ours
 from tests.refusals import refused
-from titan_linear.config import changed, load_config
+from titan_linear.config import load_config
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
@@ -209,7 +209,7 @@ def test_the_plan_knows_what_is_frozen():
     for part, bytes in (("parameters", 2 * base + 4 * added), ("optimizer", 8 * added)):
         assert bytes / 4 <= parts[part] < 1.001 * bytes / 4
     h200 = machine.Machine(machine.read_rates(machine.shipped()["H200"]), 8, 50e9, "cudnn")
-    full = changed(config, {"adapter.enable": False})
+    full = config.changed({"adapter.enable": False})
     lora, whole = (timing.step(c, model_without_tokenizer(c), 4, h200) for c in (config, full))
     assert 0.6 < lora.flops / whole.flops < 0.75 and lora.seconds < whole.seconds
 

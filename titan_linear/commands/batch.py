@@ -49,7 +49,8 @@ def lines_of(argv: list[str]) -> Iterator[str]:
     config = load_config(keys)
     tokenizer = build_tokenizer(tokenizer_path(config))
     # The newest checkpoint knows the state of the mixtures.
-    progress = known_progress(config, -1)
+    saves = config.checkpoint.enable
+    progress = known_progress(config.checkpoint_folder, -1) if saves else None
     streams, _ = build_streams(config, tokenizer, progress)
     return shown(args, config, streams, tokenizer)
 

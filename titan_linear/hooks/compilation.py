@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_linear.config import Config, seq_len_at
+from titan_linear.config import Config
 from titan_linear.distributed.groups import set_timeout, without_timeout
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.hooks.hook import Hook, StepResult
@@ -43,7 +43,7 @@ class Compilation(Hook):
         """Whether streams of this step have another length than in the step before."""
         t = self.config.training
         return (
-            bool(t.seq_len_schedule) and step > 1 and seq_len_at(t, step - 1) != seq_len_at(t, step)
+            bool(t.seq_len_schedule) and step > 1 and t.seq_len_at(step - 1) != t.seq_len_at(step)
         )
 
     def before_step(self, step: int) -> None:
@@ -51,7 +51,7 @@ class Compilation(Hook):
             return
         # Compiling takes longer than a step's time-out allows: use the longer one.
         if dist.get_rank() == 0:
-            before, now = (seq_len_at(self.config.training, n) for n in (step - 1, step))
+            before, now = (self.config.training.seq_len_at(n) for n in (step - 1, step))
             print(f"from step {step} on streams have {now} tokens (before: {before})")
         set_timeout(self.dims.groups, timedelta(seconds=self.config.comm.init_timeout_seconds))
         self.left = self.first_steps

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import torch
 
-from titan_linear.config import Config, seq_len_at, tokens_at
+from titan_linear.config import Config
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.hooks.hook import StepResult
 from titan_linear.hooks.metrics import GIB, MetricsLogger, Work
@@ -46,7 +46,7 @@ class Report(MetricsLogger):
             config,
             device,
             start_step=step,
-            start_tokens=tokens_at(config.training, step),
+            start_tokens=config.training.tokens_at(step),
             gpus=dims.mesh.size(),
             peak_tflops=peak_tflops(config, device),
         )
@@ -73,11 +73,11 @@ class Report(MetricsLogger):
         if fed.apart != fed.documents.tokens:
             more["share_computed"] = fed.documents.tokens / fed.apart
         if self.config.training.seq_len_schedule:
-            more["seq_len"] = seq_len_at(self.config.training, done.step)
+            more["seq_len"] = self.config.training.seq_len_at(done.step)
         self.log(
             done.step,
             moment=done.moment,
-            tokens=tokens_at(self.config.training, done.step),
+            tokens=self.config.training.tokens_at(done.step),
             memory_gib=peak_memory_gib(),
             work=Work(training_flops(self.model, fed.documents), fed.valid, fed.waited),
             **done.numbers,

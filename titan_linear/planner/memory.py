@@ -43,15 +43,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from titan_linear.config import (
-    ActivationCheckpoint,
-    Config,
-    Parallelism,
-    Training,
-    fsdp_degrees,
-    layer_checkpointing,
-    micro_steps,
-)
+from titan_linear.config import ActivationCheckpoint, Config, Parallelism, Training
 from titan_linear.distributed.one_process import LocalDims
 from titan_linear.distributed.parallelize import parallelize, replicated_parameters
 from titan_linear.losses import build_loss
@@ -129,7 +121,7 @@ class Units:
 
 def units(config: Config, model: ModelConfig, gpus: int) -> Units:
     t, p = config.training, config.parallelism
-    replicas, shards = fsdp_degrees(config, gpus)
+    replicas, shards = config.parallelism.fsdp_degrees(gpus)
     tp = p.tensor_parallel_degree
     ep = p.expert_parallel_degree
     offloaded = t.enable_cpu_offload
@@ -399,7 +391,7 @@ def moments(
     counted = layers(model, batch)
     here = 0 if u.offloaded else u.local * u.stored
     stored = here + u.whole * widened(DTYPES[config.training.dtype]).itemsize
-    accumulates = micro_steps(config, gpus) > 1
+    accumulates = config.micro_steps(gpus) > 1
     accumulated = stored if accumulates else 0
     # Activations of each layer, and the columns that the loss reads.
     kept, again, working = saved(config, counted)
@@ -477,7 +469,7 @@ def saved(config: Config, counted: list[Layer]) -> list[tuple[int, ...]]:
     found = []
     for i, layer in enumerate(counted):
         of = layer.compiled if config.compile.enable else layer.plain
-        mode = layer_checkpointing(config.activation_checkpoint, i)
+        mode = config.activation_checkpoint.mode_of(i)
         kept = {"selective": of.selective, "attention": of.attention, "full": 0}
         # Kept tensors are reused, and freed if nothing else holds them.
         again = of.kept - kept.get(mode, 0)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
-from titan_linear.config import Config, changed, check_config, data_parallel_degrees, fsdp_degrees
+from titan_linear.config import Config, check_config
 from titan_linear.models.config import ModelConfig
 from titan_linear.planner.machine import Machine
 from titan_linear.planner.memory import GIB, Mean, checkpointings, memory
@@ -125,8 +125,7 @@ def candidates(config: Config, setting: Setting, tp: int) -> Iterator[Config]:
     for cp, experts, size in product(_divisors(gpus, gpus), ep, local):
         layouts = ("contiguous", "zigzag") if cp > 1 and model.softmax else ("contiguous",)
         for shards, layout in product(shardings(gpus, node, tp), layouts):
-            split = changed(
-                config,
+            split = config.changed(
                 {
                     "parallelism.tensor_parallel_degree": tp,
                     "parallelism.context_parallel_degree": cp,
@@ -160,7 +159,7 @@ def refuse(config: Config, setting: Setting) -> None:
     model, gpus = setting.model, setting.gpus
     # The least memory is needed with full checkpointing.
     full = [
-        changed(split, {"activation_checkpoint.mode": "full"})
+        split.changed({"activation_checkpoint.mode": "full"})
         for tp in _divisors(gpus, setting.machine.node_size)
         for split in candidates(config, setting, tp)
     ]
@@ -191,8 +190,7 @@ def _of_length(splits: list[Split], setting: Setting, length: int) -> Iterator[C
     for split in sorted(
         splits, key=lambda split: -split.config.parallelism.context_parallel_degree
     ):
-        config = changed(
-            split.config,
+        config = split.config.changed(
             {
                 "training.seq_len": length,
                 "activation_checkpoint.mode": "full",
@@ -210,8 +208,8 @@ def checkpointing_of(config: Config) -> str:
 
 def degrees_of(config: Config, gpus: int) -> str:
     p = config.parallelism
-    replicas, shards = data_parallel_degrees(config, gpus)
-    copies, fsdp = fsdp_degrees(config, gpus)
+    replicas, shards = config.parallelism.data_parallel_degrees(gpus)
+    copies, fsdp = config.parallelism.fsdp_degrees(gpus)
     degrees = {
         "dp_replicate": replicas,
         "dp_shard": shards,

@@ -31,13 +31,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from titan_linear.config import (
-    Config,
-    fsdp_degrees,
-    layer_checkpointing,
-    micro_steps,
-    replicas_wait,
-)
+from titan_linear.config import Config
 from titan_linear.losses import build_loss
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.ops.cross_entropy import tokens_at_once
@@ -318,7 +312,7 @@ def step(
     t = config.training
     u = units(config, model, gpus)
     clock = Clock(machine, batch, config.compile.enable)
-    times = micro_steps(config, gpus)
+    times = config.micro_steps(gpus)
     # Layers; the frozen base as reference adds a forward pass.
     passes = passes_of(clock, config, model)
     everything = [p for pair in passes for p in pair]
@@ -337,7 +331,7 @@ def step(
     parts["communication"] += times * (
         _shared(config, u, machine, passes) + _experts(config, model, batch, machine)
     )
-    sums = 1 if replicas_wait(t) else times
+    sums = 1 if t.replicas_wait else times
     parts["communication"] += sums * _replicas(config, u, gpus, machine, passes)
     if u.offloaded:
         parts["communication"] += (times - 1) * u.local * u.stored / machine.offload.to_host
@@ -361,7 +355,7 @@ def step(
 
 def passes_of(clock: Clock, config: Config, model: ModelConfig) -> list[tuple[Pass, Pass]]:
     """Return forward and backward of each layer."""
-    modes = [layer_checkpointing(config.activation_checkpoint, i) for i in range(len(model.layers))]
+    modes = [config.activation_checkpoint.mode_of(i) for i in range(len(model.layers))]
     return [
         _passes(clock, mode, layer)
         for mode, layer in zip(modes, layers(model, clock.batch), strict=True)
@@ -489,7 +483,7 @@ def _replicas(
 
     It is the time that the layers' backward does not hide.
     """
-    replicas, shards = fsdp_degrees(config, gpus)
+    replicas, shards = config.parallelism.fsdp_degrees(gpus)
     if replicas == 1:
         return 0.0
     link = machine.group(replicas, shards * config.parallelism.tensor_parallel_degree)
@@ -517,6 +511,6 @@ def _experts(config: Config, model: ModelConfig, batch: Batch, machine: Machine)
     ranks = batch.ep * (1 - (1 - 1 / batch.ep) ** model.moe.top_k)
     rows = batch.tokens * batch.tp * ranks * model.moe.width(model.dim) * batch.dtype.itemsize
     exchange = link.message + rows * (batch.ep - 1) / batch.ep / link.all_to_all
-    modes = [layer_checkpointing(config.activation_checkpoint, i) for i in range(len(model.layers))]
+    modes = [config.activation_checkpoint.mode_of(i) for i in range(len(model.layers))]
     times = [4 if mode == "none" else 5 for i, mode in enumerate(modes) if model.has_experts(i)]
     return len(times) * link.message + sum(times) * (exchange + 2 * rows / machine.rates.fused)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_linear.config import Config, changed
+from titan_linear.config import Config
 from titan_linear.distributed.groups import host_group, of_all_ranks
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parts import local_tensor
@@ -209,7 +209,7 @@ def _new(subject: Subject, dims: ParallelDims, host: dist.ProcessGroup) -> Run:
 def _on_one_rank(config: Config) -> Config:
     data = "data_parallel_replicate", "data_parallel_shard", "fsdp_shard"
     kinds = *data, "context_parallel", "tensor_parallel", "expert_parallel"
-    return _taken(changed(config, {f"parallelism.{name}_degree": 1 for name in kinds}), 1)
+    return _taken(config.changed({f"parallelism.{name}_degree": 1 for name in kinds}), 1)
 
 
 def _taken(config: Config, dp: int) -> Config:
@@ -219,4 +219,4 @@ def _taken(config: Config, dp: int) -> Config:
         "training.local_batch_size": 1,
         "training.num_workers": 0,
     }
-    return changed(config, batch | {"compile.enable": False})
+    return config.changed(batch | {"compile.enable": False})

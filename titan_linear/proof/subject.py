@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_linear.config import Config, changed, check_config
+from titan_linear.config import Config, check_config
 from titan_linear.data import IGNORE, Batch, Stream, StreamLoader, Streams, Tokenizer
 from titan_linear.data.corpus.trees import BACK, SHARE
 from titan_linear.distributed.one_process import Degrees
@@ -82,7 +82,7 @@ class Subject:
             "training.mixed_precision_reduce",
         )
         more = dict.fromkeys(types, "float64") | {"model.impl": "torch", "compile.enable": False}
-        return replace(self, config=changed(self.config, more))
+        return replace(self, config=self.config.changed(more))
 
     @cached_property
     def batch(self) -> Batch:
@@ -211,8 +211,7 @@ def subject_of(config: Config) -> Subject:
         "float8.enable true → false, but for its products by themselves": config.float8.enable,
     }
     # Build the streams of the shorter configuration.
-    cut = changed(
-        config,
+    cut = config.changed(
         {
             "float8.enable": False,
             "training.seq_len": seq_len,

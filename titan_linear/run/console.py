@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_linear.config import Config, Model, hf_assets, hf_weights, toml_value
+from titan_linear.config import Config, Model, toml_value
 from titan_linear.data import Streams, Tokenizer, TreeStreams
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.distributed.mesh import ParallelDims
@@ -30,17 +30,12 @@ from titan_linear.run.build import (
     unallocated,
 )
 from titan_linear.run.export import is_exported
+from titan_linear.run.folder import RunFolder
 from titan_linear.step.cut import BatchSharding
 from titan_linear.step.flops import no_peak, peak_tflops
 from titan_linear.storage.hf_io import read_model
 from titan_linear.storage.run_manifest import write_manifest
-from titan_linear.storage.rundir import (
-    BOARD,
-    checkpoint_folder,
-    set_run_aside,
-    starts_anew,
-    write_config,
-)
+from titan_linear.storage.rundir import BOARD
 from titan_linear.storage.tensors import named_parameters
 
 # The folder that contains the package.
@@ -60,11 +55,12 @@ def write_down(
     Args:
         step: number of the run's steps before this start.
     """
-    if starts_anew(config):
-        set_run_aside(config)
-    write_config(config)
+    folder = RunFolder(config)
+    if folder.starts_anew:
+        folder.set_run_aside()
+    folder.write_config()
     write_manifest(
-        config,
+        folder.path,
         world_size=dist.get_world_size(),
         degrees=dims.degrees,
         implementations={op: choice.implementation for op, choice in model.implementations.items()},
@@ -96,8 +92,8 @@ def model_name(config: Config) -> str:
     m, default = config.model, Model()
     name = f"{m.name}/{m.flavor}"
     if m.flavor == "hf":
-        architecture, _ = read_model(Path(hf_assets(config)))
-        name = f"{architecture} of '{hf_assets(config)}'"
+        architecture, _ = read_model(Path(config.hf_assets))
+        name = f"{architecture} of '{config.hf_assets}'"
     sizes = ("dim", "num_layers", "hidden_dim", "pattern", "moe")
     changed_keys = {
         key: getattr(m, key) for key in sizes if getattr(m, key) != getattr(default, key)
@@ -108,7 +104,7 @@ def model_name(config: Config) -> str:
 
 def first_weights(config: Config) -> str:
     """Return a console line that names the source of a new run's weights."""
-    path = hf_weights(config) or (config.checkpoint.enable and config.checkpoint.initial_load_path)
+    path = config.hf_weights or (config.checkpoint.enable and config.checkpoint.initial_load_path)
     return (
         f"weights of '{path}'" if path else f"weights drawn from debug.seed = {config.debug.seed}"
     )
@@ -227,4 +223,4 @@ def ended(config: Config, step: int, stopped: bool) -> str:
         return finished(config, step)
     if not (config.checkpoint.enable and step):
         return "nothing was saved"
-    return f"saved step {step} in '{checkpoint_folder(config)}'; the same command resumes"
+    return f"saved step {step} in '{config.checkpoint_folder}'; the same command resumes"

@@ -16,11 +16,7 @@ from titan_linear.config import (
     Source,
     Training,
     difference,
-    flat_keys,
-    hf_weights,
-    key_of,
     keys_with,
-    sources,
 )
 from titan_linear.data import (
     Corpus,
@@ -60,7 +56,7 @@ def open_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus]:
     """
     v = config.validation
     groups = bool(config.metrics.loss_by_source)
-    wanted = [(texts_of(source, config, tokenizer), groups) for source in sources(config)]
+    wanted = [(texts_of(source, config, tokenizer), groups) for source in config.training.sources]
     if v.enable and v.dataset_path:
         own = texts_of(config.training, config, tokenizer)
         wanted.append(
@@ -81,7 +77,7 @@ def texts_of(source: Training | Source, config: Config, tokenizer: Tokenizer) ->
         text_field=source.dataset_text_field,
         dataset_format=source.dataset_format,
         on_bad_document=t.on_bad_document,
-        path_key=key_of(source, "dataset_path"),
+        path_key=source.key("dataset_path"),
         columns={name: COLUMNS[name] for name in source.dataset_columns},
         share_prefixes=t.share_prefixes,
         group_field=t.group_field,
@@ -91,7 +87,9 @@ def texts_of(source: Training | Source, config: Config, tokenizer: Tokenizer) ->
 
 def cached_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus | None]:
     """Return the corpora to train on; None for one that is missing or not tokenised yet."""
-    return [cached_corpus(texts_of(source, config, tokenizer)) for source in sources(config)]
+    return [
+        cached_corpus(texts_of(source, config, tokenizer)) for source in config.training.sources
+    ]
 
 
 def check_size(tokens: int, config: Config) -> None:
@@ -123,7 +121,7 @@ def build_streams(
     t = config.training
     v = config.validation
     seed = config.debug.seed
-    given = sources(config)
+    given = config.training.sources
     corpora = open_corpora(config, tokenizer)
     trained = corpora[: len(given)]
     own = corpora[len(given) :]
@@ -206,7 +204,7 @@ def _check_trees(config: Config, targets: Targets, corpus: Corpus) -> None:
 
     With these keys, trees would train unlike their documents packed separately.
     """
-    p, keys = config.parallelism, flat_keys(config)
+    p, keys = config.parallelism, config.flat_keys()
     for key, fits in (
         ("loss.normalise", targets.normalise != "stream"),
         ("training.seq_len_schedule", not config.training.seq_len_schedule),
@@ -337,8 +335,8 @@ def first_weights_of(config: Config) -> str:
     A Hugging Face folder is read as a whole; a checkpoint has its checksum.
     """
     c = config.checkpoint
-    if hf_weights(config):
-        return open_folder(Path(hf_weights(config))).fingerprint
+    if config.hf_weights:
+        return open_folder(Path(config.hf_weights)).fingerprint
     if c.enable and c.initial_load_path:
         saved = weights_path(Path(c.initial_load_path))
         base = base_of(config_of(saved)) if holds_adapters(saved) else ""
@@ -384,7 +382,7 @@ def check_alike(config: Config, content: Content, host: dist.ProcessGroup) -> No
     That rank is on another node, for example. Paths may differ.
     """
     own = keys_with(Rule.OF_A_NODE)
-    keys = {key: value for key, value in flat_keys(config).items() if key not in own}
+    keys = {key: value for key, value in config.flat_keys().items() if key not in own}
     ranks = of_all_ranks(
         keys | {f"the content of {name}": value for name, value in content.model_dump().items()},
         host,

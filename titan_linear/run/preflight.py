@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from titan_linear.config import Config, check_config, hf_assets, hf_weights, layer_checkpointing
+from titan_linear.config import Config, check_config
 from titan_linear.data import (
     MixedStreams,
     Sample,
@@ -56,18 +56,11 @@ from titan_linear.run.data import (
 )
 from titan_linear.run.evaluate import open_prompts
 from titan_linear.run.export import destination, is_exported, lacks_export, not_exported
+from titan_linear.run.folder import RunFolder
 from titan_linear.step.optimizer import learning_rate
 from titan_linear.storage.hf_io import CONFIG as HF_CONFIG
 from titan_linear.storage.hf_io import POSITIONS, check_folder, read_config
 from titan_linear.storage.peft import check_peft, keys_of, read_peft
-from titan_linear.storage.run_lock import claimed
-from titan_linear.storage.rundir import (
-    check_folders,
-    check_resume,
-    checkpoint_folder,
-    copied_configuration,
-    finished_without_checkpoint,
-)
 from titan_linear.storage.step_folders import (
     REWOUND,
     Progress,
@@ -96,12 +89,13 @@ def cleared(
             doctor check the run.
 
     Raises:
-        ValueError, SystemExit: as `claimed`, `check_resume`, `preflight` and `prove`.
+        ValueError, SystemExit: as `RunFolder`, `preflight` and `prove`.
     """
-    if warning := copied_configuration(config):
+    folder = RunFolder(config)
+    if warning := folder.copied_configuration:
         print(warning)
-    with claimed(config) if first else nullcontext():
-        for change in check_resume(config):
+    with folder.claimed() if first else nullcontext():
+        for change in folder.check_resume():
             print(f"resuming with {change}")
         preflight(config, world_size, node_size)
         if config.doctor.at_start and first:
@@ -123,7 +117,8 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
     """
     # Keys, packages, and a folder whose run is finished.
     check_config(config, world_size)
-    if finished_without_checkpoint(config) and not config.job.start_anew:
+    folder = RunFolder(config)
+    if folder.finished_without_checkpoint and not config.job.start_anew:
         print(
             f"the run in {config.job.dump_folder!r} is finished and left no checkpoint: --job.start_anew true trains "
             "it again (and sets its metrics aside), another job.dump_folder starts another run"
@@ -146,7 +141,7 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
     # The checkpoint comes before the corpus, which may take hours to tokenise.
     _check_hugging_face(config, model, tokenizer)
     progress = _check_checkpoint(config, model, tokenizer) if config.checkpoint.enable else None
-    check_folders(config)
+    folder.check_writable()
     check_mixture_step(config, progress)
     _check_data(config, tokenizer, model, progress)
     if config.evaluation.freq:
@@ -202,17 +197,15 @@ def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer
             under_key(f"checkpoint.{key}", check_peft, model, family)
     # Adapters to begin with are read now; a resumed run does not need them.
     path = config.adapter.initial_load_path
-    if path and find_step(checkpoint_folder(config), c.load_step) is None:
+    if path and find_step(config.checkpoint_folder, c.load_step) is None:
         theirs = (Path(path), model, family_of(model, config), config.adapter, base_of(config))
         under_key("adapter.initial_load_path", read_peft, *theirs)
         if keys := keys_of(Path(path)):
             print(f"the adapters of '{path}' were trained with {' '.join(keys)}")
-    if hf_weights(config) and (
-        exports or find_step(checkpoint_folder(config), c.load_step) is None
-    ):
+    if config.hf_weights and (exports or find_step(config.checkpoint_folder, c.load_step) is None):
         free = POSITIONS if config.model.flavor == "hf" else ()
         under_key(
-            "checkpoint.initial_load_in_hf", check_folder, Path(hf_weights(config)), model, free
+            "checkpoint.initial_load_in_hf", check_folder, Path(config.hf_weights), model, free
         )
 
 
@@ -224,7 +217,7 @@ def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) 
     Returns:
         The progress saved in the checkpoint that the run resumes from; None for a new run.
     """
-    c, folder = config.checkpoint, checkpoint_folder(config)
+    c, folder = config.checkpoint, config.checkpoint_folder
     step = find_step(folder, c.load_step)
     # A new run: check the weights that it begins from.
     if step is None:
@@ -373,7 +366,7 @@ def check_evaluation(config: Config, model: ModelConfig, tokenizer: Tokenizer) -
             f"evaluation.tasks: {unknown[0]!r} is unknown; use some of {', '.join(known)}"
         )
     # The model's positions: as extended by rope_scaling, else as trained.
-    longest, folder = max(e.lengths), hf_assets(config)
+    longest, folder = max(e.lengths), config.hf_assets
     trained = read_config(Path(folder)).get("max_position_embeddings") if folder else None
     scalings = [getattr(mixer, "rope_scaling", None) for mixer in model.mixers if mixer.rotary]
     limits = [scaling.reached if scaling else trained for scaling in scalings]
@@ -498,7 +491,7 @@ def check_node_heads(model: ModelConfig, config: Config, world_size: int, node_s
 def check_checkpointing(model: ModelConfig, config: Config) -> None:
     """Raise ValueError if every n-th layer is recomputed, but there are fewer than n."""
     ac = config.activation_checkpoint
-    modes = {layer_checkpointing(ac, i) for i in range(len(model.layers))}
+    modes = {ac.mode_of(i) for i in range(len(model.layers))}
     if ac.mode != "none" and modes == {"none"}:
         raise ValueError(
             f"activation_checkpoint.selective_ac_option = {ac.selective_ac_option!r} computes none of the model's "
