@@ -114,7 +114,9 @@ class Trainer:
         self.update = Update(config, self.passes, self.dims, self.optimizer, self.telemetry)
 
         # Hooks that run in each step, and work that runs between steps.
-        self.spikes = Spikes(config, subject.streams)
+        self.spikes = Spikes(
+            config.job.dump_folder, config.training, subject.streams, config.metrics.spike_sigmas
+        )
         self.grace = Grace(
             config.checkpoint.grace_seconds,
             self.stop,
@@ -122,7 +124,9 @@ class Trainer:
             self.feed.micro_steps,
             self._save_seconds,
         )
-        self.compilation = Compilation(config, self.dims, self.host)
+        self.compilation = Compilation(
+            config.training, config.comm, self.dims, self.host, compiled=config.compile.enable
+        )
         self.hooks: list[Hook] = [self.spikes, self.telemetry, self.grace, self.compilation]
         # Exists on rank 0 only.
         self.exports: Exports | None = None
@@ -246,7 +250,8 @@ class Trainer:
         Before them, rank 0 writes the configuration and the description of the run.
         """
         config, first = self.config, dist.get_rank() == 0
-        hooks: list[Hook] = [MemorySnapshots(config)]
+        folder = config.job.dump_folder
+        hooks: list[Hook] = [MemorySnapshots(folder, config.profiling)]
         if first:
             write_down(config, self.model, self.dims, self.feed.cut, self.device, self.step)
         if first:
@@ -260,7 +265,8 @@ class Trainer:
         # The profiler comes after the report: the next step pays for the time of writing a
         # trace.
         if config.profiling.enable_profiling:
-            hooks.append(Profiler(config, self.step, self.feed.settle, self._between_steps))
+            starts = self.step, self.feed.settle, self._between_steps
+            hooks.append(Profiler(folder, config.profiling, *starts))
         return hooks
 
     def _between_steps(self) -> ExitStack:

@@ -53,7 +53,8 @@ class Report(MetricsLogger):
 
     def after_step(self, done: StepResult) -> None:
         self.fed += done.fed
-        if is_logged(self.config, done.step) or done.step == self.first or done.stops:
+        steps, freq = self.config.training.steps, self.config.metrics.log_freq
+        if is_logged(done.step, steps, freq) or done.step == self.first or done.stops:
             self._log(done)
         if self.telemetry.seen:
             self.log_telemetry(done.step, self.telemetry.seen)
@@ -86,9 +87,9 @@ class Report(MetricsLogger):
         )
 
 
-def is_logged(config: Config, step: int) -> bool:
-    """Whether `step` (from 1) is reported: the first, every log_freq-th, the last."""
-    return step == 1 or step % config.metrics.log_freq == 0 or step == config.training.steps
+def is_logged(step: int, steps: int, freq: int) -> bool:
+    """Whether `step` (from 1) of `steps` is reported: the first, every freq-th, the last."""
+    return step in (1, steps) or step % freq == 0
 
 
 def peak_memory_gib() -> float:
