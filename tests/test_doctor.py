@@ -22,7 +22,7 @@ from tests.keys import argv_of
 from tests.records import change_json, read_json, write_json, write_texts
 from tests.refusals import refused
 from titan_linear import launch
-from titan_linear.config import load_config
+from titan_linear.config import Parallelism, load_config
 from titan_linear.data import PackedStreams, StreamLoader
 from titan_linear.distributed import compiling, parallelize
 from titan_linear.models import plan
@@ -840,7 +840,13 @@ def test_short_memory_is_said_in_a_line(corpus, subject, monkeypatch, capsys):
     """Of a GPU too small for one layer, and of one that has no more in the midst of a check."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 21))
     with refused(r"this device has room for [\d,]+ parameters of the model with 8 ranks, and"):
-        fitting(subject.model, subject.run, subject.degrees, torch.device("cuda"))
+        fitting(
+            subject.model,
+            subject.run.model,
+            subject.run.parallelism,
+            subject.degrees,
+            torch.device("cuda"),
+        )
 
     def out_of_memory(*_):
         raise torch.OutOfMemoryError(
@@ -893,7 +899,7 @@ def test_groups_of_experts_stay_large_enough(top_groups, experts):
     """A model is narrowed to one that there can be: two experts in each of 8 groups, four in those of a token."""
     moe = MoEConfig(64, 4, 64, groups=8, top_groups=top_groups)
     model = replace(MODELS["kimi-linear"]["debug"], dim=4096, moe=moe)
-    found = [proof_subject._thinner(model, factor, load_config([])).moe for factor in (2, 4, 8, 16)]
+    found = [proof_subject._thinner(model, factor, Parallelism()).moe for factor in (2, 4, 8, 16)]
     assert [m.num_experts for m in found] == experts and not any(m.contradiction for m in found)
 
 

@@ -342,10 +342,8 @@ def test_the_prompt_is_the_samples_or_of_the_demos_texts(installed):
 
 
 def test_a_run_that_ends_while_it_warms_up_says_so():
-    assert unwarmed(run("a", "--training.steps=100", "--lr_scheduler.warmup_steps=100")) == ""
-    assert "training.steps = 99 ends within" in unwarmed(
-        run("a", "--training.steps=99", "--lr_scheduler.warmup_steps=100")
-    )
+    assert unwarmed(steps=100, warmup=100) == ""
+    assert "training.steps = 99 ends within" in unwarmed(steps=99, warmup=100)
 
 
 def test_the_end_of_a_run_says_what_can_be_done_with_it(installed, monkeypatch):

@@ -49,7 +49,8 @@ from titan_linear.hooks import (
     Telemetry,
 )
 from titan_linear.run.build import build_dims, build_model, build_passes
-from titan_linear.run.console import ended, write_down
+from titan_linear.run.console import finished, stopped, write_down
+from titan_linear.run.data import RunData
 from titan_linear.run.evaluate import Record, examine, open_prompts
 from titan_linear.run.export import export_last
 from titan_linear.run.generate import Evaluation
@@ -136,7 +137,9 @@ class Trainer:
         self.evaluation = Evaluation(reader, self.device, subject.held_out, self.passes.loss, ask)
         self.examine: Callable[..., list[Record]] | None = None
         if config.evaluation.freq:
-            self.examine = partial(examine, reader, open_prompts(config, subject.tokenizer), ask)
+            data = RunData(config, subject.tokenizer)
+            prompts = open_prompts(config.evaluation, data)
+            self.examine = partial(examine, reader, prompts, ask)
 
     @property
     def _ended(self) -> bool:
@@ -353,7 +356,9 @@ class Trainer:
             self.checkpointer.prune(self.step)
             self.exports.report(self.stop)
         if dist.get_rank() == 0:
-            print(ended(self.config, self.step, bool(self.stop.agreed)))
+            folder = self.config.checkpoint_folder if self.checkpointer else None
+            stops = self.stop.agreed
+            print(stopped(self.step, folder) if stops else finished(self.config, self.step))
 
 
 # --- One process of a run -----------------------------------------------------------------

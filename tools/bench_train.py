@@ -75,6 +75,7 @@ from titan_linear.losses.loss import logprobs
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.build import model_without_tokenizer
+from titan_linear.run.data import RunData
 from titan_linear.run.evaluate import examine, open_prompts
 from titan_linear.run.reading import Columns, open_reader
 from titan_linear.step.feed import FeedStats
@@ -137,7 +138,8 @@ def write_random(corpus: Path, args: argparse.Namespace, streams: int, loss: str
     lengths = np.full(tokens // length, length)
     if args.documents != "one" and len(args.losses) == 1:
         lengths = 1 + draw.exponential(length, size=2 + 2 * tokens // length).astype(int)
-    read = build_loss(load_config(LOSSES[loss]))
+    config = load_config(LOSSES[loss])
+    read = build_loss(config.loss.name, config.objective)
     names = ["weights"] * (loss == "weights") + [*read.columns]
 
     def document(n: int) -> DocumentTokens:
@@ -372,8 +374,8 @@ def scored(config: Config) -> Row:
     """Tokens per second of all GPUs in passes without gradients."""
     reader = open_reader(config)
     size = config.training.local_batch_size
-    streams = score.streams_to_score(config, reader.tokenizer)
-    prompts = open_prompts(config, reader.tokenizer)
+    streams = score.streams_to_score(RunData(config, reader.tokenizer))
+    prompts = open_prompts(config.evaluation, RunData(config, reader.tokenizer))
 
     def of_layers(logits: ChunkedLogits, labels: Tensor, _: object) -> tuple[Tensor, ...]:
         return (logits.x[:, 0].float(),)

@@ -12,7 +12,7 @@ from titan_linear.commands.generate import device_of
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE
 from titan_linear.models.presets import MODELS
-from titan_linear.run import preflight, reading
+from titan_linear.run import model_checks, reading
 from titan_linear.storage.run_manifest import write_manifest
 
 GPU = torch.device("cuda")
@@ -36,9 +36,9 @@ def test_implementations_are_checked_for_the_device_that_runs_them(monkeypatch, 
         raise Stop
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    monkeypatch.setattr(preflight, "implementations", implementations)
+    monkeypatch.setattr(model_checks, "implementations", implementations)
     with pytest.raises(Stop):
-        preflight.check_model(MODELS["hybrid"]["debug"], load_config([]), 1, 1)
+        model_checks.check_model(MODELS["hybrid"]["debug"], load_config([]), 1, 1)
     assert asked == ["cuda" if available else "cpu"]
 
 

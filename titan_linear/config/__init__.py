@@ -29,6 +29,8 @@ from titan_linear.config.schema import (
     Parallelism,
     Profiling,
     Rule,
+    Sample,
+    Section,
     Source,
     Training,
     Validation,

@@ -162,7 +162,7 @@ def _check_batch(t: Training, p: Parallelism, dp: int) -> None:
 
 def _check_length(p: Parallelism, key: str, seq_len: int) -> None:
     """Check that the ranks can cut streams of this length."""
-    blocks = p.context_parallel_degree * (2 if p.context_parallel_layout == "zigzag" else 1)
+    blocks = p.fragments
     if seq_len % blocks:
         raise ValueError(
             f"training.{key} = {seq_len} cannot be cut into {blocks} equal blocks (context_parallel_degree = "

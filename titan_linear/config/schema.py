@@ -441,6 +441,16 @@ class Parallelism(Section):
         """Number of ranks that receive the same batches."""
         return self.context_parallel_degree * self.tensor_parallel_degree
 
+    @property
+    def fragments(self) -> int:
+        """Number of equal parts that a stream is cut into."""
+        return self.context_parallel_degree * (2 if self.context_parallel_layout == "zigzag" else 1)
+
+    def even_length(self, seq_len: int) -> int:
+        """Return the least length of a stream that ranks can cut, at least `seq_len`."""
+        even = 2 * self.copies
+        return -(-seq_len // even) * even
+
     def data_parallel_degrees(self, world_size: int) -> tuple[int, int]:
         """Return (replicate, shard), with -1 replaced by the number of remaining ranks.
 
@@ -567,6 +577,12 @@ class ActivationCheckpoint(Section):
     """For mode selective. op: also keep the outputs of attention, the delta rule, the
     convolution and exchanges between ranks. A number n: recompute every n-th layer, as full
     does, and none of the others."""
+
+    @property
+    def name(self) -> str:
+        """The mode and its option, in messages."""
+        option = f" ({self.selective_ac_option})" if self.mode == "selective" else ""
+        return f"{self.mode}{option}"
 
     def mode_of(self, layer: int) -> str:
         """Return the mode of a layer, counted from 0: none, selective, attention or full."""
@@ -822,6 +838,11 @@ class Config(Section):
         if self.model.tokenizer_path == BYTES:
             del paths["model.tokenizer_path"]
         return self.changed(paths | {"training.mixture": mixture, "job.start_anew": False})
+
+    @property
+    def objective(self) -> Section:
+        """The section of the loss."""
+        return getattr(self, self.loss.name)
 
     def micro_steps(self, world_size: int) -> int:
         """Return the number of micro-batches per rank in a step."""

@@ -97,7 +97,7 @@ def targets(subject: Subject) -> Findings:
                 numbers = stream.columns[column][end - lengths[n] + rows]
                 if (numbers != corpus.columns[column][start + rows + 1]).any():
                     wrong.append(f"{column}, stream {i}, document {n}")
-    if build_loss(subject.config).group:
+    if build_loss(subject.config.loss.name, subject.config.objective).group:
         said = "streams with a text that is not beside its other one, the chosen one first"
         yield Finding("pairs", said, len(apart), 0, (apart or [""])[0])
     if subject.config.loss.name != "cross_entropy":

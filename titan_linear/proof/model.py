@@ -113,7 +113,7 @@ def in_one_process(subject: Subject, whole: Decoder) -> Step:
     # Forward and backward; the loss is per unit of weight.
     whole.use(subject.config.model.impl, device, subject.dtype).zero_grad(set_to_none=True)
     micro = with_reference(whole, micro, ComputeCopies(whole, subject.dtype))
-    of = partial(build_loss(subject.config), batch=micro)
+    of = partial(build_loss(subject.config.loss.name, subject.config.objective), batch=micro)
     with (
         torch.autograd.set_multithreading_enabled(False),
         Trace(whole) as trace,

@@ -116,7 +116,7 @@ def of_processes(subject: Subject) -> Findings:
 
 
 def _resumed(check: str, subject: Subject, dims: ParallelDims, host: dist.ProcessGroup) -> Findings:
-    model, _ = narrowed(subject.model, subject.config, PARAMETERS)
+    model, _ = narrowed(subject.model, subject.config.parallelism, PARAMETERS)
     subject, config = replace(subject, model=model), subject.config
     with _shared_folder(host) as folder, repeatable():
         if folder is None:

@@ -329,7 +329,14 @@ def build_passes(
     )
     precision = mixed_precision(config, model, dims)
     replicas_once = dims.replicas > 1 and config.training.replicas_wait
-    return Passes(model, feed, precision, build_loss(config), watching, replicas_once)
+    return Passes(
+        model,
+        feed,
+        precision,
+        build_loss(config.loss.name, config.objective),
+        watching,
+        replicas_once,
+    )
 
 
 def mixed_precision(

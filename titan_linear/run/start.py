@@ -16,14 +16,7 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise, owned
 from titan_linear.run.build import family_of, model_config, open_tokenizer
-from titan_linear.run.data import (
-    base_of,
-    build_streams,
-    check_alike,
-    check_content,
-    content_of,
-    file_groups,
-)
+from titan_linear.run.data import RunData, base_of, check_alike, check_content, content_of
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.hf_io import load_weights as load_hf_weights
 from titan_linear.storage.peft import read_peft
@@ -71,7 +64,8 @@ def open_subject(config: Config, known: Progress | None, host: dist.ProcessGroup
         ValueError: the run has trained another model or other data so far, or ranks differ.
     """
     tokenizer = open_tokenizer(config)
-    streams, held_out = build_streams(config, tokenizer, known)
+    data = RunData(config, tokenizer)
+    streams, held_out = data.streams(known)
     # Wait for nodes that first had to write their token cache.
     dist.barrier(host)
     model = model_config(config, tokenizer)
@@ -80,8 +74,8 @@ def open_subject(config: Config, known: Progress | None, host: dist.ProcessGroup
     # A restart has no preflight.
     if known:
         check_content(config, known.content, content)
-    check_alike(config, content, host)
-    return Subject(tokenizer, streams, held_out, file_groups(config, streams), model, content)
+    check_alike(config.flat_keys(), content, host)
+    return Subject(tokenizer, streams, held_out, data.groups(streams), model, content)
 
 
 def build_checkpointer(config: Config) -> Checkpointer | None:
