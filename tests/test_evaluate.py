@@ -70,7 +70,7 @@ def tokenizers(tmp_path_factory):
 
 def prompts_of(keys, tokenizer, **more):
     config = load_config(argv_of(keys, evaluation__tasks=["niah_single_2"], **more))
-    return open_prompts(config.evaluation, RunData(config, tokenizer))
+    return open_prompts(RunData(config, tokenizer))
 
 
 # --- The reference: answers as a reader finds them in the text --------------------------------------------------------
@@ -172,7 +172,7 @@ def test_needles_lie_at_even_depths(keys):
 def examined_by(rank, world_size, argv, know):
     """By a model that knows the next token, or to which all tokens are alike."""
     trainer = trainer_of(argv)
-    prompts = open_prompts(trainer.config.evaluation, RunData(trainer.config, trainer.tokenizer))
+    prompts = open_prompts(RunData(trainer.config, trainer.tokenizer))
     size = trainer.tokenizer.vocab_size
 
     def model(tokens, plan, loss):
@@ -290,7 +290,7 @@ def test_what_cannot_be_evaluated_is_refused(more, said, keys, tmp_path):
     with refused(said):
         model = (OWN["hybrid"] | OWN_FLAVORS)[config.model.flavor]
         data = RunData(config, ByteTokenizer())
-        check_evaluation(config.evaluation, model, config.hf_assets, data)
+        check_evaluation(data, model, config.hf_assets)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path, capsys):
@@ -356,7 +356,7 @@ def said(rank, world_size, argv, change):
     """Answers are the model's own, or differ from them in the last token."""
     OWN["hybrid"] |= OWN_FLAVORS
     reader = open_reader(load_config(argv))
-    prompts = open_prompts(reader.config.evaluation, RunData(reader.config, reader.tokenizer))
+    prompts = open_prompts(RunData(reader.config, reader.tokenizer))
 
     def prompt(sample):
         rows = asked(sample)

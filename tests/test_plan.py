@@ -126,7 +126,7 @@ def test_a_corpus_of_less_than_a_step_is_refused(tmp_path, capsys):
     )
     assert (
         "planned at training.seq_len = 4096; the first 10 of 1,000 are shorter"
-        in plan.of_whole_length(config)
+        in plan.of_whole_length(config.training)
     )
 
 
@@ -141,7 +141,7 @@ def test_the_longest_stream_is_at_least_the_run_s(beyond, monkeypatch):
     rank = PlannedRank(config, model, 1)
     split = splits.Split(rank, 0.5, step(rank, machine()))
     monkeypatch.setattr(PlannedRank, "memory", lambda _: {"activations": 2.0})
-    said = splits.longest([split], splits.Setting(model, 1, machine(), None, 1.0))
+    said = splits.longest([split], room=1.0)
     assert said == "longest stream that fits: 4,096 tokens, with one GPU, checkpointing none"
 
 
@@ -206,12 +206,10 @@ def test_the_shipped_configurations_as_they_are(config, capsys):
         load_config(["--job.config_file", str(config), *absent], cuda=True),
         GPUS.get(config.stem, 8),
     )
-    model = plan.planned_model(run)
-    splits.check(run, model, gpus)
-    assert "compute bfloat16" in plan.describe(run, model)
-    assert "\nfits in NVIDIA H200" in plan.memory_table(
-        run, splits.Setting(model, gpus, machine(), None, 0.0)
-    )
+    rank = PlannedRank(run, plan.planned_model(run), gpus)
+    splits.check(rank)
+    assert "compute bfloat16" in plan.describe(rank)
+    assert "\nfits in NVIDIA H200" in plan.memory_table(rank, machine())
     assert "'none/tokenizer.json' is not here: a vocabulary of" in capsys.readouterr().out
 
 
@@ -272,8 +270,8 @@ def test_both_layouts_are_tried_where_there_is_softmax_attention():
 
     def layouts(name):
         keys = [*RUN, "--model.name", name, "--training.global_batch_size", "2"]
-        setting = splits.Setting(preset(name, "debug"), 2, machine(), None, 0.0)
-        tried = splits.candidates(setting.rank(load_config(keys, cuda=True)), setting, 1)
+        rank = PlannedRank(load_config(keys, cuda=True), preset(name, "debug"), 2)
+        tried = splits.candidates(rank, 8, 1)
         found = [split.parallelism for split in tried]
         return {(p.context_parallel_degree, p.context_parallel_layout) for p in found}
 
@@ -417,8 +415,8 @@ def test_the_number_of_layers_recomputed_follows_from_the_room():
     )
 
     def chosen(room):
-        setting = splits.Setting(model, 1, machine(), None, room)
-        split = splits.with_checkpointing(setting.rank(config), setting)
+        rank = PlannedRank(config, model, 1)
+        split = splits.with_checkpointing(rank, splits.GPUs(machine(), room))
         return split and split.rank.config
 
     (none, *nth, full), _ = checkpointings(model)

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
         return 0
     config, node, tokenizer, model = checked(args.path, keys)
     data = RunData(config, tokenizer)
-    check_evaluation(config.evaluation, model, config.hf_assets, data)
+    check_evaluation(data, model, config.hf_assets)
     if args.output:
         # An output that cannot be written is refused here, not after hours.
         write_down([], 0, Path(args.output))
@@ -63,8 +63,8 @@ def write_prompts(folder: str, config: Config) -> None:
     tokenizer = open_tokenizer(config)
     data = RunData(config, tokenizer)
     model = model_config(config, tokenizer)
-    check_evaluation(config.evaluation, model, config.hf_assets, data)
-    prompts = open_prompts(config.evaluation, data)
+    check_evaluation(data, model, config.hf_assets)
+    prompts = open_prompts(data)
     made = map(prompts.prompt, prompts.samples)
     documents = (
         # Only tokens of answers have weight: in the other rows the second column is NONE.
@@ -84,7 +84,7 @@ def evaluate(output: str, config: Config) -> None:
 def examined(config: Config) -> list[Record]:
     """Return the scores of each prompt, on rank 0."""
     reader = open_reader(config)
-    return examine(reader, open_prompts(config.evaluation, RunData(config, reader.tokenizer)))
+    return examine(reader, open_prompts(RunData(config, reader.tokenizer)))
 
 
 def step_of(path: str) -> int:

@@ -137,8 +137,7 @@ class Trainer:
         self.evaluation = Evaluation(reader, self.device, subject.held_out, self.passes.loss, ask)
         self.examine: Callable[..., list[Record]] | None = None
         if config.evaluation.freq:
-            data = RunData(config, subject.tokenizer)
-            prompts = open_prompts(config.evaluation, data)
+            prompts = open_prompts(RunData(config, subject.tokenizer))
             self.examine = partial(examine, reader, prompts, ask)
 
     @property

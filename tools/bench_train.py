@@ -374,8 +374,8 @@ def scored(config: Config) -> Row:
     """Tokens per second of all GPUs in passes without gradients."""
     reader = open_reader(config)
     size = config.training.local_batch_size
-    streams = score.streams_to_score(RunData(config, reader.tokenizer))
-    prompts = open_prompts(config.evaluation, RunData(config, reader.tokenizer))
+    data = RunData(config, reader.tokenizer)
+    streams, prompts = score.streams_to_score(data), open_prompts(data)
 
     def of_layers(logits: ChunkedLogits, labels: Tensor, _: object) -> tuple[Tensor, ...]:
         return (logits.x[:, 0].float(),)

@@ -37,7 +37,7 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.ops.layout.levels import H200
 from titan_linear.planner.machine import Machine, read_rates, shipped
 from titan_linear.planner.memory import GIB, PARTS, SPARE, Mean, PlannedRank, parameters
-from titan_linear.planner.splits import Setting, Split, check, fitting, longest, refuse
+from titan_linear.planner.splits import GPUs, Split, check, fitting, longest, refuse
 from titan_linear.planner.timing import Step, step
 from titan_linear.run.build import model_config, model_without_tokenizer, tokenizer_path
 from titan_linear.run.console import model_name
@@ -100,8 +100,7 @@ def plan(args: argparse.Namespace, keys: list[str]) -> None:
     config = load_config(keys, cuda=True)
     model = planned_model(config)
     room = (1 - SPARE) * machine.rates.memory_gib * GIB
-    setting = Setting(model, args.gpus, machine, mean, room)
-    rank = setting.rank(config)
+    rank = PlannedRank(config, model, args.gpus, mean)
     check(rank)
     check_corpus(config)
     if config.training.seq_len_schedule:
@@ -112,10 +111,11 @@ def plan(args: argparse.Namespace, keys: list[str]) -> None:
     if needed <= room:
         print(time_table(step(rank, machine), machine, budget), end="\n\n")
     # Print the best other splits, even if the given one does not fit.
-    splits = sorted(progress(fitting(rank, setting), "splits"), key=lambda split: split.order)
+    gpus = GPUs(machine, room)
+    splits = sorted(progress(fitting(rank, gpus), "splits"), key=lambda split: split.order)
     if not splits:
-        refuse(rank, setting)
-    print(splits_table(splits[:BEST], budget), longest(splits, setting), sep="\n\n")
+        refuse(rank, gpus)
+    print(splits_table(splits[:BEST], budget), longest(splits, room), sep="\n\n")
     if needed > room:
         raise ValueError(
             f"this configuration takes {needed / GIB:.1f} GiB, and a GPU has {room / GIB:.1f} for it; use one of the "

@@ -34,6 +34,7 @@ libraries and NCCL's buffers.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
@@ -353,6 +354,10 @@ class PlannedRank:
         self.training, self.parallelism = config.training, config.parallelism
         self.loss = build_loss(config.loss.name, config.objective)
         self.batch = Batch.of(config, mean)
+
+    def changed(self, changes: Mapping[str, object]) -> PlannedRank:
+        """Return the same with other values of some keys, by "section.key"."""
+        return PlannedRank(self.config.changed(changes), self.model, self.gpus, self.mean)
 
     @property
     def micro_steps(self) -> int:

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
-from titan_linear.config import Config, check_config
-from titan_linear.models.config import ModelConfig
+from titan_linear.config import check_config
 from titan_linear.planner.machine import Machine
-from titan_linear.planner.memory import GIB, Mean, PlannedRank, checkpointings
+from titan_linear.planner.memory import GIB, PlannedRank, checkpointings
 from titan_linear.planner.timing import Step, step
 from titan_linear.run.model_checks import check_checkpointing, check_float8, check_splits
 
@@ -19,18 +18,12 @@ LOCAL = 4
 LONGEST = 1 << 24
 
 
-class Setting(NamedTuple):
-    """The circumstances for which configurations are planned."""
+class GPUs(NamedTuple):
+    """The GPUs that splits are planned for."""
 
-    model: ModelConfig
-    gpus: int
     machine: Machine
-    mean: Mean
-    # Bytes of a GPU that may be used.
+    # Bytes of each that may be used.
     room: float
-
-    def rank(self, config: Config) -> PlannedRank:
-        return PlannedRank(config, self.model, self.gpus, self.mean)
 
 
 class Split(NamedTuple):
@@ -62,18 +55,18 @@ def check(rank: PlannedRank) -> None:
     check_float8(rank.model, keys.model, keys.float8)
 
 
-def fitting(rank: PlannedRank, setting: Setting) -> Iterator[Split]:
+def fitting(rank: PlannedRank, on: GPUs) -> Iterator[Split]:
     """Yield the splits that fit, each with the cheapest activation checkpointing.
 
     Tensor parallelism keeps the run's own degree, and takes a higher one only if nothing
     fits, because every layer waits for it.
     """
     found = False
-    for tp in _divisors(setting.gpus, setting.machine.node_size):
+    for tp in _divisors(rank.gpus, on.machine.node_size):
         if tp < rank.parallelism.tensor_parallel_degree:
             continue
-        for candidate in candidates(rank, setting, tp):
-            split = with_checkpointing(candidate, setting)
+        for candidate in candidates(rank, on.machine.node_size, tp):
+            split = with_checkpointing(candidate, on)
             if split is not None:
                 found = True
                 yield split
@@ -81,18 +74,18 @@ def fitting(rank: PlannedRank, setting: Setting) -> Iterator[Split]:
             return
 
 
-def with_checkpointing(rank: PlannedRank, setting: Setting) -> Split | None:
+def with_checkpointing(rank: PlannedRank, on: GPUs) -> Split | None:
     """Return the split with the cheapest activation checkpointing with which it fits.
 
     None: it does not fit.
     """
     fitting = []
-    for group in checkpointings(setting.model):
+    for group in checkpointings(rank.model):
         # Within a group, the first that fits recomputes least.
         for ac in group:
-            tried = setting.rank(rank.config.model_copy(update={"activation_checkpoint": ac}))
-            if tried.needs <= setting.room:
-                fitting.append(Split(tried, tried.needs, step(tried, setting.machine)))
+            tried = rank.changed({f"activation_checkpoint.{key}": value for key, value in ac})
+            if tried.needs <= on.room:
+                fitting.append(Split(tried, tried.needs, step(tried, on.machine)))
                 break
         # Nothing is faster than no recomputation.
         if fitting and fitting[0].rank.config.activation_checkpoint.mode == "none":
@@ -100,22 +93,21 @@ def with_checkpointing(rank: PlannedRank, setting: Setting) -> Split | None:
     return min(fitting, key=lambda split: split.order, default=None)
 
 
-def candidates(rank: PlannedRank, setting: Setting, tp: int) -> Iterator[PlannedRank]:
-    """Yield every split of the same step that can run.
+def candidates(rank: PlannedRank, node: int, tp: int) -> Iterator[PlannedRank]:
+    """Yield every split of the same step that can run, on nodes of `node` GPUs.
 
     Experts are split within a node, and parameters are sharded over all ranks or a node's.
     If there is softmax attention, both layouts are tried: zig-zag distributes its pairs
     evenly, and costs the other layers exchanges.
     """
-    model = setting.model
-    gpus = setting.gpus
-    node = setting.machine.node_size
+    model = rank.model
+    gpus = rank.gpus
     ep = _divisors(gpus, node) if model.moe else [1]
     local = _divisors(rank.training.global_batch_size, LOCAL)
     for cp, experts, size in product(_divisors(gpus, gpus), ep, local):
         layouts = ("contiguous", "zigzag") if cp > 1 and model.softmax else ("contiguous",)
         for shards, layout in product(shardings(gpus, node, tp), layouts):
-            config = rank.config.changed(
+            split = rank.changed(
                 {
                     "parallelism.tensor_parallel_degree": tp,
                     "parallelism.context_parallel_degree": cp,
@@ -127,7 +119,6 @@ def candidates(rank: PlannedRank, setting: Setting, tp: int) -> Iterator[Planned
                     "training.local_batch_size": size,
                 },
             )
-            split = setting.rank(config)
             try:
                 check(split)
             except ValueError:
@@ -147,34 +138,35 @@ def _divisors(n: int, most: int) -> list[int]:
     return [divisor for divisor in range(1, min(n, most) + 1) if n % divisor == 0]
 
 
-def refuse(rank: PlannedRank, setting: Setting) -> None:
+def refuse(rank: PlannedRank, on: GPUs) -> None:
     """Raise the ValueError that nothing fits, with the memory that the smallest split
     needs.
     """
     # The least memory is needed with full checkpointing.
+    node = on.machine.node_size
     full = [
-        setting.rank(split.config.changed({"activation_checkpoint.mode": "full"}))
-        for tp in _divisors(setting.gpus, setting.machine.node_size)
-        for split in candidates(rank, setting, tp)
+        split.changed({"activation_checkpoint.mode": "full"})
+        for tp in _divisors(rank.gpus, node)
+        for split in candidates(rank, node, tp)
     ]
     split = min(full, key=lambda split: split.needs)
     parts = split.memory()
     part = max(parts, key=parts.get)
     raise ValueError(
-        f"nothing fits: {setting.model.num_layers} layers on {setting.gpus} GPUs, each with {setting.room / GIB:.1f} "
+        f"nothing fits: {rank.model.num_layers} layers on {rank.gpus} GPUs, each with {on.room / GIB:.1f} "
         f"GiB for them, take {split.needs / GIB:.1f} at least ({split.degrees}, full checkpointing), "
         f"{parts[part] / GIB:.1f} of it {part}; take more GPUs, a shorter training.seq_len or a smaller model"
     )
 
 
-def longest(splits: list[Split], setting: Setting) -> str:
+def longest(splits: list[Split], room: float) -> str:
     """Describe the longest stream, found by doubling its length until no split fits.
 
     It is at least as long as the streams of `splits`, which fit.
     """
     best = splits[0].rank
     length = 2 * best.training.seq_len
-    while length <= LONGEST and (longer := next(_of_length(splits, setting, length), None)):
+    while length <= LONGEST and (longer := next(_of_length(splits, room, length), None)):
         best, length = longer, 2 * length
     return (
         f"longest stream that fits: {best.training.seq_len:,} tokens, with {best.degrees}, checkpointing "
@@ -182,16 +174,15 @@ def longest(splits: list[Split], setting: Setting) -> str:
     )
 
 
-def _of_length(splits: list[Split], setting: Setting, length: int) -> Iterator[PlannedRank]:
+def _of_length(splits: list[Split], room: float, length: int) -> Iterator[PlannedRank]:
     """Yield splits with which a stream of this length fits, the largest cp first."""
     for split in sorted(splits, key=lambda split: -split.rank.batch.cp):
-        config = split.rank.config.changed(
+        longer = split.rank.changed(
             {
                 "training.seq_len": length,
                 "activation_checkpoint.mode": "full",
                 "training.local_batch_size": 1,
             },
         )
-        longer = setting.rank(config)
-        if longer.needs <= setting.room:
+        if longer.needs <= room:
             yield longer

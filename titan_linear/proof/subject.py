@@ -23,6 +23,7 @@ from titan_linear.data.corpus.trees import BACK, SHARE
 from titan_linear.distributed.one_process import Degrees
 from titan_linear.distributed.parallelize import cp_method
 from titan_linear.distributed.process import own_device
+from titan_linear.losses import Loss, build_loss
 from titan_linear.models.config import Entry, MixerOptions, ModelConfig, MoEConfig, mixers_of
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
@@ -71,6 +72,10 @@ class Subject:
     def dtype(self) -> torch.dtype:
         """Return the compute dtype of the run."""
         return DTYPES[self.config.training.mixed_precision_param]
+
+    @property
+    def loss(self) -> Loss:
+        return build_loss(self.config.loss.name, self.config.objective)
 
     @property
     def in_float64(self) -> Subject:

@@ -60,7 +60,7 @@ class RunData:
     def __init__(self, config: Config, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.training, self.validation = config.training, config.validation
-        self.parallelism = config.parallelism
+        self.parallelism, self.evaluation = config.parallelism, config.evaluation
         self.keys = config.loss
         self.loss = build_loss(config.loss.name, config.objective)
         self.temperature = getattr(config.objective, "temperature", 1.0)

@@ -53,9 +53,9 @@ def samples_of(e: Evaluation) -> list[Sample]:
     ]
 
 
-def open_prompts(e: Evaluation, data: RunData) -> Prompts:
+def open_prompts(data: RunData) -> Prompts:
     """Open the prompts that the configuration asks for."""
-    side = data.validation_text()
+    e, side = data.evaluation, data.validation_text()
     around = ("", "")
     # Split the template at the mark for a question.
     if e.chat:

@@ -132,7 +132,10 @@ class RunFolder:
         It would begin again and cut what it has reported.
         """
         c = self.config.checkpoint
-        same = self._checkpoints.resolve() == self._before._checkpoints.resolve()
+        same = (
+            self.config.checkpoint_folder.resolve()
+            == self._before.config.checkpoint_folder.resolve()
+        )
         if not (c.enable and same) and self._before.has_checkpoint:
             key = f"folder = {c.folder!r}" if c.enable else "enable = false"
             raise ValueError(
@@ -203,7 +206,7 @@ class RunFolder:
     def claimed(self) -> AbstractContextManager[None]:
         """Return a context that locks the folder, and the checkpoints' if it lies elsewhere."""
         elsewhere = self.config.checkpoint.enable and not self.saves_inside
-        return claimed(str(self.path), self._checkpoints if elsewhere else None)
+        return claimed(str(self.path), self.config.checkpoint_folder if elsewhere else None)
 
     # --- What is in the folder --------------------------------------------------------
 
@@ -213,13 +216,9 @@ class RunFolder:
         return RunFolder(stored_config(self.path))
 
     @property
-    def _checkpoints(self) -> Path:
-        return self.config.checkpoint_folder
-
-    @property
     def saves_inside(self) -> bool:
         """Whether the run's checkpoints lie in its folder."""
-        return self._checkpoints.resolve().is_relative_to(self.path.resolve())
+        return self.config.checkpoint_folder.resolve().is_relative_to(self.path.resolve())
 
     @property
     def has_checkpoint(self) -> bool:
@@ -241,7 +240,7 @@ class RunFolder:
         another run.
         """
         if self.config.checkpoint.enable or self.saves_inside:
-            return self._checkpoints.glob(pattern)
+            return self.config.checkpoint_folder.glob(pattern)
         return iter(())
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from titan_linear.config import Config, Evaluation, LRScheduler, Validation, check_config
+from titan_linear.config import Config, LRScheduler, Validation, check_config
 from titan_linear.config import Sample as SampleKeys
 from titan_linear.data import (
     MixedStreams,
@@ -134,7 +134,7 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
         content = content_of(config, tokenizer, model, streams, held_out, base_of(config))
         check_content(config, progress.content, content)
     if config.evaluation.freq:
-        check_evaluation(config.evaluation, model, config.hf_assets, data)
+        check_evaluation(data, model, config.hf_assets)
 
 
 def _check_data(
@@ -347,7 +347,7 @@ def prove(argv: list[str], world_size: int) -> None:
         raise SystemExit(code)
 
 
-def check_evaluation(e: Evaluation, model: ModelConfig, folder: str, data: RunData) -> None:
+def check_evaluation(data: RunData, model: ModelConfig, folder: str) -> None:
     """Raise ValueError for an unknown task or an unfit length.
 
     A length may be unfit for a task, for the texts or for the model.
@@ -355,7 +355,7 @@ def check_evaluation(e: Evaluation, model: ModelConfig, folder: str, data: RunDa
     Args:
         folder: the Hugging Face folder that defines the model, or "".
     """
-    known = (*TASKS, LOSS)
+    e, known = data.evaluation, (*TASKS, LOSS)
     if unknown := [task for task in e.tasks if task not in known]:
         raise ValueError(
             f"evaluation.tasks: {unknown[0]!r} is unknown; use some of {', '.join(known)}"
@@ -371,7 +371,7 @@ def check_evaluation(e: Evaluation, model: ModelConfig, folder: str, data: RunDa
             "them by rope_scaling"
         )
     # Make the shortest and the longest prompt of each task.
-    prompts = open_prompts(e, data)
+    prompts = open_prompts(data)
     for task in e.tasks:
         for length in (min(e.lengths), longest):
             prompts.prompt(Sample(task, length, 1.0, 0))
