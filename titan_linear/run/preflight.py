@@ -19,8 +19,8 @@ from titan_linear.config import Config, LRScheduler, Validation, check_config
 from titan_linear.config import Sample as SampleKeys
 from titan_linear.data import (
     MixedStreams,
-    Sample,
     Streams,
+    TaskSample,
     Tokenizer,
     TreeStreams,
     verify_changed,
@@ -374,4 +374,4 @@ def check_evaluation(data: RunData, model: ModelConfig, folder: str) -> None:
     prompts = open_prompts(data)
     for task in e.tasks:
         for length in (min(e.lengths), longest):
-            prompts.prompt(Sample(task, length, 1.0, 0))
+            prompts.prompt(TaskSample(task, length, 1.0, 0))
