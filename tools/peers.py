@@ -18,7 +18,7 @@ from titan_linear.data import IGNORE, Batch, StreamLoader, build_tokenizer
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.hf_mapping import config_to_hf
 from titan_linear.run.build import DTYPES
-from titan_linear.run.data import build_streams
+from titan_linear.run.data import RunData
 from titan_linear.run.origin import Origin
 from titan_linear.step.optimizer import HostCopy, StepNumbers, build_optimizer
 from titan_linear.step.update import rate_at
@@ -119,7 +119,9 @@ class Peer:
         t = config.training
         self.config, self.model, self.loss, self.device = config, model, loss, device
         self.done = 0
-        streams, _ = build_streams(config, build_tokenizer(Origin.of(config).tokenizer_path), None)
+        streams, _ = RunData(config, build_tokenizer(Origin.of(config).tokenizer_path)).streams(
+            None
+        )
         loader = StreamLoader(
             streams,
             global_batch_size=t.global_batch_size,

@@ -8,7 +8,6 @@ from collections import Counter
 from dataclasses import replace
 from itertools import groupby, product, repeat
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from tests.records import events_of, read_json, read_lines, write_json, write_te
 from tests.refusals import is_refused, refused
 from tests.training import BASE, FLOAT64, OWN_FLAVORS, SMALL_HYBRID, SPLITS, train, trainer_of
 from titan_linear.commands import evaluate, lm_eval, score
-from titan_linear.config import Config, load_config
+from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, build_tokenizer, load_corpus
 from titan_linear.data.streams.prompts import NONE, TaskSample
 from titan_linear.data.tasks import LOSS, TASKS, Draw
@@ -30,6 +29,7 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.build import unallocated
+from titan_linear.run.data import RunData
 from titan_linear.run.evaluate import LABEL, examine, open_prompts, recall, tiles
 from titan_linear.run.generate import Sampling, generate_tokens
 from titan_linear.run.origin import Origin
@@ -70,9 +70,8 @@ def tokenizers(tmp_path_factory):
 
 
 def prompts_of(keys, tokenizer, **more):
-    return open_prompts(
-        load_config(argv_of(keys, evaluation__tasks=["niah_single_2"], **more)), tokenizer
-    )
+    config = load_config(argv_of(keys, evaluation__tasks=["niah_single_2"], **more))
+    return open_prompts(RunData(config, tokenizer))
 
 
 # --- The reference: answers as a reader finds them in the text --------------------------------------------------------
@@ -174,7 +173,7 @@ def test_needles_lie_at_even_depths(keys):
 def examined_by(rank, world_size, argv, know):
     """By a model that knows the next token, or to which all tokens are alike."""
     trainer = trainer_of(argv)
-    prompts = open_prompts(trainer.config, trainer.origin.tokenizer)
+    prompts = open_prompts(RunData(trainer.config, trainer.origin.tokenizer))
     size = trainer.origin.tokenizer.vocab_size
 
     def model(tokens, plan, loss):
@@ -289,14 +288,10 @@ def test_what_cannot_be_evaluated_is_refused(more, said, keys, tmp_path):
     write_json(tmp_path / "config.json", {"max_position_embeddings": 128})
     more = {key: tmp_path if value == "FOLDER" else value for key, value in more.items()}
     config = load_config(argv_of(keys | {"evaluation.tasks": "['niah_single_2']"} | more))
-    origin = SimpleNamespace(
-        config=config,
-        model=(OWN["hybrid"] | OWN_FLAVORS)[config.model.flavor],
-        tokenizer=ByteTokenizer(),
-        assets=Origin.of(config).assets,
-    )
     with refused(said):
-        check_evaluation(origin)
+        model = (OWN["hybrid"] | OWN_FLAVORS)[config.model.flavor]
+        data = RunData(config, ByteTokenizer())
+        check_evaluation(data, model, Origin.of(config).assets)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path, capsys):
@@ -319,7 +314,7 @@ def test_sizes_are_read(capsys):
 
 
 def test_where_results_go_is_tried_first(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(evaluate, "checked", lambda path, keys: (Origin.of(Config()), None))
+    monkeypatch.setattr(evaluate, "checked", lambda path, keys: (Origin.of(load_config([])), None))
     monkeypatch.setattr(evaluate, "check_evaluation", lambda *_: None)
     monkeypatch.setattr(evaluate, "run_workers", lambda *_: 0)
     assert evaluate.main(["a", "-o", str(tmp_path / "new")]) == 0
@@ -362,7 +357,7 @@ def said(rank, world_size, argv, change):
     """Answers are the model's own, or differ from them in the last token."""
     OWN["hybrid"] |= OWN_FLAVORS
     reader = open_reader(load_config(argv))
-    prompts = open_prompts(reader.config, reader.tokenizer)
+    prompts = open_prompts(RunData(reader.config, reader.tokenizer))
 
     def prompt(sample):
         rows = asked(sample)

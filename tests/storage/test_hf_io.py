@@ -435,8 +435,9 @@ def test_keys_extend_the_context_of_a_folder(corpus, tmp_path):
         "checkpoint__last_save_in_hf": "true",
     }
     argv = arguments(corpus, tmp_path / "run", **run, model__attention__rope_scaling=yarn)
-    preflight(load_config(argv), world_size=2)
-    assert "rope_scaling" in model_name(Origin.of(load_config(argv)))
+    config = load_config(argv)
+    preflight(config, world_size=2)
+    assert "rope_scaling" in model_name(Origin.of(config))
     with refused(r"another model: attention.scale = None \(this run: 0.5\)"):
         preflight(load_config([*argv, "--model.attention.scale", "0.5"]), world_size=2)
 

@@ -29,6 +29,7 @@ from titan_linear.data import write_corpus
 from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens
 from titan_linear.data.streams.prompts import NONE
 from titan_linear.distributed.process import refusing, run_command, under_launcher
+from titan_linear.run.data import RunData
 from titan_linear.run.evaluate import NUMBERS, Record, examine, means, open_prompts, write_down
 from titan_linear.run.launch import run_workers
 from titan_linear.run.origin import Origin
@@ -43,12 +44,13 @@ def main(argv: list[str]) -> int:
     args, keys = parse(argv)
     # A worker evaluates. The first process checks everything, then starts the workers.
     if under_launcher():
-        return joined(load_config(keys), partial(evaluate, args.output))
+        config = load_config(keys)
+        return joined(config.comm, partial(evaluate, args.output, config))
     if args.write:
         write_prompts(args.write, load_config(keys))
         return 0
     origin, node = checked(args.path, keys)
-    check_evaluation(origin)
+    checked_data(origin)
     if args.output:
         # An output that cannot be written is refused here, not after hours.
         write_down([], 0, Path(args.output))
@@ -57,36 +59,42 @@ def main(argv: list[str]) -> int:
     )
 
 
+def checked_data(origin: Origin) -> RunData:
+    """Return the data of an evaluation, once it is checked."""
+    data = RunData(origin.config, origin.tokenizer)
+    check_evaluation(data, origin.model, origin.assets)
+    return data
+
+
 def write_prompts(folder: str, config: Config) -> None:
     """Write a corpus whose labels are the answers of the prompts."""
-    origin = Origin.of(config)
-    check_evaluation(origin)
-    prompts = open_prompts(config, origin.tokenizer)
+    data = checked_data(Origin.of(config))
+    prompts = open_prompts(data)
     made = map(prompts.prompt, prompts.samples)
     documents = (
         # Only tokens of answers have weight.
         DocumentTokens(rows["token"], {WEIGHTS: np.float32(rows["answer"] != NONE)})
         for rows in made
     )
-    write_corpus(folder, documents, origin.tokenizer, columns={WEIGHTS: COLUMNS[WEIGHTS]})
+    write_corpus(folder, documents, data.tokenizer, columns={WEIGHTS: COLUMNS[WEIGHTS]})
     print(f"{len(prompts.samples):,} prompts in '{folder}'")
 
 
 def evaluate(output: str, config: Config) -> None:
     records = examined(config)
     if dist.get_rank() == 0:
-        shown(records, output, step_of(config))
+        shown(records, output, step_of(config.checkpoint.initial_load_path))
 
 
 def examined(config: Config) -> list[Record]:
     """Return the scores of each prompt, on rank 0."""
     reader = open_reader(config)
-    return examine(reader, open_prompts(config, reader.tokenizer))
+    return examine(reader, open_prompts(RunData(config, reader.tokenizer)))
 
 
-def step_of(config: Config) -> int:
+def step_of(path: str) -> int:
     """Return the checkpoint's step; 0 for a folder from elsewhere."""
-    found = re.search(r"step-(\d+)$", config.checkpoint.initial_load_path)
+    found = re.search(r"step-(\d+)$", path)
     return int(found[1]) if found else 0
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from titan_linear.config import Config, data_parallel_degrees, replicas_wait
+from titan_linear.config import Config
 from titan_linear.data import Batch
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
@@ -63,7 +63,7 @@ def allocated(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> D
 
 def build_dims(config: Config, device: torch.device) -> ParallelDims:
     """Build the mesh over all ranks."""
-    replicate, shard = data_parallel_degrees(config, dist.get_world_size())
+    replicate, shard = config.parallelism.data_parallel_degrees(dist.get_world_size())
     p = config.parallelism
     return build_mesh(
         device.type,
@@ -149,8 +149,15 @@ def build_passes(
         device=device,
     )
     precision = mixed_precision(config, model, dims)
-    replicas_once = dims.replicas > 1 and replicas_wait(config.training)
-    return Passes(model, feed, precision, build_loss(config), watching, replicas_once)
+    replicas_once = dims.replicas > 1 and config.training.replicas_wait
+    return Passes(
+        model,
+        feed,
+        precision,
+        build_loss(config.loss.name, config.objective),
+        watching,
+        replicas_once,
+    )
 
 
 def mixed_precision(

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_linear.config import Config, Model, toml_value
+from titan_linear.config import Config, Model, Parallelism, toml_value
 from titan_linear.data import Streams, Tokenizer, TreeStreams
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.distributed.mesh import ParallelDims
@@ -25,17 +25,12 @@ from titan_linear.ops.layout.tree_tables import exchanged, tree_of
 from titan_linear.ops.registry import start_lines
 from titan_linear.run.build import unallocated
 from titan_linear.run.export import is_exported
+from titan_linear.run.folder import RunFolder
 from titan_linear.run.origin import VOCAB_MULTIPLE, Origin
 from titan_linear.step.cut import BatchSharding
 from titan_linear.step.flops import no_peak, peak_tflops
 from titan_linear.storage.run_manifest import write_manifest
-from titan_linear.storage.rundir import (
-    BOARD,
-    checkpoint_folder,
-    set_run_aside,
-    starts_anew,
-    write_config,
-)
+from titan_linear.storage.rundir import BOARD
 from titan_linear.storage.tensors import named_parameters
 
 # The folder that contains the package.
@@ -56,11 +51,12 @@ def write_down(
         step: number of the run's steps before this start.
     """
     config = origin.config
-    if starts_anew(config):
-        set_run_aside(config)
-    write_config(config)
+    folder = RunFolder(config)
+    if folder.starts_anew:
+        folder.set_run_aside()
+    folder.write_config()
     write_manifest(
-        config,
+        folder.path,
         world_size=dist.get_world_size(),
         degrees=dims.degrees,
         implementations={op: choice.implementation for op, choice in model.implementations.items()},
@@ -72,9 +68,9 @@ def write_down(
         *start_lines(model.implementations),
         described(unallocated(model.config, torch.float32)),
         float8_line(model),
-        uncompiled(config, device),
+        uncompiled(config.compile.enable, device),
         unbalanced(model.config),
-        unwarmed(config),
+        unwarmed(config.training.steps, config.lr_scheduler.warmup_steps),
         f"mesh {dims.description}",
         sharding.uneven(config.training.local_batch_size * config.training.seq_len),
         f"resuming from step {step}" if step else origin.title,
@@ -117,12 +113,11 @@ def vocabulary(origin: Origin, model: ModelConfig, tokenizer: Tokenizer) -> str:
     return ""
 
 
-def exchanged_of_trees(config: Config, model: ModelConfig, streams: Streams) -> str:
+def exchanged_of_trees(p: Parallelism, model: ModelConfig, streams: Streams) -> str:
     """Return a console line about exchanged states of prefix trees, else "".
 
     It counts what linear layers exchange for the first stream, if ranks share the stream.
     """
-    p = config.parallelism
     trees = any(isinstance(source, TreeStreams) for source in streams.sources.values())
     recurrent = [mixer for mixer in model.mixers if isinstance(mixer, RecurrentOptions)]
     if not (
@@ -154,9 +149,9 @@ def unbalanced(model: ModelConfig) -> str:
     return f"nothing balances the experts' loads; training.expert_balance_coefficient = 0.01{by_bias} does"
 
 
-def uncompiled(config: Config, device: torch.device) -> str:
+def uncompiled(compiled: bool, device: torch.device) -> str:
     """Return a console line if layers run on a GPU without being compiled, else ""."""
-    if config.compile.enable or device.type != "cuda":
+    if compiled or device.type != "cuda":
         return ""
     return (
         "layers are not compiled: norms, gates, activations and casts are kernels of their own, which take longer and "
@@ -164,9 +159,8 @@ def uncompiled(config: Config, device: torch.device) -> str:
     )
 
 
-def unwarmed(config: Config) -> str:
+def unwarmed(steps: int, warmup: int) -> str:
     """Return a console line if the run ends before its learning rate has risen, else ""."""
-    steps, warmup = config.training.steps, config.lr_scheduler.warmup_steps
     if steps >= warmup:
         return ""
     return (
@@ -209,10 +203,11 @@ def finished(config: Config, step: int) -> str:
     return "\n".join(lines)
 
 
-def ended(config: Config, step: int, stopped: bool) -> str:
-    """Return lines about what a run leaves, whether or not a signal stopped it."""
-    if not stopped:
-        return finished(config, step)
-    if not (config.checkpoint.enable and step):
+def stopped(step: int, folder: Path | None) -> str:
+    """Return a line that tells what a run leaves that a signal has stopped.
+
+    folder: the checkpoints; None: they are turned off.
+    """
+    if not (folder and step):
         return "nothing was saved"
-    return f"saved step {step} in '{checkpoint_folder(config)}'; the same command resumes"
+    return f"saved step {step} in '{folder}'; the same command resumes"

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from titan_linear.config import Adapter, Config, changed
+from titan_linear.config import Adapter, Config
 from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.data.corpus.tokenizer import FILES, GENERATION, TOKENIZER
 from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
@@ -39,7 +39,7 @@ from titan_linear.storage.hf_writing import (
     with_tokens,
 )
 from titan_linear.storage.peft import PEFT_CONFIG, check_base, keys_of, options_of, settings_of
-from titan_linear.storage.rundir import checkpoint_folder, config_of
+from titan_linear.storage.rundir import config_of
 from titan_linear.storage.step_folders import read_progress, verify, weights_path
 from titan_linear.storage.tensors import check_weights, stored_weights
 
@@ -59,7 +59,7 @@ sys.exit(main(sys.argv[2:]))
 
 def export_folder(config: Config, step: int = 0) -> Path:
     """Return the Hugging Face folder of a step; by default, of the run's last step."""
-    return checkpoint_folder(config) / f"step-{step or config.training.steps}-hf"
+    return config.checkpoint_folder / f"step-{step or config.training.steps}-hf"
 
 
 def is_exported(config: Config, step: int = 0) -> bool:
@@ -241,14 +241,14 @@ def _of_peft(source: Path, base: str) -> AdaptedModel:
     run = run.model_copy(update={"adapter": adapter})
     # Nothing is known of the texts' length.
     if not keys:
-        run = changed(run, {"training.seq_len": 0})
+        run = run.changed({"training.seq_len": 0})
     # A tokenizer next to the adapters replaces the base's.
     files, base_files = read_inside(source, *FILES), read_inside(named, *FILES)
     tokenizer = None
     if TOKENIZER in files:
         tokenizer = build_tokenizer(str(source))
         if files[TOKENIZER] != base_files.get(TOKENIZER):
-            run = changed(run, {"model.tokenizer_path": str(source)})
+            run = run.changed({"model.tokenizer_path": str(source)})
     origin = Origin.of(run)
     assert isinstance(origin, Adapters)
     model = origin.model_for(tokenizer) if tokenizer else origin.definition
@@ -264,7 +264,7 @@ def _of_run(source: Path, base: str) -> AdaptedModel:
     if base:
         loads = run.checkpoint.initial_load_path
         key = "checkpoint.initial_load_path" if loads else "model.hf_assets_path"
-        run = changed(run, {key: base})
+        run = run.changed({key: base})
     origin = Origin.of(run)
     if not isinstance(origin, Adapters):
         raise ValueError(

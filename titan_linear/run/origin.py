@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_linear.config import BYTES, Config, Model, Training, changed, load_config, toml_value
+from titan_linear.config import BYTES, Config, Model, Training, load_config, toml_value
 from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.data.corpus.tokenizer import TOKENIZER
 from titan_linear.models.config import LoraConfig, ModelConfig
@@ -121,7 +121,7 @@ class Origin:
         first += ["--adapter.initial_load_path", ""]
         # A reader neither trains nor exports.
         others = {"loss.scores": "", "checkpoint.export_dtype": "float32"}
-        config = changed(load_config([*first, *keys]), others)
+        config = load_config([*first, *keys]).changed(others)
         if adapters := config.adapter.initial_load_path:
             raise ValueError(
                 f"adapter.initial_load_path = {adapters!r} is for runs that train; titan-linear convert merge "

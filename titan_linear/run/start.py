@@ -12,10 +12,9 @@ from titan_linear.data import FileGroups, StreamLoader, Streams
 from titan_linear.distributed.groups import host_group, on_rank_0
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.decoder import Decoder
-from titan_linear.run.data import build_streams, check_alike, check_content, content_of, file_groups
+from titan_linear.run.data import RunData, check_alike, check_content, content_of
 from titan_linear.run.origin import Origin
 from titan_linear.storage.checkpoint import Checkpointer
-from titan_linear.storage.rundir import checkpoint_folder
 from titan_linear.storage.step_folders import Content, Progress, known_progress, rewind
 from titan_linear.storage.tensors import holds_optimizer
 
@@ -32,7 +31,10 @@ class Subject(NamedTuple):
 
 def saved_progress(config: Config, host: dist.ProcessGroup) -> Progress | None:
     """Return the progress in the checkpoint that this run resumes from, or None."""
-    return on_rank_0(lambda: known_progress(config, config.checkpoint.load_step), host)
+    if not config.checkpoint.enable:
+        return None
+    folder, step = config.checkpoint_folder, config.checkpoint.load_step
+    return on_rank_0(lambda: known_progress(folder, step), host)
 
 
 def open_subject(origin: Origin, known: Progress | None, host: dist.ProcessGroup) -> Subject:
@@ -42,7 +44,8 @@ def open_subject(origin: Origin, known: Progress | None, host: dist.ProcessGroup
         ValueError: the run has trained another model or other data so far, or ranks differ.
     """
     config = origin.config
-    streams, held_out = build_streams(config, origin.tokenizer, known)
+    data = RunData(config, origin.tokenizer)
+    streams, held_out = data.streams(known)
     # Wait for nodes that first had to write their token cache.
     dist.barrier(host)
     base = on_rank_0(lambda: origin.base_fingerprint, host)
@@ -50,8 +53,8 @@ def open_subject(origin: Origin, known: Progress | None, host: dist.ProcessGroup
     # A restart has no preflight.
     if known:
         check_content(config, known.content, content)
-    check_alike(config, content, host)
-    return Subject(streams, held_out, file_groups(config, streams), content)
+    check_alike(config.flat_keys(), content, host)
+    return Subject(streams, held_out, data.groups(streams), content)
 
 
 def build_checkpointer(config: Config) -> Checkpointer | None:
@@ -59,7 +62,7 @@ def build_checkpointer(config: Config) -> Checkpointer | None:
     if not c.enable:
         return None
     return Checkpointer(
-        checkpoint_folder(config),
+        config.checkpoint_folder,
         async_mode=c.async_mode,
         keep_latest_k=c.keep_latest_k,
         verify=c.verify,
@@ -94,7 +97,7 @@ def set_weights(
         origin.load(model, host)
     else:
         origin.load_frozen(model, host)
-        folder, step = checkpoint_folder(config), known.step
+        folder, step = config.checkpoint_folder, known.step
         # A restart after the last save, which may hold only weights: no step remains, so
         # the optimizer is not needed.
         ended = step >= config.training.steps
