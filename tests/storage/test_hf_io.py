@@ -54,7 +54,7 @@ from titan_linear.models.presets import MODELS, preset
 from titan_linear.run import export
 from titan_linear.run.console import model_name
 from titan_linear.run.generate import Sampling, generate_tokens
-from titan_linear.run.origin import Origin
+from titan_linear.run.origin import Origin, other_tokenizer
 from titan_linear.run.preflight import preflight
 from titan_linear.storage import hf_io, hf_writing, tensors
 from titan_linear.storage.checkpoint import SaveFailed
@@ -699,7 +699,8 @@ def test_generation_warns_of_a_tokenizer_that_the_weights_do_not_know(tmp_path, 
     bytes_again, their_own = build_tokenizer(None), build_tokenizer(str(other))
 
     def warned(path, asked, tokenizer):
-        return generate.tokenizer_warning(path, path == folder, asked, tokenizer)
+        key = "--tokenizer" if asked else "model.tokenizer_path of its run"
+        return other_tokenizer(path, tokenizer, f"'{path}'", key)
 
     assert generate.main([str(folder), "--prompt", "x", "--max-new-tokens", "1"]) == 2
     assert (
@@ -715,9 +716,10 @@ def test_generation_warns_of_a_tokenizer_that_the_weights_do_not_know(tmp_path, 
     (folder / "tokenizer.json").write_bytes(bytes_again.hugging_face_files()["tokenizer.json"])
     assert generate.main([str(folder), "--prompt", "x", "--max-new-tokens", "1"]) == 0
     assert not capsys.readouterr().err
-    assert f"'{folder}' were trained with another tokenizer than --tokenizer" in warned(
-        folder, "other", their_own
-    )
+    said = f"'{folder}' were trained with another tokenizer than --tokenizer"
+    assert said in warned(folder, "other", their_own)
+    generate.main([str(folder), "--prompt", "x", "--tokenizer", str(other)])
+    assert said in capsys.readouterr().err
 
     (checkpoint / "progress.json").write_text(Progress(step=3).model_dump_json())  # imported
     assert not warned(checkpoint, "", bytes_again)
