@@ -109,8 +109,9 @@ def destination(
     named = Path(like) if like else None
     family = origin.family(named or origin.folder, checked)
     origin.check_export(family)
-    # The folder whose config.json and names are kept, or a config.json of our own.
-    folder = named or origin.pattern
+    # The folder whose config.json and names are kept, or a config.json of our own. Adapters
+    # are for the model that their folder defines.
+    folder = named or (origin.folder if origin.exports_whole else origin.assets)
     settings = read_config(folder) if folder else config_to_hf(family, origin.definition.base)
     check_tokenizer(family, settings, checked)
     eos = {"eos_token_id": tokenizer.eos_id} if tokenizer and tokenizer.eos_id is not None else {}

@@ -296,11 +296,6 @@ class Origin:
     # Whether an export is a model by itself.
     exports_whole = True
 
-    @property
-    def pattern(self) -> Path | None:
-        """The folder whose config.json and tensor names an export keeps."""
-        return self.folder
-
     def check_export(self, family: str) -> None:
         """Raise ValueError if an export cannot hold what the run trains."""
 
@@ -441,10 +436,6 @@ class Adapters(Origin):
     @property
     def folder(self) -> Path | None:
         return self.first.folder
-
-    @property
-    def pattern(self) -> Path | None:
-        return self.assets
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -597,25 +588,25 @@ def balance_experts(model: ModelConfig, t: Training, m: Model) -> ModelConfig:
 
     Unset keys change nothing.
     """
-    asked = {
+    keys = {
         "balance_coefficient": t.expert_balance_coefficient,
         "bias_update_rate": t.expert_bias_update_rate,
     }
-    asked = {field: value for field, value in asked.items() if value >= 0}
-    if not asked:
+    values = {key: value for key, value in keys.items() if value >= 0}
+    if not values:
         return model
     # Refuse keys for which the model has nothing to balance.
-    if model.moe is None or (t.expert_bias_update_rate > 0 and not model.moe.selection_bias):
-        key, what = (
-            (next(iter(asked)), "experts")
-            if model.moe is None
-            else ("bias_update_rate", "selection bias")
-        )
+    key, lacking = next(iter(values)), ""
+    if model.moe is None:
+        lacking = "experts"
+    elif t.expert_bias_update_rate > 0 and not model.moe.selection_bias:
+        key, lacking = "bias_update_rate", "selection bias"
+    if lacking:
         raise ValueError(
-            f"training.expert_{key} is set, but model.name = {m.name!r}, model.flavor = {m.flavor!r} has no {what}; "
-            "leave it at -1"
+            f"training.expert_{key} is set, but {m.preset} has no {lacking}; leave it at -1"
         )
-    return replace(model, moe=replace(model.moe, **asked))
+    assert model.moe is not None
+    return replace(model, moe=replace(model.moe, **values))
 
 
 def other_tokenizer(
