@@ -7,9 +7,10 @@ import torch
 
 from tests.models.ours import initialised
 from tests.refusals import refused
-from titan_linear.config import load_config
+from titan_linear.config import ActivationCheckpoint
 from titan_linear.data import ByteTokenizer
 from titan_linear.distributed.mesh import build_mesh
+from titan_linear.distributed.options import SessionOptions
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Between, Decoder
@@ -247,8 +248,12 @@ def sharded(rank, world_size, name, tp, ep):
     with torch.device("meta"):
         model = Decoder(MODELS[name])
     set_dtype(model, torch.float64)
-    config = load_config(["--training.dtype=float64", "--activation_checkpoint.mode=full"])
-    parallelize(model, build_mesh("cpu", 1, world_size // tp, 1, tp, ep), config, CPU)
+    options = SessionOptions(
+        compute_dtype=torch.float64,
+        reduce_dtype=torch.float64,
+        activation_checkpoint=ActivationCheckpoint(mode="full"),
+    )
+    parallelize(model, build_mesh("cpu", 1, world_size // tp, 1, tp, ep), options, CPU)
     materialise(model, CPU)
     initialise(model, seed=1, parameters=named_parameters(model))
     return generate_tokens(

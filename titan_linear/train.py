@@ -48,7 +48,7 @@ from titan_linear.hooks import (
     StepResult,
     Telemetry,
 )
-from titan_linear.run.build import build_dims, build_model, build_passes
+from titan_linear.run.build import build_dims, build_model, build_passes, rate_at
 from titan_linear.run.console import ended, write_down
 from titan_linear.run.evaluate import Record, examine, open_prompts
 from titan_linear.run.export import export_last
@@ -63,7 +63,7 @@ from titan_linear.run.start import (
     set_weights,
 )
 from titan_linear.step.optimizer import build_optimizer
-from titan_linear.step.update import Update, rate_at
+from titan_linear.step.update import Update
 from titan_linear.storage.rundir import CONFIG, RECORDERS
 from titan_linear.storage.step_folders import Progress
 
@@ -111,7 +111,14 @@ class Trainer:
             watching=self.telemetry.watching,
         )
         self.feed = self.passes.feed
-        self.update = Update(config, self.passes, self.dims, self.optimizer, self.telemetry)
+        self.update = Update(
+            self.model,
+            self.dims,
+            self.optimizer,
+            self.passes.precision,
+            config.training.max_norm,
+        )
+        self.update.telemetry = self.telemetry
 
         # Hooks that run in each step, and work that runs between steps.
         self.spikes = Spikes(config, subject.streams)
@@ -164,7 +171,8 @@ class Trainer:
             hook.before_step(self.begun)
         # Queue each micro-batch (batch → forward → backward) and the update.
         losses, streams = self.passes.run(self.grace.ask)
-        coming = self.update.run(losses, self.begun, self.stop.received)
+        lr = rate_at(self.config, self.begun)
+        coming = self.update.run(losses, lr, self.stop.received)
         self.step = self.begun
         self.loader.advance()
         # Prepare the next batches and queue the first forward while the device computes.
@@ -183,7 +191,7 @@ class Trainer:
             step=self.step,
             loss=numbers.loss,
             grad_norm=numbers.grad_norm,
-            lr=rate_at(self.config, self.step),
+            lr=lr,
             skipped=self.skipped,
             finite=finite,
             stops=bool(self.stop.agreed),

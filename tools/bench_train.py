@@ -70,11 +70,10 @@ from titan_linear.distributed.process import (
 )
 from titan_linear.hooks import Hook, StepResult
 from titan_linear.hooks.report import clock_and_power, peak_memory_gib
-from titan_linear.losses import build_loss
 from titan_linear.losses.loss import logprobs
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.ops.cross_entropy import ChunkedLogits
-from titan_linear.run.build import model_without_tokenizer
+from titan_linear.run.build import loss_of, model_without_tokenizer
 from titan_linear.run.evaluate import examine, open_prompts
 from titan_linear.run.reading import Columns, open_reader
 from titan_linear.step.feed import FeedStats
@@ -137,7 +136,7 @@ def write_random(corpus: Path, args: argparse.Namespace, streams: int, loss: str
     lengths = np.full(tokens // length, length)
     if args.documents != "one" and len(args.losses) == 1:
         lengths = 1 + draw.exponential(length, size=2 + 2 * tokens // length).astype(int)
-    read = build_loss(load_config(LOSSES[loss]))
+    read = loss_of(load_config(LOSSES[loss]))
     names = ["weights"] * (loss == "weights") + [*read.columns]
 
     def document(n: int) -> DocumentTokens:
@@ -348,7 +347,8 @@ def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row
     gpus = dist.get_world_size()
     gpu_seconds = figures["step_ms"] / 1e3 * gpus
     tflops = training_flops(model, documents) / gpu_seconds / 1e12
-    peak = peak_tflops(config, device)
+    compute = config.training.mixed_precision_param
+    peak = peak_tflops(config.metrics.peak_tflops, compute, device)
     return {
         "model": name,
         "layers": model.num_layers,

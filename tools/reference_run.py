@@ -28,10 +28,9 @@ from titan_linear.data import build_tokenizer
 from titan_linear.distributed.process import own_device, refusing, run_command
 from titan_linear.hooks.report import clock_and_power, peak_memory_gib
 from titan_linear.models.init import initialise
-from titan_linear.run.build import allocated, model_config, tokenizer_path
+from titan_linear.run.build import allocated, model_config, rate_at, tokenizer_path
 from titan_linear.run.export import export
 from titan_linear.step.flops import peak_tflops, training_flops
-from titan_linear.step.update import rate_at
 from titan_linear.storage.hf_writing import gather
 from titan_linear.storage.rundir import CONFIG, METRICS, json_lines
 from tools.harness import split_keys
@@ -95,7 +94,7 @@ def timed_step(peer: Peer) -> dict[str, float]:
         "memory_gib": peak_memory_gib(),
         **clock_and_power(peer.device),
     }
-    if peak := peak_tflops(config, peer.device):
+    if peak := peak_tflops(config.metrics.peak_tflops, t.mixed_precision_param, peer.device):
         model = model_config(config, build_tokenizer(tokenizer_path(config)))
         line["mfu"] = training_flops(model, documents) / seconds / 1e12 / peak
     return line

@@ -7,7 +7,7 @@ step's weight (`loss.normalise`), a single number that does not depend on how th
 split. reference.py defines each loss again, for whole logits in one process.
 """
 
-from titan_linear.config import Config
+from titan_linear.config.schema import SECTIONS, Section
 from titan_linear.losses.cross_entropy import CrossEntropy
 from titan_linear.losses.distillation import Distillation
 from titan_linear.losses.dpo import DPO
@@ -22,6 +22,6 @@ LOSSES: dict[str, type[Loss]] = {
 }
 
 
-def build_loss(config: Config) -> Loss:
-    name = config.loss.name
-    return LOSSES[name](getattr(config, name))
+def build_loss(name: str, keys: Section | None = None) -> Loss:
+    """Build the loss of this name, with the keys of its section or their defaults."""
+    return LOSSES[name](keys or SECTIONS[name]())

@@ -47,14 +47,13 @@ from titan_linear.config import (
     ActivationCheckpoint,
     Config,
     Parallelism,
-    Training,
     fsdp_degrees,
     layer_checkpointing,
     micro_steps,
 )
 from titan_linear.distributed.one_process import LocalDims
+from titan_linear.distributed.options import SessionOptions
 from titan_linear.distributed.parallelize import parallelize, replicated_parameters
-from titan_linear.losses import build_loss
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.float8 import use_float8
@@ -65,9 +64,9 @@ from titan_linear.ops import CPContext, build_cp_context
 from titan_linear.ops.cross_entropy import tokens_at_once
 from titan_linear.ops.layout.nodes import Nodes
 from titan_linear.ops.registry import OPS
-from titan_linear.ops.runtime.support import Target, short
+from titan_linear.ops.runtime.support import Target
 from titan_linear.planner.counting import Layer, count
-from titan_linear.run.build import DTYPES, unallocated
+from titan_linear.run.build import DTYPES, loss_of, unallocated
 from titan_linear.step.optimizer import hidden_matrices
 
 GIB = 2**30
@@ -185,9 +184,8 @@ def _on_a_rank(
     sends.
     """
     decoder = unallocated(model, dtype)
-    training = Training(mixed_precision_param=short(dtype), mixed_precision_reduce="float32")
-    config = Config(training=training, parallelism=Parallelism(**parallelism))
-    parallelize(decoder, LocalDims(tp=tp, ep=ep), config, META)
+    options = SessionOptions(compute_dtype=dtype, parallelism=Parallelism(**parallelism))
+    parallelize(decoder, LocalDims(tp=tp, ep=ep), options, META)
     for moe in (m for m in decoder.modules() if isinstance(m, MoE)):
         moe.dispatch = LocalDispatch
     return decoder
@@ -495,7 +493,7 @@ def _columns(config: Config, batch: Batch) -> int:
     They are weights, and the loss's columns with the most numbers that they may have. With
     several ids per token, the loss reads these numbers once more.
     """
-    loss = build_loss(config)
+    loss = loss_of(config)
     numbers = 1 + len(loss.columns) * max(loss.most_numbers, 1) + loss.most_numbers
     return 4 * numbers * batch.tokens * batch.tp
 

@@ -38,7 +38,6 @@ from titan_linear.config import (
     micro_steps,
     replicas_wait,
 )
-from titan_linear.losses import build_loss
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.ops.cross_entropy import tokens_at_once
 from titan_linear.ops.exchange.kcp import sizes_of
@@ -70,6 +69,7 @@ from titan_linear.planner.memory import (
     layers,
     units,
 )
+from titan_linear.run.build import loss_of
 from titan_linear.step.flops import training_flops
 
 PARTS = (
@@ -408,7 +408,7 @@ def _readings(config: Config, model: ModelConfig) -> int:
 
     It does for a base that is the reference, and for a loss of sums over documents.
     """
-    return bool(model.adapter and model.adapter.base_is_reference) + build_loss(config).reads_twice
+    return bool(model.adapter and model.adapter.base_is_reference) + loss_of(config).reads_twice
 
 
 def _optimizer(config: Config, u: Units, times: int, machine: Machine) -> float:

@@ -12,11 +12,11 @@ from torch import Tensor
 from titan_linear.data import IGNORE, Batch, StreamLoader
 from titan_linear.data.corpus.trees import BACK
 from titan_linear.distributed.one_process import LocalDims
-from titan_linear.losses import build_loss
 from titan_linear.models.plan import Later
 from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.ranks import on_ranks, sharding_of
 from titan_linear.proof.subject import STREAMS, Subject
+from titan_linear.run.build import loss_of
 
 # Number of steps whose streams are compared.
 STEPS = 2
@@ -97,7 +97,7 @@ def targets(subject: Subject) -> Findings:
                 numbers = stream.columns[column][end - lengths[n] + rows]
                 if (numbers != corpus.columns[column][start + rows + 1]).any():
                     wrong.append(f"{column}, stream {i}, document {n}")
-    if build_loss(subject.config).group:
+    if loss_of(subject.config).group:
         said = "streams with a text that is not beside its other one, the chosen one first"
         yield Finding("pairs", said, len(apart), 0, (apart or [""])[0])
     if subject.config.loss.name != "cross_entropy":

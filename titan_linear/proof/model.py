@@ -16,7 +16,6 @@ from torch import Tensor
 
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.one_process import LocalDims
-from titan_linear.losses import build_loss
 from titan_linear.losses.loss import LocalBatch
 from titan_linear.models.decoder import Decoder
 from titan_linear.ops.layout.tables import to_device
@@ -27,7 +26,7 @@ from titan_linear.proof.findings import UNIT, Finding, Findings, bound_of_model,
 from titan_linear.proof.ops import ALONE, SMALL, begins, may_differ, plan_of, repeatable
 from titan_linear.proof.ranks import model_of, on_ranks, passes_of, sum_as_fsdp, whole_gradients
 from titan_linear.proof.subject import STREAMS, Subject
-from titan_linear.run.build import DTYPES
+from titan_linear.run.build import DTYPES, loss_of
 from titan_linear.step.optimizer import ComputeCopies
 from titan_linear.step.passes import with_reference
 from titan_linear.step.update import gradient_sums, sum_gradients
@@ -113,7 +112,7 @@ def in_one_process(subject: Subject, whole: Decoder) -> Step:
     # Forward and backward; the loss is per unit of weight.
     whole.use(subject.config.model.impl, device, subject.dtype).zero_grad(set_to_none=True)
     micro = with_reference(whole, micro, ComputeCopies(whole, subject.dtype))
-    of = partial(build_loss(subject.config), batch=micro)
+    of = partial(loss_of(subject.config), batch=micro)
     with (
         torch.autograd.set_multithreading_enabled(False),
         Trace(whole) as trace,

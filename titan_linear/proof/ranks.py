@@ -22,7 +22,7 @@ from titan_linear.distributed.parts import Parts
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.proof.subject import Subject
-from titan_linear.run.build import build_passes, build_sharding
+from titan_linear.run.build import build_passes, build_sharding, options_of
 from titan_linear.step.cut import BatchSharding
 from titan_linear.step.passes import Passes
 
@@ -103,7 +103,8 @@ def model_of(subject: Subject, whole: Decoder, dims: LocalDims, compiled: bool =
     # Restore what the constructor ties, then split the model as in the run.
     if whole.config.tie_embeddings:
         model.head.weight = model.embedding.weight
-    parallelize(model, dims, changed(subject.config, {"compile.enable": compiled}), subject.device)
+    options = options_of(changed(subject.config, {"compile.enable": compiled}))
+    parallelize(model, dims, options, subject.device)
     model.parts = getattr(model, "parts", Parts({}, None))
     return model
 

@@ -21,7 +21,7 @@ from titan_linear.models.init import initialise
 from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.ops import repeatable
 from titan_linear.proof.subject import STREAMS, MoreDocuments, Subject, narrowed
-from titan_linear.run.build import build_dims, build_model, build_passes
+from titan_linear.run.build import build_dims, build_model, build_passes, rate_at
 from titan_linear.run.start import build_loader
 from titan_linear.step.optimizer import AdamW, build_optimizer
 from titan_linear.step.update import Update
@@ -62,7 +62,9 @@ class Run:
             micro_steps=STREAMS,
             host=self.host,
         )
-        self.update = Update(config, self.passes, self.dims, self.optimizer)
+        self.update = Update(
+            self.model, self.dims, self.optimizer, self.passes.precision, config.training.max_norm
+        )
 
     def next_step(self) -> tuple[float, tuple[int, ...]]:
         """Take one step; return its loss and all ranks' streams.
@@ -72,7 +74,7 @@ class Run:
         losses, streams = self.passes.run()
         self.step += 1
         self.loader.advance()
-        reading = self.update.run(losses, self.step)
+        reading = self.update.run(losses, rate_at(self.subject.config, self.step))
         self.passes.feed.prefetch()
         ranks = of_all_ranks([i for of_rank in streams for i in of_rank], self.host)
         return reading.wait().loss, tuple(sorted({i for of_rank in ranks for i in of_rank}))

@@ -23,7 +23,6 @@ from titan_linear.data.corpus.trees import BACK, SHARE
 from titan_linear.distributed.one_process import Degrees
 from titan_linear.distributed.parallelize import cp_method
 from titan_linear.distributed.process import own_device
-from titan_linear.losses import build_loss
 from titan_linear.models.config import Entry, MixerOptions, ModelConfig, MoEConfig, mixers_of
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
@@ -33,6 +32,7 @@ from titan_linear.run.build import (
     DTYPES,
     allocated,
     implementations,
+    loss_of,
     model_config,
     open_tokenizer,
     unallocated,
@@ -194,7 +194,7 @@ def subject_of(config: Config) -> Subject:
     trees = any(BACK in corpus.columns for corpus in open_corpora(config, tokenizer))
     degrees = _degrees(config, processes)
     model, factor = fitting(_one_period(full), config, degrees, device)
-    seq_len = t.seq_len if trees or build_loss(config).group else _length(config, device)
+    seq_len = t.seq_len if trees or loss_of(config).group else _length(config, device)
     dp = processes // (p.context_parallel_degree * p.tensor_parallel_degree)
     layers = full.num_layers
     # Lines for the report, each with whether it applies.

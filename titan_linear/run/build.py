@@ -25,8 +25,9 @@ from titan_linear.config import (
 )
 from titan_linear.data import Batch, Tokenizer, build_tokenizer
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
+from titan_linear.distributed.options import SessionOptions
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
-from titan_linear.losses import build_loss
+from titan_linear.losses import Loss, build_loss
 from titan_linear.losses.loss import LocalBatch
 from titan_linear.models.adapters import joined
 from titan_linear.models.config import Adapter, ModelConfig
@@ -37,7 +38,7 @@ from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.step.cut import BatchSharding
 from titan_linear.step.feed import Feed
-from titan_linear.step.optimizer import ComputeCopies
+from titan_linear.step.optimizer import ComputeCopies, learning_rate
 from titan_linear.step.passes import Passes
 from titan_linear.storage.hf_io import CONFIG, download, read_model
 from titan_linear.storage.hf_writing import Files, find_family
@@ -263,6 +264,34 @@ def build_dims(config: Config, device: torch.device) -> ParallelDims:
     )
 
 
+def options_of(config: Config) -> SessionOptions:
+    """Return the options that the configuration gives a session."""
+    t = config.training
+    return SessionOptions(
+        impl=config.model.impl,
+        dtype=DTYPES[t.dtype],
+        compute_dtype=DTYPES[t.mixed_precision_param],
+        reduce_dtype=DTYPES[t.mixed_precision_reduce],
+        parallelism=config.parallelism,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        float8=config.float8,
+        loss_chunk_size=t.loss_chunk_size,
+        max_norm=t.max_norm,
+    )
+
+
+def loss_of(config: Config) -> Loss:
+    """Build the loss that the configuration names, with the keys of its section."""
+    name = config.loss.name
+    return build_loss(name, getattr(config, name))
+
+
+def rate_at(config: Config, step: int) -> float:
+    """Return the learning rate of a run's step, counted from 1."""
+    return learning_rate(step, config.optimizer.lr, config.lr_scheduler, config.training.steps)
+
+
 def build_sharding(
     config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device
 ) -> BatchSharding:
@@ -301,7 +330,7 @@ def build_model(
     t = config.training
     decoder = unallocated(model, DTYPES[t.dtype], DTYPES[t.mixed_precision_param])
     decoder.head.chunk = t.loss_chunk_size
-    parallelize(decoder, dims, config, device)
+    parallelize(decoder, dims, options_of(config), device)
     materialise(decoder, device, dims.cpu_offload)
     return decoder
 
@@ -336,7 +365,7 @@ def build_passes(
     )
     precision = mixed_precision(config, model, dims)
     replicas_once = dims.replicas > 1 and replicas_wait(config.training)
-    return Passes(model, feed, precision, build_loss(config), watching, replicas_once)
+    return Passes(model, feed, precision, loss_of(config), watching, replicas_once)
 
 
 def mixed_precision(

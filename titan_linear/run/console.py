@@ -69,6 +69,8 @@ def write_down(
         degrees=dims.degrees,
         implementations={op: choice.implementation for op, choice in model.implementations.items()},
     )
+    compute = config.training.mixed_precision_param
+    peak = peak_tflops(config.metrics.peak_tflops, compute, device)
     # Lines that do not apply are empty.
     parameters = sum(p.numel() for p in named_parameters(model).values())
     lines = [
@@ -82,7 +84,7 @@ def write_down(
         f"mesh {dims.description}",
         sharding.uneven(config.training.local_batch_size * config.training.seq_len),
         f"resuming from step {step}" if step else first_weights(config),
-        no_peak(config, device) if peak_tflops(config, device) is None else "",
+        no_peak(compute, device) if peak is None else "",
     ]
     print("\n".join(filter(None, lines)))
 

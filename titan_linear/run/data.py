@@ -43,9 +43,9 @@ from titan_linear.data import (
 from titan_linear.data.corpus.scores import content_of_scores, with_scores
 from titan_linear.data.corpus.trees import BACK
 from titan_linear.distributed.groups import of_all_ranks
-from titan_linear.losses import Loss, build_loss
+from titan_linear.losses import Loss
 from titan_linear.models.config import ModelConfig, fingerprint
-from titan_linear.run.build import under_key
+from titan_linear.run.build import loss_of, under_key
 from titan_linear.storage.hf_io import open_folder
 from titan_linear.storage.manifest import read_manifest
 from titan_linear.storage.rundir import config_of
@@ -73,7 +73,7 @@ def open_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus]:
 
 def texts_of(source: Training | Source, config: Config, tokenizer: Tokenizer) -> Texts:
     t = config.training
-    whole = build_loss(config).group or source.dataset_format == "tree" or t.share_prefixes
+    whole = loss_of(config).group or source.dataset_format == "tree" or t.share_prefixes
     return Texts(
         source.dataset,
         source.dataset_path or None,
@@ -128,7 +128,7 @@ def build_streams(
     trained = corpora[: len(given)]
     own = corpora[len(given) :]
     # The loss decides which columns it reads and which documents belong together.
-    loss = build_loss(config)
+    loss = loss_of(config)
     normalise = config.loss.normalise
     auto = "document" if loss.group else "token"
     columns = tuple(
