@@ -5,7 +5,6 @@ import re
 import shlex
 import string
 from collections import Counter
-from dataclasses import replace
 from itertools import groupby, product, repeat
 from pathlib import Path
 
@@ -28,11 +27,11 @@ from titan_linear.models.mixers.attention import Attention
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
 from titan_linear.ops.cross_entropy import ChunkedLogits
-from titan_linear.run.build import model_config, unallocated
+from titan_linear.run.build import model_config, open_tokenizer, unallocated
 from titan_linear.run.evaluate import examine, open_prompts, recall, tiles
 from titan_linear.run.generate import Sampling, generate_tokens
 from titan_linear.run.preflight import check_evaluation
-from titan_linear.run.reading import open_reader
+from titan_linear.run.reading import open_session
 
 WORDS = ["def", "self", "return", "import", "value", "None", "for", "name", "in", "list", "True"]
 
@@ -179,7 +178,8 @@ def examined_by(rank, world_size, argv, know):
         x = torch.nn.functional.one_hot(tokens[0].roll(-1), size).double() * 99 * know
         return loss(ChunkedLogits(x, torch.eye(size, dtype=torch.float64), 0))
 
-    return examine(replace(trainer.evaluation.reader, model=model), prompts)
+    trainer.session.model = model
+    return examine(trainer.session, prompts, size)
 
 
 EVALUATED = {
@@ -355,8 +355,9 @@ def test_a_run_shows_what_its_checkpoint_does(keys, tmp_path, worlds):
 def said(rank, world_size, argv, change):
     """Answers are the model's own, or differ from them in the last token."""
     OWN["hybrid"] |= OWN_FLAVORS
-    reader = open_reader(load_config(argv))
-    prompts = open_prompts(reader.config, reader.tokenizer)
+    config = load_config(argv)
+    session, tokenizer = open_session(config), open_tokenizer(config)
+    prompts = open_prompts(config, tokenizer)
 
     def prompt(sample):
         rows = asked(sample)
@@ -366,13 +367,13 @@ def said(rank, world_size, argv, change):
             "sampling": Sampling(),
             "device": torch.device("cpu"),
         }
-        (new,) = generate_tokens(reader.model, [before], **options, vocab_size=257)
+        (new,) = generate_tokens(session.model, [before], **options, vocab_size=257)
         rows[len(before) :, 0] = new
         rows[-1, 0] = (new[-1] + change) % 256
         return rows
 
     asked, prompts.prompt = prompts.prompt, prompt
-    return examine(reader, prompts)
+    return examine(session, prompts, tokenizer.vocab_size)
 
 
 def test_exact_is_what_greedy_decoding_writes(keys, worlds):
@@ -383,9 +384,10 @@ def test_exact_is_what_greedy_decoding_writes(keys, worlds):
 
 def likely(rank, world_size, argv, requests):
     OWN["hybrid"] |= OWN_FLAVORS
-    reader = open_reader(load_config(argv))
-    return lm_eval.likelihoods(requests, reader), [
-        whole(reader.model, *of) for of in requests if world_size == 1
+    config = load_config(argv)
+    session = open_session(config)
+    return lm_eval.likelihoods(requests, session, config, 257), [
+        whole(session.model, *of) for of in requests if world_size == 1
     ]
 
 

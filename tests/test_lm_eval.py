@@ -53,8 +53,9 @@ def model_of(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", module)
 
     def build(tokenizer):
-        reader = SimpleNamespace(tokenizer=tokenizer, model=None, precision=nullcontext())
-        monkeypatch.setattr(lm_eval, "open_reader", lambda config: reader)
+        session = SimpleNamespace(model=None, precision=nullcontext())
+        monkeypatch.setattr(lm_eval, "open_session", lambda config: session)
+        monkeypatch.setattr(lm_eval, "open_tokenizer", lambda config: tokenizer)
         return lm_eval.adapted(Config())()
 
     return build
@@ -65,7 +66,7 @@ def scored(monkeypatch):
     """Requests for log-probabilities, as they come to be scored."""
     requests = []
 
-    def note(some, reader):
+    def note(some, **_):
         requests.extend(some)
         return [(float(-len(tokens)), True) for tokens, _ in some]
 

@@ -187,7 +187,7 @@ def train_on_gpus(rank, world_size, argv):
         small = set(replicated_parameters(trainer.model))  # A_log and dt_bias
         moments = {
             p: (state["exp_avg"], state["exp_avg_sq"])
-            for p, state in trainer.optimizer.state.items()
+            for p, state in trainer.session.optimizer.state.items()
         }
         assert small and len(moments) == len(list(trainer.model.parameters()))
         for p, own in moments.items():

@@ -32,7 +32,7 @@ from titan_linear.launch import run_workers
 from titan_linear.run.build import model_config, open_tokenizer
 from titan_linear.run.evaluate import NUMBERS, Record, examine, means, open_prompts, write_down
 from titan_linear.run.preflight import check_evaluation
-from titan_linear.run.reading import open_reader
+from titan_linear.run.reading import open_session
 from titan_linear.score import checked, joined, path_and_keys
 
 SIZES = {"k": 1 << 10, "m": 1 << 20}
@@ -78,8 +78,8 @@ def evaluate(output: str, config: Config) -> None:
 
 def examined(config: Config) -> list[Record]:
     """Return the scores of each prompt, on rank 0."""
-    reader = open_reader(config)
-    return examine(reader, open_prompts(config, reader.tokenizer))
+    session, tokenizer = open_session(config), open_tokenizer(config)
+    return examine(session, open_prompts(config, tokenizer), tokenizer.vocab_size)
 
 
 def step_of(config: Config) -> int:

@@ -29,9 +29,11 @@ from titan_linear.data.corpus.chat import Conversations
 from titan_linear.data.streams.prompts import rows_of
 from titan_linear.distributed.process import own_device, refusing, run_command, under_launcher
 from titan_linear.launch import run_workers
+from titan_linear.run.build import open_tokenizer
 from titan_linear.run.evaluate import examine, stream_length
 from titan_linear.run.generate import Sampling, continuations
-from titan_linear.run.reading import Reader, open_reader
+from titan_linear.run.reading import open_session
+from titan_linear.run.session import Session
 from titan_linear.score import checked, joined
 
 CHAT = "--apply_chat_template"
@@ -94,7 +96,7 @@ def harness(options: list[str], config: Config) -> None:
 
 
 def likelihoods(
-    requests: Sequence[tuple[list[int], int]], reader: Reader
+    requests: Sequence[tuple[list[int], int]], session: Session, config: Config, vocab_size: int
 ) -> list[tuple[float, bool]]:
     """Return each request's log p from a position on, and whether greedy decoding yields
     it.
@@ -110,17 +112,18 @@ def likelihoods(
     prompts = Prompts(
         samples,
         lambda sample: rows_of(requests[sample.number][0], 0, requests[sample.number][1]),
-        stream_length(reader.config, max((sample.length for sample in samples), default=0)),
+        stream_length(config, max((sample.length for sample in samples), default=0)),
     )
     shown = [
         # In each row, column 3 is "the likeliest token", column 4 log p.
         examine(
-            reader,
+            session,
             prompts,
+            vocab_size,
             show=lambda _, rows: [(float(rows[:, 4].sum()), bool(rows[:, 3].all()))],
         )
     ]
-    dist.broadcast_object_list(shown, group=reader.host)
+    dist.broadcast_object_list(shown, group=session.host)
     # Rank 0 has the results; all ranks need them, because the harness runs on each.
     scored = iter(shown[0])
     return [next(scored) if begin < len(tokens) else (0.0, True) for tokens, begin in requests]
@@ -156,8 +159,8 @@ def adapted(config: Config) -> type:
     """
     from lm_eval.api.model import TemplateLM
 
-    reader = open_reader(config)
-    tokenizer = reader.tokenizer
+    session, tokenizer = open_session(config), open_tokenizer(config)
+    score = partial(likelihoods, session=session, config=config, vocab_size=tokenizer.vocab_size)
     chat = cache(lambda: Conversations(tokenizer, CHAT))
     first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
     if first is None:
@@ -205,11 +208,11 @@ def adapted(config: Config) -> type:
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
             pairs = [(context or [self.prefix_token_id], more) for _, context, more in requests]
-            return likelihoods([(context + more, len(context)) for context, more in pairs], reader)
+            return score([(context + more, len(context)) for context, more in pairs])
 
         def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
             texts = [[self.prefix_token_id, *self.tok_encode(*x.args)] for x in requests]
-            return [logprob for logprob, _ in likelihoods([(text, 1) for text in texts], reader)]
+            return [logprob for logprob, _ in score([(text, 1) for text in texts])]
 
         def generate_until(self, requests: Any, **_: Any) -> list[str]:
             return [self._until(i, *request.args) for i, request in enumerate(requests)]
@@ -223,9 +226,9 @@ def adapted(config: Config) -> type:
                 written = tokenizer.decode(new, special=True)
                 return any(end in written for end in ends)
 
-            with reader.precision:
+            with session.precision:
                 (new,) = continuations(
-                    reader.model,
+                    session.model,
                     tokenizer,
                     [context],
                     **decoding(options, len(context), config.debug.seed + number),

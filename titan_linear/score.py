@@ -48,7 +48,8 @@ from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.build import model_config, open_tokenizer
 from titan_linear.run.data import first_weights_of, open_corpora
 from titan_linear.run.preflight import check_model
-from titan_linear.run.reading import Reader, config_for, open_reader
+from titan_linear.run.reading import batches_of, config_for, open_session, read
+from titan_linear.run.session import Session
 
 # Seconds of scoring that a kill costs.
 SAVED = 30.0
@@ -154,20 +155,24 @@ def joined(config: Config, work: Callable[[Config], None]) -> int:
 
 
 def score_corpus(folder: Path, config: Config) -> None:
-    reader = open_reader(config)
-    score(folder, reader, streams_to_score(config, reader.tokenizer))
+    session, tokenizer = open_session(config), open_tokenizer(config)
+    streams, size = streams_to_score(config, tokenizer), config.training.local_batch_size
+    score(folder, session, streams, tokenizer.vocab_size, size)
 
 
-def score(folder: Path, reader: Reader, streams: Streams) -> None:
+def score(
+    folder: Path, session: Session, streams: Streams, vocab_size: int, local_batch_size: int
+) -> None:
     """Write the missing scores of the folder's columns."""
-    begun, size = time.perf_counter(), reader.config.training.local_batch_size
+    begun = time.perf_counter()
     # Resume from the first stream without scores; each round reads `each` streams.
-    scores = on_rank_0(lambda: read_scores(folder), reader.host)
-    each, end = reader.dims.dp * size, len(streams)
+    scores = on_rank_0(lambda: read_scores(folder), session.host)
+    each, end = session.dims.dp * local_batch_size, len(streams)
     start, count = scores.next_stream // each, -(-end // each)
-    columns = partial(_columns, scores=scores, vocab_size=reader.tokenizer.vocab_size)
+    columns = partial(_columns, scores=scores, vocab_size=vocab_size)
+    batches = batches_of(session, streams, local_batch_size, first=start)
     saved = begun
-    for n, of_all in enumerate(reader.read(streams, columns, start, size), start + 1):
+    for n, of_all in enumerate(read(session, batches, columns), start + 1):
         if dist.get_rank():
             continue
         # Rank 0 writes the numbers, and marks them as done every SAVED seconds.

@@ -32,7 +32,6 @@ from titan_linear.distributed.process import (
     end,
     ignore_warnings_of_torch,
     outliving_readers,
-    own_device,
     under_launcher,
 )
 from titan_linear.hooks import (
@@ -48,13 +47,13 @@ from titan_linear.hooks import (
     StepResult,
     Telemetry,
 )
-from titan_linear.run.build import build_dims, build_model, build_passes, rate_at
+from titan_linear.run.build import rate_at
 from titan_linear.run.console import ended, write_down
 from titan_linear.run.evaluate import Record, examine, open_prompts
 from titan_linear.run.export import export_last
-from titan_linear.run.generate import Evaluation
+from titan_linear.run.generate import Evaluation, Sampling
 from titan_linear.run.preflight import cleared
-from titan_linear.run.reading import Reader
+from titan_linear.run.session import session_of
 from titan_linear.run.start import (
     build_checkpointer,
     build_loader,
@@ -62,8 +61,6 @@ from titan_linear.run.start import (
     saved_progress,
     set_weights,
 )
-from titan_linear.step.optimizer import build_optimizer
-from titan_linear.step.update import Update
 from titan_linear.storage.rundir import CONFIG, RECORDERS
 from titan_linear.storage.step_folders import Progress
 
@@ -77,48 +74,33 @@ class Trainer:
     """
 
     def __init__(self, config: Config):
-        self.config, self.stop = config, StopSignal()
-        self.device, self.host = own_device(), host_group()
+        self.config, self.stop, self.host = config, StopSignal(), host_group()
 
         # What is trained, on which devices, and from which weights.
         known = saved_progress(config, self.host)
         subject = open_subject(config, known, self.host)
         self.content = subject.content
         self.tokenizer = subject.tokenizer
-        self.dims = build_dims(config, self.device)
-        self.model = build_model(config, subject.model, self.dims, self.device)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.session = session_of(config, subject.model, optimizer=config.optimizer, host=self.host)
+        self.model, self.dims = self.session.model, self.session.dims
         self.loader = build_loader(config, subject.streams, self.dims)
         self.checkpointer = build_checkpointer(config)
-        set_weights(
-            config, known, self.model, self.optimizer, self.loader, self.checkpointer, self.host
-        )
+        set_weights(config, known, self.session, self.loader, self.checkpointer)
         self.step, self.skipped = (known.step, known.skipped) if known else (0, 0)
         # The step that is being computed.
         self.begun = self.step
 
         # A step: forward and backward passes, then the update.
         self.telemetry = Telemetry(
-            config, self.model, self.dims, self.device, subject.streams, subject.groups
+            config, self.model, self.dims, self.session.device, subject.streams, subject.groups
         )
-        self.passes = build_passes(
-            config,
-            self.model,
-            self.dims,
-            self.device,
+        self.passes = self.session.passes(
             iter(self.loader),
             micro_steps=micro_steps(config, dist.get_world_size()),
             watching=self.telemetry.watching,
         )
         self.feed = self.passes.feed
-        self.update = Update(
-            self.model,
-            self.dims,
-            self.optimizer,
-            self.passes.precision,
-            config.training.max_norm,
-        )
-        self.update.telemetry = self.telemetry
+        self.session.update.telemetry = self.telemetry
 
         # Hooks that run in each step, and work that runs between steps.
         self.spikes = Spikes(config, subject.streams)
@@ -133,13 +115,24 @@ class Trainer:
         self.hooks: list[Hook] = [self.spikes, self.telemetry, self.grace, self.compilation]
         # Exists on rank 0 only.
         self.exports: Exports | None = None
-        reads = self.model, self.dims, self.feed.cut, self.passes.precision, self.host
-        reader = Reader(config, subject.tokenizer, *reads)
-        ask = self.grace.ask_validating
-        self.evaluation = Evaluation(reader, self.device, subject.held_out, self.passes.loss, ask)
-        self.examine: Callable[..., list[Record]] | None = None
+        sampling = Sampling(config.sample.temperature, config.sample.top_p, config.debug.seed)
+        self.evaluation = Evaluation(
+            self.session,
+            self.tokenizer,
+            config.validation,
+            sampling,
+            subject.held_out,
+            self.grace.ask_validating,
+        )
+        self.examine: Callable[[], list[Record]] | None = None
         if config.evaluation.freq:
-            self.examine = partial(examine, reader, open_prompts(config, subject.tokenizer), ask)
+            self.examine = partial(
+                examine,
+                self.session,
+                open_prompts(config, self.tokenizer),
+                self.tokenizer.vocab_size,
+                self.grace.ask_validating,
+            )
 
     @property
     def _ended(self) -> bool:
@@ -172,7 +165,7 @@ class Trainer:
         # Queue each micro-batch (batch → forward → backward) and the update.
         losses, streams = self.passes.run(self.grace.ask)
         lr = rate_at(self.config, self.begun)
-        coming = self.update.run(losses, lr, self.stop.received)
+        coming = self.session.update.run(losses, lr, self.stop.received)
         self.step = self.begun
         self.loader.advance()
         # Prepare the next batches and queue the first forward while the device computes.
@@ -256,9 +249,9 @@ class Trainer:
         config, first = self.config, dist.get_rank() == 0
         hooks: list[Hook] = [MemorySnapshots(config)]
         if first:
-            write_down(config, self.model, self.dims, self.feed.cut, self.device, self.step)
+            write_down(config, self.model, self.dims, self.feed.cut, self.session.device, self.step)
         if first:
-            parts = self.model.config, self.dims, self.device
+            parts = self.model.config, self.dims, self.session.device
             hooks.append(
                 Report(config, *parts, self.step, self.telemetry, self.compilation.numbers)
             )
@@ -313,7 +306,11 @@ class Trainer:
             content=self.content,
         )
         self.checkpointer.save(
-            self.step, self.model, None if model_only else self.optimizer, progress, self.loader
+            self.step,
+            self.model,
+            None if model_only else self.session.optimizer,
+            progress,
+            self.loader,
         )
         for hook in self.hooks:
             hook.after_save(self.step)
@@ -328,7 +325,7 @@ class Trainer:
             grace = self.config.checkpoint.grace_seconds
             print(f"stopping after step {self.step}: {why} (checkpoint.grace_seconds = {grace})")
         self.passes.drop()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.session.optimizer.zero_grad(set_to_none=True)
         if self.step:
             with self._between_steps():
                 self.save()

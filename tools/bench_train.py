@@ -73,9 +73,9 @@ from titan_linear.hooks.report import clock_and_power, peak_memory_gib
 from titan_linear.losses.loss import logprobs
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.ops.cross_entropy import ChunkedLogits
-from titan_linear.run.build import loss_of, model_without_tokenizer
+from titan_linear.run.build import loss_of, model_without_tokenizer, open_tokenizer
 from titan_linear.run.evaluate import examine, open_prompts
-from titan_linear.run.reading import Columns, open_reader
+from titan_linear.run.reading import Columns, batches_of, open_session, read
 from titan_linear.step.feed import FeedStats
 from titan_linear.step.flops import peak_tflops, training_flops
 from titan_linear.step.optimizer import HostCopy
@@ -370,10 +370,10 @@ def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row
 
 def scored(config: Config) -> Row:
     """Tokens per second of all GPUs in passes without gradients."""
-    reader = open_reader(config)
+    session, tokenizer = open_session(config), open_tokenizer(config)
     size = config.training.local_batch_size
-    streams = score.streams_to_score(config, reader.tokenizer)
-    prompts = open_prompts(config, reader.tokenizer)
+    streams = score.streams_to_score(config, tokenizer)
+    prompts = open_prompts(config, tokenizer)
 
     def of_layers(logits: ChunkedLogits, labels: Tensor, _: object) -> tuple[Tensor, ...]:
         return (logits.x[:, 0].float(),)
@@ -381,24 +381,25 @@ def scored(config: Config) -> Row:
     def with_head(logits: ChunkedLogits, labels: Tensor, _: object) -> tuple[Tensor, ...]:
         return (logprobs(logits, labels),)
 
-    def read(columns: Columns) -> object:
-        return list(reader.read(streams, columns, 0, size))
+    def read_all(columns: Columns) -> object:
+        return list(read(session, batches_of(session, streams, size), columns))
 
     def rate(work: Callable[[], object], of: Streams = streams) -> float:
         return len(of) * of.seq_len / seconds(work)
 
-    read(with_head)  # compiles
+    read_all(with_head)  # compiles
     rates = {
-        "layers": rate(lambda: read(of_layers)),
-        "forward": rate(lambda: read(with_head)),
-        "evaluate": rate(lambda: examine(reader, prompts), prompts),
+        "layers": rate(lambda: read_all(of_layers)),
+        "forward": rate(lambda: read_all(with_head)),
+        "evaluate": rate(lambda: examine(session, prompts, tokenizer.vocab_size), prompts),
     }
     with tempfile.TemporaryDirectory() as own:
-        folder = Path(on_rank_0(lambda: own, reader.host))
+        folder = Path(on_rank_0(lambda: own, session.host))
         asked, _ = score.parse(["PATH", "--output", str(folder), "--top-k", str(TOP)])
-        scores = score.scores_of(asked, config, reader.tokenizer)
-        on_rank_0(lambda: begin(folder, *scores), reader.host)
-        return rates | {"score": rate(lambda: score.score(folder, reader, streams))}
+        scores = score.scores_of(asked, config, tokenizer)
+        on_rank_0(lambda: begin(folder, *scores), session.host)
+        write = partial(score.score, folder, session, streams, tokenizer.vocab_size, size)
+        return rates | {"score": rate(write)}
 
 
 # --- The command -----------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ from titan_linear.config import (
 )
 from titan_linear.distributed.one_process import LocalDims
 from titan_linear.distributed.options import SessionOptions
-from titan_linear.distributed.parallelize import parallelize, replicated_parameters
+from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.float8 import use_float8
@@ -67,6 +67,7 @@ from titan_linear.ops.registry import OPS
 from titan_linear.ops.runtime.support import Target
 from titan_linear.planner.counting import Layer, count
 from titan_linear.run.build import DTYPES, loss_of, unallocated
+from titan_linear.run.session import Session
 from titan_linear.step.optimizer import hidden_matrices
 
 GIB = 2**30
@@ -183,9 +184,9 @@ def _on_a_rank(
     Rows for experts stay on this rank: with equal loads it receives as many rows as it
     sends.
     """
-    decoder = unallocated(model, dtype)
     options = SessionOptions(compute_dtype=dtype, parallelism=Parallelism(**parallelism))
-    parallelize(decoder, LocalDims(tp=tp, ep=ep), options, META)
+    dims = LocalDims(tp=tp, ep=ep)
+    decoder = Session(unallocated(model, dtype), dims, options, device=META).model
     for moe in (m for m in decoder.modules() if isinstance(m, MoE)):
         moe.dispatch = LocalDispatch
     return decoder

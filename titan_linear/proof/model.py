@@ -24,7 +24,7 @@ from titan_linear.proof.cases import DELTA, Tensors
 from titan_linear.proof.data import later, tokens_in
 from titan_linear.proof.findings import UNIT, Finding, Findings, bound_of_model, off, worst
 from titan_linear.proof.ops import ALONE, SMALL, begins, may_differ, plan_of, repeatable
-from titan_linear.proof.ranks import model_of, on_ranks, passes_of, sum_as_fsdp, whole_gradients
+from titan_linear.proof.ranks import on_ranks, passes_of, session_on, sum_as_fsdp, whole_gradients
 from titan_linear.proof.subject import STREAMS, Subject
 from titan_linear.run.build import DTYPES, loss_of
 from titan_linear.step.optimizer import ComputeCopies
@@ -146,9 +146,10 @@ def on_all_ranks(subject: Subject, whole: Decoder) -> Split:
     """
 
     def on_rank(dims: LocalDims) -> tuple[Tensor, LocalDims, Decoder, Trace]:
-        model = model_of(subject, whole, dims)
+        session = session_on(subject, whole, dims)
+        model = session.model
         with Trace(model) as trace:
-            losses, _ = passes_of(subject, model, dims, dims.groups["world"], STREAMS).run()
+            losses, _ = passes_of(subject, session, STREAMS).run()
         sum_as_fsdp(model, dims)
         sum_gradients(gradient_sums(model, dims))
         return losses.view(len(losses), -1)[:, 0].sum(), dims, model, trace

@@ -6,8 +6,7 @@ The trainer, preflight and tools share these functions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -15,20 +14,12 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from titan_linear.config import (
-    BYTES,
-    Config,
-    data_parallel_degrees,
-    hf_assets,
-    hf_weights,
-    replicas_wait,
-)
-from titan_linear.data import Batch, Tokenizer, build_tokenizer
+from titan_linear.config import BYTES, Config, data_parallel_degrees, hf_assets, hf_weights
+from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.options import SessionOptions
-from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
+from titan_linear.distributed.parallelize import materialise, set_dtype
 from titan_linear.losses import Loss, build_loss
-from titan_linear.losses.loss import LocalBatch
 from titan_linear.models.adapters import joined
 from titan_linear.models.config import Adapter, ModelConfig
 from titan_linear.models.decoder import Decoder
@@ -36,10 +27,7 @@ from titan_linear.models.lora import check_adapters
 from titan_linear.models.presets import preset, resized
 from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import Choice
-from titan_linear.step.cut import BatchSharding
-from titan_linear.step.feed import Feed
-from titan_linear.step.optimizer import ComputeCopies, learning_rate
-from titan_linear.step.passes import Passes
+from titan_linear.step.optimizer import learning_rate
 from titan_linear.storage.hf_io import CONFIG, download, read_model
 from titan_linear.storage.hf_writing import Files, find_family
 
@@ -292,23 +280,6 @@ def rate_at(config: Config, step: int) -> float:
     return learning_rate(step, config.optimizer.lr, config.lr_scheduler, config.training.steps)
 
 
-def build_sharding(
-    config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device
-) -> BatchSharding:
-    """Build the object that cuts batches for this rank and plans them for this model."""
-    p = config.parallelism
-    return BatchSharding.of(
-        model,
-        dims,
-        device,
-        DTYPES[config.training.mixed_precision_param],
-        layout=p.context_parallel_layout,
-        softmax_method=p.context_parallel_method,
-        linear_method=p.context_parallel_linear_method,
-        compiled=config.compile.enable,
-    )
-
-
 def implementations(config: Config, model: ModelConfig, device: torch.device) -> dict[str, Choice]:
     """Map each op to the implementation that this run uses.
 
@@ -318,65 +289,3 @@ def implementations(config: Config, model: ModelConfig, device: torch.device) ->
     ops = model.ops(config.parallelism.tensor_parallel_degree)
     dtype = DTYPES[config.training.mixed_precision_param]
     return choose_implementations(ops, config.model.impl, device, dtype)
-
-
-def build_model(
-    config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device
-) -> Decoder:
-    """Build the decoder as ranks train it: unallocated → parallelize → allocate.
-
-    Its weights are not set yet.
-    """
-    t = config.training
-    decoder = unallocated(model, DTYPES[t.dtype], DTYPES[t.mixed_precision_param])
-    decoder.head.chunk = t.loss_chunk_size
-    parallelize(decoder, dims, options_of(config), device)
-    materialise(decoder, device, dims.cpu_offload)
-    return decoder
-
-
-def build_passes(
-    config: Config,
-    model: Decoder,
-    dims: ParallelDims,
-    device: torch.device,
-    batches: Iterator[Batch],
-    *,
-    micro_steps: int,
-    host: dist.ProcessGroup | None = None,
-    watching: Callable[[LocalBatch], AbstractContextManager[object]] = lambda batch: nullcontext(),
-) -> Passes:
-    """Build the forward and backward passes of the steps that take these batches.
-
-    Args:
-        batches: the batches of this data-parallel rank, without end.
-        micro_steps: number of batches per step.
-        host: a gloo group of all ranks, in which hosts count the step's tokens; by default
-            the default group.
-        watching: a context around both passes of a micro-batch.
-    """
-    feed = Feed(
-        batches,
-        build_sharding(config, model.config, dims, device),
-        micro_steps=micro_steps,
-        copies=dims.copies,
-        host=host or dist.group.WORLD,
-        device=device,
-    )
-    precision = mixed_precision(config, model, dims)
-    replicas_once = dims.replicas > 1 and replicas_wait(config.training)
-    return Passes(model, feed, precision, loss_of(config), watching, replicas_once)
-
-
-def mixed_precision(
-    config: Config, model: Decoder, dims: ParallelDims
-) -> AbstractContextManager[object]:
-    """Return a reusable context that computes in training.mixed_precision_param.
-
-    It is empty with FSDP2, which casts by itself.
-    """
-    return (
-        nullcontext()
-        if dims.sharded
-        else ComputeCopies(model, DTYPES[config.training.mixed_precision_param])
-    )

@@ -31,7 +31,8 @@ from titan_linear.data.corpus.chat import Conversations
 from titan_linear.data.tasks import LOSS, SPREAD
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.data import open_corpora
-from titan_linear.run.reading import Reader
+from titan_linear.run.reading import batches_of, read
+from titan_linear.run.session import Session
 from titan_linear.storage.files import open_own
 from titan_linear.storage.rundir import EVALUATION, json_line
 
@@ -100,19 +101,22 @@ def records_of(sample: Sample, rows: np.ndarray) -> list[Record]:
 
 
 def examine(
-    reader: Reader,
+    session: Session,
     prompts: Prompts,
+    vocab_size: int,
     ask: Callable[[], None] = lambda: None,
     show: Callable[[Sample, np.ndarray], list[Any]] = records_of,
 ) -> list[Any]:
     """Score all prompts; rank 0 returns their records, other ranks an empty list.
 
     Args:
+        vocab_size: number of the tokenizer's tokens.
         ask: called after each batch; it may raise.
         show: makes a prompt's records from its rows.
     """
     shown: dict[int, list[Any]] = {}
-    for of_all in reader.read(prompts, partial(_answered, vocab_size=reader.tokenizer.vocab_size)):
+    answered = partial(_answered, vocab_size=vocab_size)
+    for of_all in read(session, batches_of(session, prompts, 1), answered):
         ask()
         if of_all:
             # Group the rows of all ranks by prompt, in the order of positions.

@@ -28,12 +28,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titan_linear.config.schema import Validation
 from titan_linear.data import Streams, Tokenizer
-from titan_linear.losses import Loss
 from titan_linear.models.decoder import Between, Decoder, LayerCache
 from titan_linear.models.draws import generator
 from titan_linear.models.plan import BatchPlan
-from titan_linear.run.reading import Reader
+from titan_linear.run.reading import batches_of
+from titan_linear.run.session import Session
 from titan_linear.step.passes import with_reference
 
 
@@ -329,14 +330,17 @@ class Evaluation:
     Every rank calls every method, however the model is split.
 
     Args:
+        settings: which of the held-out streams count.
+        sampling: how sample texts are drawn.
         held_out: one pass over the documents to validate on.
         ask: called before each batch of a validation; it may raise.
     """
 
-    reader: Reader
-    device: torch.device
+    session: Session
+    tokenizer: Tokenizer
+    settings: Validation
+    sampling: Sampling
     held_out: Streams | None
-    loss: Loss
     ask: Callable[[], None]
 
     @torch.no_grad()
@@ -345,15 +349,16 @@ class Evaluation:
 
         With validation.steps, only the first streams count.
         """
-        reader, v = self.reader, self.reader.config.validation
-        total = torch.zeros(2 + len(self.loss.reports), dtype=torch.float64, device=self.device)
-        for batch in reader.batches(self.held_out, v.local_batch_size, limit=v.steps):
+        session, v = self.session, self.settings
+        size = 2 + len(session.loss.reports)
+        total = torch.zeros(size, dtype=torch.float64, device=session.device)
+        for batch in batches_of(session, self.held_out, v.local_batch_size, limit=v.steps):
             self.ask()
-            micro = with_reference(reader.model, reader.sharding(batch), reader.precision)
-            loss = partial(self.loss, batch=micro)
-            with reader.precision:
-                total[1:] += reader.model(micro.tokens, micro.plan, loss=loss)
-            total[0] += batch.weight / reader.dims.copies
+            micro = with_reference(session.model, session.sharding(batch), session.precision)
+            loss = partial(session.loss, batch=micro)
+            with session.precision:
+                total[1:] += session.model(micro.tokens, micro.plan, loss=loss)
+            total[0] += batch.weight / session.dims.copies
         dist.all_reduce(total)
         return (total[1:] / total[0]).tolist()
 
@@ -361,20 +366,20 @@ class Evaluation:
         """Return the prompt and the model's continuation; "" if no tokens are asked for."""
         if not tokens:
             return ""
-        reader, s = self.reader, self.reader.config.sample
+        session = self.session
         # Compiled graphs are for streams, not for a text that grows by one token per call.
         uncompiled = (
             torch.compiler.set_stance("force_eager")
-            if reader.config.compile.enable
+            if session.options.compile.enable
             else nullcontext()
         )
-        with reader.precision, uncompiled:
+        with session.precision, uncompiled:
             (text,) = generate(
-                reader.model,
-                reader.tokenizer,
+                session.model,
+                self.tokenizer,
                 [prompt],
                 max_new_tokens=tokens,
-                device=self.device,
-                sampling=Sampling(s.temperature, s.top_p, reader.config.debug.seed),
+                device=session.device,
+                sampling=self.sampling,
             )
         return text

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from titan_linear.config import Config, hf_weights
@@ -24,6 +23,7 @@ from titan_linear.run.data import (
     content_of,
     file_groups,
 )
+from titan_linear.run.session import Session
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.hf_io import load_weights as load_hf_weights
 from titan_linear.storage.peft import read_peft
@@ -109,16 +109,15 @@ def build_loader(config: Config, streams: Streams, dims: ParallelDims) -> Stream
 def set_weights(
     config: Config,
     known: Progress | None,
-    model: Decoder,
-    optimizer: torch.optim.Optimizer,
+    session: Session,
     loader: StreamLoader,
     checkpointer: Checkpointer | None,
-    host: dist.ProcessGroup,
 ) -> None:
     """Load the run's checkpoint of this progress, or the weights that the run begins from.
 
     With adapters, load both.
     """
+    model, host = session.model, session.host
     # With adapters, the checkpoint holds only the trained weights: the base is loaded
     # first.
     if known is None or model.config.adapter:
@@ -131,7 +130,7 @@ def set_weights(
         # the optimizer is not needed.
         ended = step >= config.training.steps
         whole = not ended or on_rank_0(lambda: holds_optimizer(folder / f"step-{step}"), host)
-        checkpointer.load(step, model, optimizer if whole else None, loader)
+        checkpointer.load(step, model, session.optimizer if whole else None, loader)
         on_rank_0(lambda: rewind(folder, step, config.checkpoint.load_step), host)
     # Some disks are slower.
     dist.barrier(host)

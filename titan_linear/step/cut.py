@@ -22,6 +22,7 @@ from torch import Tensor
 from titan_linear.data import IGNORE, Batch
 from titan_linear.data.corpus.trees import BACK, SHARE
 from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.distributed.options import SessionOptions
 from titan_linear.losses.loss import LocalBatch
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.layers import widened
@@ -195,6 +196,23 @@ class BatchSharding:
             f"attention over contiguous fragments: of one document a rank computes {(2 * W - 1) / W:.2f} times "
             'the mean, and the others wait; parallelism.context_parallel_layout = "zigzag" shares it equally'
         )
+
+
+def build_sharding(
+    model: ModelConfig, dims: ParallelDims, options: SessionOptions, device: torch.device
+) -> BatchSharding:
+    """Build the object that cuts batches for this rank and plans them for this model."""
+    p = options.parallelism
+    return BatchSharding.of(
+        model,
+        dims,
+        device,
+        options.compute_dtype,
+        layout=p.context_parallel_layout,
+        softmax_method=p.context_parallel_method,
+        linear_method=p.context_parallel_linear_method,
+        compiled=options.compile.enable,
+    )
 
 
 def cut(batch: Batch, context: CPContext) -> LocalBatch:

@@ -136,6 +136,19 @@ def gather(model: nn.Module) -> Callable[[str], Tensor]:
     return get
 
 
+def placements_to_write(model: ModelConfig, family: str) -> list[Placement]:
+    """Return the placements of all tensors that `transformers` writes for this model."""
+    return placements(model, family) + tied_head(model, family)
+
+
+def tied_head(model: ModelConfig, family: str) -> list[Placement]:
+    """Return the placement of a tied head, where the family needs the head as a tensor."""
+    if not model.tie_embeddings or FAMILIES[family].ties:
+        return []
+    shape = (model.vocab_size, model.dim)
+    return [Placement("embedding.weight", shape, (Source(HEAD, shape),), rows=None)]
+
+
 def write_folder(
     path: Path,
     model: ModelConfig,
@@ -172,17 +185,11 @@ def write_folder(
         SaveFailed: (on every rank) the folder could not be written, or another process is
             writing it.
     """
-    source, parts = (
-        (None, placements(model, family)) if like is None else check_folder(like, model, POSITIONS)
-    )
-    # Write a tied head where the family needs it.
-    if (
-        model.tie_embeddings
-        and not FAMILIES[family].ties
-        and (source is None or HEAD in source.tensors)
-    ):
-        shape = (model.vocab_size, model.dim)
-        parts.append(Placement("embedding.weight", shape, (Source(HEAD, shape),), rows=None))
+    if like is None:
+        source, parts = None, placements_to_write(model, family)
+    else:
+        source, parts = check_folder(like, model, POSITIONS)
+        parts += tied_head(model, family) if HEAD in source.tensors else []
     # Copy tensors outside the language model, except a stale copy of the embedding.
     others = sorted(ignored(model, family, source.shapes) - {HEAD}) if source else []
     copied = [source.tensors[name] for name in others]

@@ -1,0 +1,66 @@
+"""Any function of log-probabilities as a loss.
+
+A first pass over the head computes log p of each label, and cp ranks share them. Every rank
+then differentiates the function of the whole micro-batch. Its derivatives are the slopes of
+a second pass, which is linear in log p: gradients are exact however tokens are split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titan_linear.losses.loss import LocalBatch, Loss
+from titan_linear.ops import CPContext
+from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
+from titan_linear.ops.exchange.collectives import gather_along
+
+
+class FunctionLoss(Loss):
+    # Maps log p [T] of the micro-batch's labels to a scalar, or to terms to add up.
+    keys: Callable[[Tensor], Tensor]
+    reads_twice = True
+
+    def __call__(self, logits: ChunkedLogits, batch: LocalBatch) -> Tensor:
+        labels = batch.labels.flatten()
+        # First pass: log p of the whole micro-batch, in its order.
+        known = logits.rows(labels)
+        logp = known.logprobs[:, 0].masked_fill(labels < 0, 0)
+        leaf = of_stream(logp, batch.context).requires_grad_()
+        # With a separate autograd thread the host would be busy twice as long.
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+            value = self.keys(leaf).sum()
+            (slopes,) = torch.autograd.grad(value, leaf)
+        slopes = of_rank(slopes, batch.context)
+
+        # Second pass: each term is 0, and has the function's slope.
+        def terms(rows: Rows, tokens: slice) -> Tensor:
+            logp = rows.logprobs[:, 0]
+            return slopes[tokens] * (logp - logp.detach())
+
+        total = logits.sum(labels, terms, rows=known)
+        # All cp and tp ranks have the value: the first of them counts it.
+        counts = batch.context.ranks.rank == 0 and (logits.ranks is None or logits.ranks.rank == 0)
+        return total + value.detach() * counts
+
+
+def of_stream(x: Tensor, context: CPContext) -> Tensor:
+    """Join the cp ranks' numbers [T_local], on every rank, in the stream's order [T]."""
+    ranks = context.ranks
+    if ranks.world_size == 1:
+        return x
+    parts = gather_along(x.unsqueeze(0), 0, ranks.group_name, ranks.world_size)
+    tokens = np.arange(parts.numel())
+    owners = context.cut.owners[tokens // context.cut.fragments[0].end]
+    places = owners * len(x) + context.cut.rows(tokens)
+    return parts.flatten()[torch.from_numpy(places).to(x.device)]
+
+
+def of_rank(x: Tensor, context: CPContext) -> Tensor:
+    """Select this rank's numbers [T_local] of a stream's [T]."""
+    if context.ranks.world_size == 1:
+        return x
+    return torch.cat([x[start:end] for start, end in context.fragments])
