@@ -267,7 +267,9 @@ MUTANTS = [
         "copies.copy_of.get(x) if copies else None",
         "test_large_tensors.py: stale",
     ),
-    Mutant("step), max_norm, self.copies)", "step), max_norm)", "test_large_tensors.py: process"),
+    Mutant(
+        "lr, self.max_norm, self.copies)", "lr, self.max_norm)", "test_large_tensors.py: process"
+    ),
     Mutant("copy == 0 and (name in splits", "(name in splits", "test_train.py: 4 and sharded"),
     Mutant(
         "self.loss.isfinite() & self.grad_norm.isfinite()", "self.loss.isfinite()", "test_optim.py"

@@ -10,25 +10,51 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_linear.config import Config, changed, hf_assets, load_config
+from titan_linear.config import Config, Optimizer, changed, hf_assets, load_config
 from titan_linear.data import Batch, Streams, validation_batches
 from titan_linear.distributed.groups import gathered
 from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits
 from titan_linear.run.build import model_config, open_tokenizer, tokenizer_path
-from titan_linear.run.session import Session, session_of
+from titan_linear.run.session import Session, join_group, session_of
 from titan_linear.run.start import set_first_weights
 from titan_linear.step.optimizer import Moment
 from titan_linear.storage.hf_io import CONFIG
 from titan_linear.storage.rundir import config_of, config_path
 from titan_linear.storage.step_folders import weights_path
 
+# Keys that replace the degrees of the run that saved a checkpoint.
+ALL_RANKS_SHARD = (
+    "--parallelism.data_parallel_replicate_degree=1",
+    "--parallelism.data_parallel_shard_degree=-1",
+    "--parallelism.fsdp_shard_degree=-1",
+    "--parallelism.context_parallel_degree=1",
+    "--parallelism.tensor_parallel_degree=1",
+    "--parallelism.expert_parallel_degree=1",
+)
 # Maps some tokens' logits, labels [n] and columns [n, …] to numbers, [n, …] each.
 Columns = Callable[[ChunkedLogits, Tensor, dict[str, Tensor]], tuple[Tensor, ...]]
 
 
-def open_session(config: Config) -> Session:
+def load(folder: str | Path, *keys: str) -> Session:
+    """Open a session with the weights of a Hugging Face folder, a run or a checkpoint.
+
+    Args:
+        keys: keys of the configuration as on the command line, such as
+            "--training.dtype=bfloat16". Degrees of parallelism are 1 by default: then all
+            ranks shard the parameters and take different batches.
+
+    Raises:
+        ValueError: the folder has no weights, or a key is wrong.
+    """
+    join_group()
+    config = config_for(Path(folder), [*ALL_RANKS_SHARD, *keys])
+    return open_session(config, config.optimizer)
+
+
+def open_session(config: Config, optimizer: Optimizer | None = None) -> Session:
     """Open a session with the weights that the configuration begins from."""
-    session = session_of(config, model_config(config, open_tokenizer(config)))
+    model = model_config(config, open_tokenizer(config))
+    session = session_of(config, model, optimizer=optimizer)
     set_first_weights(config, session.model, session.host)
     return session
 

@@ -37,6 +37,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.build import build_dims, loss_of, options_of, unallocated
+from titan_linear.step.branches import zero_without_label
 from titan_linear.step.cut import build_sharding
 from titan_linear.step.feed import Feed, StepTokens
 from titan_linear.step.optimizer import ComputeCopies, Reading, build_optimizer
@@ -164,14 +165,15 @@ class Session:
         # The next token is the label, except at the end of a document.
         if labels is None:
             labels = tokens.roll(-1).index_fill(0, bounds[1:] - 1, IGNORE)
-        labelled = labels != IGNORE
         documents = torch.arange(len(lengths)).repeat_interleave(lengths)
         # Columns are 0 where there is no label.
+        tokens, labels = tokens.unsqueeze(0), labels.unsqueeze(0)
         numbers = {"weights": torch.ones(T)} | dict(columns or {})
-        numbers = {name: (x.T * labelled).T.unsqueeze(0) for name, x in numbers.items()}
+        for name, column in numbers.items():
+            numbers[name] = zero_without_label(column.unsqueeze(0), labels)
         batch = Batch(
-            tokens=tokens.unsqueeze(0),
-            labels=labels.unsqueeze(0),
+            tokens=tokens,
+            labels=labels,
             cu_seqlens=bounds.int(),
             position_ids=(torch.arange(T) - bounds[documents]).unsqueeze(0),
             num_streams=num_streams,
@@ -361,17 +363,33 @@ def _filled(
 def mesh(cp: int = 1, tp: int = 1, ep: int = 1, dp_replicate: int = 1) -> ParallelDims:
     """Build the mesh over all ranks; the ranks that these degrees leave shard parameters.
 
-    Without a process group, one is made: of torchrun's processes, or of this one alone.
+    Joins the default process group (`join_group`).
+
+    Raises:
+        ValueError: the degrees do not divide the number of ranks.
     """
-    device = own_device()
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    shard = dist.get_world_size() // (dp_replicate * cp * tp)
-    return build_mesh(device.type, dp_replicate, shard, cp, tp, ep)
+    join_group()
+    ranks, sharers = dist.get_world_size(), dp_replicate * cp * tp
+    if ranks % sharers:
+        raise ValueError(
+            f"dp_replicate = {dp_replicate}, cp = {cp} and tp = {tp} need a multiple of {sharers} ranks, "
+            f"and there are {ranks}"
+        )
+    return build_mesh(own_device().type, dp_replicate, ranks // sharers, cp, tp, ep)
+
+
+def join_group() -> None:
+    """Create the default process group, if there is none.
+
+    It consists of the processes that torchrun has started, or of this one alone.
+    """
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if own_device().type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def session_of(
