@@ -32,6 +32,13 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [
+    # functions of log p
+    Mutant(
+        "value.detach() * counts", "value.detach()", "test_session.py: any_function and contiguous"
+    ),
+    Mutant(
+        "owners * len(x) + context", "owners * 0 + context", "test_session.py: any_function and cp"
+    ),
     # prefix trees
     Mutant(
         "*Documents.of(nodes.edges, nodes.depth)",

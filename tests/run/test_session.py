@@ -29,7 +29,7 @@ OPTIMIZER = Optimizer(eps=1.0, lr=1.0, weight_decay=0.0)
 FLOAT64 = dict.fromkeys(("dtype", "compute_dtype", "reduce_dtype"), torch.float64)
 SPLITS = {
     "dp 2": {},
-    "cp 2": {"cp": 2},
+    "cp 2, contiguous": {"cp": 2},
     "cp 2, zigzag": {"cp": 2, "layout": "zigzag"},
     "tp 2": {"tp": 2},
 }
@@ -203,6 +203,8 @@ def refusing(rank, world_size):
         session.cut(torch.arange(4), torch.tensor([0, 3]))
     with refused("cp = 2 and tp = 1 need a multiple of 2 ranks, and there are 1"):
         mesh(cp=2)
+    with refused("forward_backward first"):
+        session.step(lr=0.1)
     batch = session.cut(torch.arange(4))
     session.forward_backward(batch, build_loss("cross_entropy"))
     with refused("needs tokens = session.count"):

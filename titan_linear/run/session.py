@@ -286,7 +286,12 @@ class Session:
         """Sum gradients over ranks, clip them, update the weights, and return the numbers.
 
         If loss or norm is not finite, neither weights nor moments change.
+
+        Raises:
+            ValueError: the session has no optimizer, or there are no gradients.
         """
+        if self.optimizer is None or not self._losses:
+            raise ValueError("step needs a session with an optimizer, and forward_backward first")
         # Reports are kept if all micro-batches have them.
         width = min(map(len, self._losses))
         losses = torch.stack([part[:width] for part in self._losses]).double()
