@@ -1,5 +1,5 @@
-"""The trainer: `python -m titan_linear.train` in each process of a run (launch.py starts
-them).
+"""The trainer: `python -m titan_linear.train` in each process of a run (run/launch.py
+starts them).
 
 build   data and weights → mesh → model (meta → parallelize → allocate) → optimizer → weights → feed
 step    batch → forward → backward, summed over micro-batches → update: sums over ranks, clipping, optimizer
@@ -51,7 +51,7 @@ from titan_linear.run.build import rate_at
 from titan_linear.run.console import ended, write_down
 from titan_linear.run.evaluate import Record, examine, open_prompts
 from titan_linear.run.export import export_last
-from titan_linear.run.generate import Evaluation, Sampling
+from titan_linear.run.generate import Sampling, Validator
 from titan_linear.run.preflight import cleared
 from titan_linear.run.session import session_of
 from titan_linear.run.start import (
@@ -116,7 +116,7 @@ class Trainer:
         # Exists on rank 0 only.
         self.exports: Exports | None = None
         sampling = Sampling(config.sample.temperature, config.sample.top_p, config.debug.seed)
-        self.evaluation = Evaluation(
+        self.evaluation = Validator(
             self.session,
             self.tokenizer,
             config.validation,

@@ -54,8 +54,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_linear import score
-from titan_linear.commands import command_parser
+from titan_linear.commands import command_parser, score
 from titan_linear.config import COLUMNS as DTYPES
 from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
 from titan_linear.data import Streams, build_tokenizer, write_corpus

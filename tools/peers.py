@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from titan_linear.config import Config
 from titan_linear.data import IGNORE, Batch, StreamLoader, build_tokenizer
-from titan_linear.models.adapters import config_to_hf
 from titan_linear.models.config import Documents, ModelConfig
+from titan_linear.models.hf_mapping import config_to_hf
 from titan_linear.run.build import DTYPES, rate_at, tokenizer_path
 from titan_linear.run.data import build_streams
 from titan_linear.step.optimizer import HostCopy, StepNumbers, build_optimizer

@@ -26,7 +26,7 @@ from titan_linear.commands import batch
 from titan_linear.config import load_config
 from titan_linear.data.tasks import LOSS
 from titan_linear.losses import LOSSES
-from titan_linear.losses.loss import Loss
+from titan_linear.losses.loss import LossFunction
 from titan_linear.run.evaluate import means, tiles
 from titan_linear.storage.files import Json
 from titan_linear.storage.rundir import CONFIG, EVALUATION, METRICS, SPIKES, TELEMETRY, json_lines
@@ -51,7 +51,7 @@ Points = Iterable[tuple[Any, Any]]
 Charts = list[tuple[str, Markup]]
 
 
-class Run(NamedTuple):
+class RunHistory(NamedTuple):
     folder: Path
     # Lines of metrics, and spikes, whose steps are not all logged.
     steps: list[Json]
@@ -104,7 +104,7 @@ def page(
     )
 
 
-def read(folder: Path) -> Run:
+def read(folder: Path) -> RunHistory:
     metrics, telemetry, spikes, scores = (
         json_lines(folder / name, Json) for name in (METRICS, TELEMETRY, SPIKES, EVALUATION)
     )
@@ -115,17 +115,17 @@ def read(folder: Path) -> Run:
             seen.setdefault(quantity, {}).update(line[quantity])
     steps = sorted(metrics + spikes, key=lambda line: line["step"])
     last = [line for line in scores if line["step"] == scores[-1]["step"]]
-    return Run(folder, steps, seen, spikes, last)
+    return RunHistory(folder, steps, seen, spikes, last)
 
 
-def loss_of(run: Path) -> type[Loss]:
+def loss_of(run: Path) -> type[LossFunction]:
     return LOSSES[load_config(["--job.config_file", str(run / CONFIG)]).loss.name]
 
 
 # --- Charts -------------------------------------------------------------------------------
 
 
-def curves(runs: Sequence[Run]) -> Charts:
+def curves(runs: Sequence[RunHistory]) -> Charts:
     kinds = dict.fromkeys(loss_of(run.folder) for run in runs)
     unit = " or ".join(dict.fromkeys(loss.unit for loss in kinds))
     captions = {"loss": f"training loss, {unit}", "validation_loss": f"validation loss, {unit}"}
@@ -140,7 +140,7 @@ def curves(runs: Sequence[Run]) -> Charts:
     return charts
 
 
-def losses(runs: Sequence[Run]) -> Charts:
+def losses(runs: Sequence[RunHistory]) -> Charts:
     """Return charts of the last losses by position, by further token and by source.
 
     Positions are the first of a bin; further tokens are by how many tokens later.
@@ -154,7 +154,7 @@ def losses(runs: Sequence[Run]) -> Charts:
     return charts
 
 
-def layers(runs: Sequence[Run]) -> Charts:
+def layers(runs: Sequence[RunHistory]) -> Charts:
     """Return charts of each layer's last telemetry: a dot for each head or expert.
 
     Runs are side by side.
@@ -175,7 +175,7 @@ def layers(runs: Sequence[Run]) -> Charts:
     return charts
 
 
-def recall(runs: Sequence[Run]) -> Charts:
+def recall(runs: Sequence[RunHistory]) -> Charts:
     """Return charts of each task in the last evaluation.
 
     They show scores by length (of a text, by position), and each run's by length and depth.
@@ -264,7 +264,7 @@ def axes_of(caption: str) -> Iterator[tuple[Any, Charts]]:
 # --- Words --------------------------------------------------------------------------------
 
 
-def spikes(run: Run) -> list[str]:
+def spikes(run: RunHistory) -> list[str]:
     """Return the output of `titan-linear batch` for the run's last spikes, or its error.
 
     An error is usual, for example where the corpus is gone.

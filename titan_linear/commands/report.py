@@ -25,7 +25,7 @@ NONE = "–"
 OWN = ("job.config_file", "job.dump_folder", "job.description")
 
 
-class Line(rundir.Line, extra="allow"):
+class ReportLine(rundir.MetricsLine, extra="allow"):
     """The fields of a line of metrics that are read; the loss's reports are further fields."""
 
     loss: float | None = None
@@ -38,7 +38,7 @@ class Line(rundir.Line, extra="allow"):
 
 
 def cell(
-    lines: Sequence[Line],
+    lines: Sequence[ReportLine],
     key: str,
     form: str = "{:.4f}",
     of: Callable[[list[float]], float] = min,
@@ -56,10 +56,10 @@ def standing(run: Path) -> dict[str, str]:
     """
     if not (run / METRICS).is_file():
         raise ValueError(f"'{run}' holds no {METRICS}; give the folder of a run (job.dump_folder)")
-    lines = json_lines(run / METRICS, Line)
+    lines = json_lines(run / METRICS, ReportLine)
     steps = [line for line in lines if "loss" in line.model_fields_set]
     # The first step of a start compiles, so its rates are left out if there are more.
-    rated, last = steps[1:] or steps, (steps or [Line(step=0)])[-1:]
+    rated, last = steps[1:] or steps, (steps or [ReportLine(step=0)])[-1:]
     return {
         "run": str(run),
         "trained on": data_of(load_config(["--job.config_file", str(run / CONFIG)]).training),
@@ -72,7 +72,7 @@ def standing(run: Path) -> dict[str, str]:
         "MFU": cell(rated, "mfu", "{:.1%}", median),
         "GiB": cell(steps, "memory_gib", "{:.2f}", max),
         "skipped": cell(last, "skipped_steps", "{}"),
-        "spikes": str(len(json_lines(run / SPIKES, Line))),
+        "spikes": str(len(json_lines(run / SPIKES, ReportLine))),
     }
 
 

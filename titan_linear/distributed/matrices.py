@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 Apply = Callable[[list[Tensor]], list[Tensor]]
 
 
-class Part(NamedTuple):
+class MatrixShard(NamedTuple):
     """A rank's part of a stack of matrices."""
 
     # Number of the copy of the stack to which this part belongs.
@@ -42,7 +42,7 @@ class Matrix:
     # Its index in the stack.
     number: int
     shape: torch.Size  # [R, C]
-    parts: dict[int, Part]  # by rank
+    parts: dict[int, MatrixShard]  # by rank
     owner: int = 0
 
     @property
@@ -186,13 +186,13 @@ class WholeMatrices:
         return [iter([next(parts).view(shape) for shape in of_rank]) for of_rank in shapes]
 
 
-def parts_of(name: str, stack: Tensor, ranks: int) -> dict[int, Part]:
+def parts_of(name: str, stack: Tensor, ranks: int) -> dict[int, MatrixShard]:
     """Return each rank's part of a parameter [..., R, C]."""
     # A plain tensor is whole on each rank.
     if not isinstance(stack, DTensor):
         matrices = range(stack.shape[:-2].numel())
         return {
-            rank: Part(rank, matrices, slice(0, stack.shape[-2]), slice(0, stack.shape[-1]))
+            rank: MatrixShard(rank, matrices, slice(0, stack.shape[-2]), slice(0, stack.shape[-1]))
             for rank in range(ranks)
         }
     # Each mesh dimension either copies the parameter or cuts one of its dimensions.
@@ -217,7 +217,7 @@ def parts_of(name: str, stack: Tensor, ranks: int) -> dict[int, Part]:
                 )
         start, stop = bounds[0] if stack.dim() > 2 else (0, 1)
         rows, columns = (slice(*pair) for pair in bounds[-2:])
-        parts[int(mesh[where])] = Part(copy, range(start * each, stop * each), rows, columns)
+        parts[int(mesh[where])] = MatrixShard(copy, range(start * each, stop * each), rows, columns)
     return parts
 
 
@@ -230,11 +230,11 @@ def _chunk(start: int, stop: int, n: int, i: int) -> tuple[int, int]:
     return min(start + i * size, stop), min(start + (i + 1) * size, stop)
 
 
-def _is_cut(shape: torch.Size, parts: dict[int, Part]) -> bool:
+def _is_cut(shape: torch.Size, parts: dict[int, MatrixShard]) -> bool:
     return any(_shape(part) != shape for part in parts.values() if part.matrices)
 
 
-def _cut(stack: int, shape: torch.Size, parts: dict[int, Part]) -> list[Matrix]:
+def _cut(stack: int, shape: torch.Size, parts: dict[int, MatrixShard]) -> list[Matrix]:
     """Return the stack's matrices if ranks have cut them, else an empty list."""
     if not _is_cut(shape, parts):
         return []
@@ -246,7 +246,7 @@ def _cut(stack: int, shape: torch.Size, parts: dict[int, Part]) -> list[Matrix]:
     return matrices
 
 
-def _shape(part: Part) -> torch.Size:
+def _shape(part: MatrixShard) -> torch.Size:
     return torch.Size([part.rows.stop - part.rows.start, part.columns.stop - part.columns.start])
 
 

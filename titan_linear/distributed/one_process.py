@@ -286,8 +286,8 @@ class Shared:
         self.sent: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
 
 
-class Work:
-    """Stands in for torch's `Work`.
+class LocalWork:
+    """Stands in for `dist.Work`.
 
     `wait` lets other ranks run until `ready()`, then calls `then`.
     """
@@ -335,22 +335,22 @@ class LocalGroup(dist.ProcessGroup):
 
     # Collectives.
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> LocalWork:
         (x,) = tensors
         return self.meet("all_reduce", x, x, None if opts is None else opts.reduceOp)
 
-    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> LocalWork:
         return self.meet("all_gather", x, out)
 
-    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> LocalWork:
         return self.meet("reduce_scatter", x, out, None if opts is None else opts.reduceOp)
 
     def all_to_all_single(
         self, out: Tensor, x: Tensor, out_sizes: list[int], sizes: list[int], opts: Any = None
-    ) -> Work:
+    ) -> LocalWork:
         return self.meet("all_to_all", x, out, (out_sizes, sizes))
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, opts: Any = None) -> LocalWork:
         nothing = torch.empty(0)
         return self.meet("barrier", nothing, nothing)
 
@@ -363,17 +363,17 @@ class LocalGroup(dist.ProcessGroup):
 
     # Messages between two ranks.
 
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> LocalWork:
         # The sender may change it later.
         self._shared.sent[self._rank, to, tag].append(tensors[0].detach().clone())
-        return Work(lambda: True, "", lambda: None)
+        return LocalWork(lambda: True, "", lambda: None)
 
-    def recv(self, tensors: list[Tensor], of: int, tag: int) -> Work:
+    def recv(self, tensors: list[Tensor], of: int, tag: int) -> LocalWork:
         mail = self._shared.sent[of, self._rank, tag]
         what = f"waits for what rank {of} is to send it"
-        return Work(lambda: bool(mail), what, lambda: _fill(tensors[0], mail.popleft()))
+        return LocalWork(lambda: bool(mail), what, lambda: _fill(tensors[0], mail.popleft()))
 
-    def meet(self, kind: str, x: Tensor, out: Tensor, more: Any = None) -> Work:
+    def meet(self, kind: str, x: Tensor, out: Tensor, more: Any = None) -> LocalWork:
         """Join this rank's next collective; the last rank to come does the copies of all."""
         # Ranks must call the same collectives in the same order.
         shared, number = self._shared, self._count
@@ -407,7 +407,7 @@ class LocalGroup(dist.ProcessGroup):
 
         missing = [r for r in range(shared.size) if r not in meeting.of_ranks]
         what = f"waits in {kind} for rank(s) {', '.join(map(str, missing))}"
-        return Work(lambda: meeting.done is not False, what, then)
+        return LocalWork(lambda: meeting.done is not False, what, then)
 
 
 def _fail(error: Exception) -> NoReturn:

@@ -8,20 +8,20 @@ split. reference.py defines each loss again, for whole logits in one process.
 """
 
 from titan_linear.config.schema import SECTIONS, Section
-from titan_linear.losses.cross_entropy import CrossEntropy
-from titan_linear.losses.distillation import Distillation
-from titan_linear.losses.dpo import DPO
-from titan_linear.losses.loss import Loss
-from titan_linear.losses.policy import Policy
+from titan_linear.losses.cross_entropy import CrossEntropyLoss
+from titan_linear.losses.distillation import DistillationLoss
+from titan_linear.losses.dpo import DPOLoss
+from titan_linear.losses.loss import LossFunction
+from titan_linear.losses.policy import PolicyLoss
 
-LOSSES: dict[str, type[Loss]] = {
-    "cross_entropy": CrossEntropy,
-    "distillation": Distillation,
-    "dpo": DPO,
-    "policy": Policy,
+LOSSES: dict[str, type[LossFunction]] = {
+    "cross_entropy": CrossEntropyLoss,
+    "distillation": DistillationLoss,
+    "dpo": DPOLoss,
+    "policy": PolicyLoss,
 }
 
 
-def build_loss(name: str, keys: Section | None = None) -> Loss:
+def build_loss(name: str, keys: Section | None = None) -> LossFunction:
     """Build the loss of this name, with the keys of its section or their defaults."""
     return LOSSES[name](keys or SECTIONS[name]())

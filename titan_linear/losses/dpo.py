@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_linear.config import schema
-from titan_linear.losses.loss import LocalBatch, Loss, document_sums, of_documents
-from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
+from titan_linear.losses.loss import LocalBatch, LossFunction, document_sums, of_documents
+from titan_linear.ops.cross_entropy import ChunkedLogits, LogitStatistics
 
 
-class DPO(Loss):
+class DPOLoss(LossFunction):
     keys: schema.DPO
     group = 2
     reads_twice = True
@@ -54,7 +54,7 @@ class DPO(Loss):
         pull = -self.keys.beta * short.sigmoid() * (weights[0::2] + weights[1::2])
         of_tokens = of_documents(batch, of_pairs, torch.stack([pull, -pull], 1).flatten() / length)
 
-        def terms(rows: Rows, tokens: slice) -> Tensor:
+        def terms(rows: LogitStatistics, tokens: slice) -> Tensor:
             return torch.stack(of_tokens(rows.logprobs[:, 0], tokens), 1)
 
         return logits.sum(labels, terms, rows=known)

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_linear.losses.loss import LocalBatch, Loss
+from titan_linear.losses.loss import LocalBatch, LossFunction
 from titan_linear.ops import CPContext
-from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
+from titan_linear.ops.cross_entropy import ChunkedLogits, LogitStatistics
 from titan_linear.ops.exchange.collectives import gather_along
 
 
-class FunctionLoss(Loss):
+class FunctionLoss(LossFunction):
     # Maps log p [T] of the micro-batch's labels to a scalar, or to terms to add up.
     keys: Callable[[Tensor], Tensor]
     reads_twice = True
@@ -37,7 +37,7 @@ class FunctionLoss(Loss):
         slopes = of_rank(slopes, batch.context)
 
         # Second pass: each term is 0, and has the function's slope.
-        def terms(rows: Rows, tokens: slice) -> Tensor:
+        def terms(rows: LogitStatistics, tokens: slice) -> Tensor:
             logp = rows.logprobs[:, 0]
             return slopes[tokens] * (logp - logp.detach())
 

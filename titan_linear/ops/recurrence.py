@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.ops.exchange.kcp import incoming_states
-from titan_linear.ops.exchange.trees import fold_tree
+from titan_linear.ops.exchange.tree_kcp import fold_tree
 from titan_linear.ops.exchange.ulysses import heads_to_tokens, tokens_to_heads
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.build_context import of_trees
@@ -127,7 +127,7 @@ def rules(torch_rule: type[Rule], *needs: Check) -> dict[str, Implementation]:
 
 
 @dataclass(eq=False)  # not frozen, for the reason given at `Boundaries`
-class Call:
+class RecurrenceCall:
     """Everything that one call of the driver needs except tensors with gradients."""
 
     inputs: type[AnyInputs]
@@ -180,7 +180,7 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, initial_state: Tensor | None, *tensors: Tensor | None
+        ctx: Any, call: RecurrenceCall, initial_state: Tensor | None, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         inputs = call.inputs(*tensors)
         keep = call.options.disable_recompute and any(ctx.needs_input_grad)
@@ -240,7 +240,9 @@ Forward = tuple[Tensor, Tensor, Tensor | None, Tensor | None, tuple[Tensor, ...]
 
 
 @kept
-def _forward(call: Call, inputs: AnyInputs, initial_state: Tensor | None, keep: bool) -> Forward:
+def _forward(
+    call: RecurrenceCall, inputs: AnyInputs, initial_state: Tensor | None, keep: bool
+) -> Forward:
     """Run forward up to the final states.
 
     Returns:
@@ -261,7 +263,7 @@ def _forward(call: Call, inputs: AnyInputs, initial_state: Tensor | None, keep: 
     return o.to(inputs.v.dtype), final, entering, M, tuple(rule.kept), rule if keep else None
 
 
-def _initial(states: Tensor | None, call: Call, inputs: AnyInputs) -> States | None:
+def _initial(states: Tensor | None, call: RecurrenceCall, inputs: AnyInputs) -> States | None:
     """Return the states from which entries start, in the dtype of `state_dtype`."""
     if states is None:
         return None
@@ -324,7 +326,7 @@ def run(
         o, final = _decode(recurrence, inputs, options, initial_state)
     else:
         boundaries = boundaries_of(q, cu_seqlens, cp_context, cu_seqlens_cpu)
-        call = Call(
+        call = RecurrenceCall(
             type(given),
             rule,
             options,
@@ -377,7 +379,9 @@ def _over_heads(
         lambda x: x.reshape(cp.ranks.world_size, -1)[cp.ranks.rank],
     )
     rule = _implementation(recurrence, inputs, impl)
-    o, _ = _function(rule)(Call(type(given), rule, options, cp.stream, None, False), None, *inputs)
+    o, _ = _function(rule)(
+        RecurrenceCall(type(given), rule, options, cp.stream, None, False), None, *inputs
+    )
     return heads_to_tokens(o.unsqueeze(0), cp)
 
 

@@ -41,7 +41,7 @@ Size = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     """A call of one of our operators: its arguments by name, and its outputs.
 
     Tensors are on the meta device.
@@ -69,7 +69,7 @@ class Call:
 
 
 @dataclass
-class Work:
+class PassCounts:
     """The work of one pass through a layer, forward or backward."""
 
     # [m, k] @ [k, n] as (m, n, k) → number of such products.
@@ -78,7 +78,7 @@ class Work:
     wide_products: Counter[Size] = field(default_factory=Counter)
     # Calls that compute these products; a batched product is one call.
     multiplications: int = 0
-    calls: list[Call] = field(default_factory=list)
+    calls: list[OperatorCall] = field(default_factory=list)
     # Bytes read and written where operations run one by one, and where they are compiled.
     elementwise: int = 0
     fused: int = 0
@@ -102,18 +102,18 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerCounts:
     """The counts of a layer, for one rank's tokens of a micro-step."""
 
-    forward: Work
-    backward: Work
+    forward: PassCounts
+    backward: PassCounts
     # Bytes of the layer's input.
     input: int
     plain: Memory
     compiled: Memory
 
 
-def count(block: Block, x: Tensor, plan: BatchPlan, values: Tensor | None = None) -> Layer:
+def count(block: Block, x: Tensor, plan: BatchPlan, values: Tensor | None = None) -> LayerCounts:
     """Count a layer's work and memory on a rank.
 
     x [1, T, dim] and the values that the layer takes (both with requires_grad), and `plan`,
@@ -157,10 +157,10 @@ def count(block: Block, x: Tensor, plan: BatchPlan, values: Tensor | None = None
     peaks = seen.peak(parameters, seen.lives), seen.peak(parameters, seen.compiled_lives)
     plain = Memory(kept, selective + _bytes(others), attention, max(peaks[0] - kept, 0))
     compiled = Memory(kept_compiled, _bytes(selected), attention, max(peaks[1] - kept_compiled, 0))
-    return Layer(seen.forward, seen.backward, input=x.nbytes, plain=plain, compiled=compiled)
+    return LayerCounts(seen.forward, seen.backward, input=x.nbytes, plain=plain, compiled=compiled)
 
 
-def _bytes(calls: Iterable[Call]) -> int:
+def _bytes(calls: Iterable[OperatorCall]) -> int:
     return sum(x.nbytes for call in calls for x in call.outputs)
 
 
@@ -172,8 +172,8 @@ class _Seen(TorchDispatchMode):
 
     def __init__(self, x: Tensor):
         super().__init__()
-        self.forward = Work()
-        self.backward = Work()
+        self.forward = PassCounts()
+        self.backward = PassCounts()
         # `place` is incremented at each product and operator.
         self.work, self.place = self.forward, 0
         self.storages: dict[int, torch.UntypedStorage] = {}
@@ -199,7 +199,7 @@ class _Seen(TorchDispatchMode):
         # One of our operators.
         if function.namespace == "titan_linear":
             names = (argument.name for argument in function._schema.arguments)
-            call = Call(function._opname, dict(zip(names, args)), tuple(outputs))
+            call = OperatorCall(function._opname, dict(zip(names, args)), tuple(outputs))
             self.work.calls.append(call)
             self._anchor(inputs, outputs, call.temporary)
         # A matrix product: [m, k] @ [k, n] or a batch of them.

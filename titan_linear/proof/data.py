@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from titan_linear.data import IGNORE, Batch, StreamLoader
-from titan_linear.data.corpus.trees import BACK
+from titan_linear.data.corpus.tree_records import BACK
 from titan_linear.distributed.one_process import LocalDims
 from titan_linear.models.plan import Later
 from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.ranks import on_ranks, sharding_of
-from titan_linear.proof.subject import STREAMS, Subject
+from titan_linear.proof.subject import STREAMS, ProofSubject
 from titan_linear.run.build import loss_of
 
 # Number of steps whose streams are compared.
@@ -24,7 +24,7 @@ STEPS = 2
 COMPARED = 16
 
 
-def labels(subject: Subject) -> Findings:
+def labels(subject: ProofSubject) -> Findings:
     """Check that every label is the next token of the same document, and that none is
     missing.
 
@@ -68,7 +68,7 @@ def labels(subject: Subject) -> Findings:
     yield Finding("labels", "tokens within a document that have none", missing, 0, where)
 
 
-def targets(subject: Subject) -> Findings:
+def targets(subject: ProofSubject) -> Findings:
     """Check the columns that a loss reads in addition to labels, and the order of pairs.
 
     Columns must have the corpus's numbers of these tokens. Pairs must be together and in
@@ -110,19 +110,19 @@ def targets(subject: Subject) -> Findings:
         )
 
 
-def _all_trained_on(subject: Subject) -> bool:
+def _all_trained_on(subject: ProofSubject) -> bool:
     return all(
         "weights" not in streams.corpus.columns for streams in subject.streams.sources.values()
     )
 
 
-def _first_of_next(subject: Subject, i: int) -> int:
+def _first_of_next(subject: ProofSubject, i: int) -> int:
     """Return the token after the last one of stream i, if its document continues."""
     name, number = subject.streams.source(i)
     return int(subject.streams.sources[name][number + 1].tokens[0])
 
 
-def cut(subject: Subject) -> Findings:
+def cut(subject: ProofSubject) -> Findings:
     """Check that the ranks' cuts of a batch, joined, are the batch.
 
     Tokens, labels, positions and documents are compared.
@@ -207,7 +207,7 @@ def _by_depth(later: Later | None) -> dict[str, Tensor]:
     return {f"{name} {k} later": x for name, rows in columns.items() for k, x in enumerate(rows, 1)}
 
 
-def tokens_of(subject: Subject, dp_rank: int, cp_rank: int) -> Tensor:
+def tokens_of(subject: ProofSubject, dp_rank: int, cp_rank: int) -> Tensor:
     """Return the indices in the batch of a rank's tokens, [T_local] int64, in its order.
 
     The rank takes all of its streams at once.
@@ -215,7 +215,7 @@ def tokens_of(subject: Subject, dp_rank: int, cp_rank: int) -> Tensor:
     return tokens_in(subject, range(dp_rank * STREAMS, (dp_rank + 1) * STREAMS), cp_rank)
 
 
-def tokens_in(subject: Subject, streams: Iterable[int], cp_rank: int) -> Tensor:
+def tokens_in(subject: ProofSubject, streams: Iterable[int], cp_rank: int) -> Tensor:
     """Return the indices in the batch of a rank's tokens of these streams, [T_local] int64.
 
     They are in the rank's order.
@@ -228,14 +228,14 @@ def tokens_in(subject: Subject, streams: Iterable[int], cp_rank: int) -> Tensor:
     return torch.cat([mine + s * T for s in streams])
 
 
-def _fragment(subject: Subject) -> int:
+def _fragment(subject: ProofSubject) -> int:
     """Return the number of tokens in a fragment."""
     W = subject.degrees.cp
     zigzag = subject.config.parallelism.context_parallel_layout == "zigzag" and W > 1
     return subject.config.training.seq_len // (2 * W if zigzag else W)
 
 
-def stream(subject: Subject) -> Findings:
+def stream(subject: ProofSubject) -> Findings:
     """Check that together the ranks take each stream of a step once.
 
     This holds for every data-parallel degree and micro-batch, and every step from which a
@@ -275,7 +275,7 @@ def _splits(G: int) -> list[tuple[int, int]]:
 
 
 def _taken(
-    subject: Subject, G: int, dp: int, local: int, dp_rank: int, step: int
+    subject: ProofSubject, G: int, dp: int, local: int, dp_rank: int, step: int
 ) -> list[tuple[int, np.ndarray]]:
     """Return a rank's streams of a step, and their tokens, in a run that resumed at that
     step.

@@ -21,7 +21,7 @@ from titan_linear.ops.float8 import emulated_linear, float8_linear
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.cases import DELTA
 from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
-from titan_linear.proof.subject import Subject
+from titan_linear.proof.subject import ProofSubject
 
 # Number of tokens, and the most rows of the head: all rows are computed alike.
 TOKENS, VOCAB = 200, 4096
@@ -32,7 +32,7 @@ OF_LOSS = 3.0
 PER_ADDITION, ADDITION = 32, 2.0**-13
 
 
-def loss(subject: Subject) -> Findings:
+def loss(subject: ProofSubject) -> Findings:
     """Check that the loss and its gradients, chunk by chunk, equal PyTorch's in float64.
 
     PyTorch's loss is its cross-entropy.
@@ -81,7 +81,7 @@ def loss(subject: Subject) -> Findings:
         yield Finding(f"implementation, {short(dtype)}", what, errors[name], bounds[name], name)
 
 
-def float8(subject: Subject) -> Findings:
+def float8(subject: ProofSubject) -> Findings:
     """Check products in float8 against float64, for hidden states and their gradients.
 
     The float64 products have the same rounded numbers.
@@ -106,7 +106,7 @@ def float8(subject: Subject) -> Findings:
         )
 
 
-def positions(subject: Subject) -> Findings:
+def positions(subject: ProofSubject) -> Findings:
     """Check that rotary embeddings equal complex numbers turned by position · theta^(−i /
     half).
 

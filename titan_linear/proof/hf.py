@@ -15,7 +15,7 @@ from titan_linear.models.init import count_parameters
 from titan_linear.models.mixers.mamba2 import Mamba2
 from titan_linear.models.plan import BatchPlan
 from titan_linear.proof.findings import Finding, Findings, Note, bound_of_model, off
-from titan_linear.proof.subject import ROOM, Subject
+from titan_linear.proof.subject import ROOM, ProofSubject
 from titan_linear.run.build import allocated
 from titan_linear.storage.hf_io import load_weights, read_config, read_model
 
@@ -36,7 +36,7 @@ DEPARTURES = {
 
 
 @torch.no_grad()
-def logits(subject: Subject) -> Findings:
+def logits(subject: ProofSubject) -> Findings:
     """Compare logits in float32 of the whole model that the run begins from.
 
     It must fit, and transformers must support it.

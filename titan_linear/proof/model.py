@@ -25,7 +25,7 @@ from titan_linear.proof.data import later, tokens_in
 from titan_linear.proof.findings import UNIT, Finding, Findings, bound_of_model, off, worst
 from titan_linear.proof.ops import ALONE, SMALL, begins, may_differ, plan_of, repeatable
 from titan_linear.proof.ranks import on_ranks, passes_of, session_on, sum_as_fsdp, whole_gradients
-from titan_linear.proof.subject import STREAMS, Subject
+from titan_linear.proof.subject import STREAMS, ProofSubject
 from titan_linear.run.build import DTYPES, loss_of
 from titan_linear.step.optimizer import ComputeCopies
 from titan_linear.step.passes import with_reference
@@ -33,7 +33,7 @@ from titan_linear.step.update import gradient_sums, sum_gradients
 
 
 @dataclass
-class Step:
+class StepOutputs:
     """The results of a step: loss, gradients, and the tensors that pass between layers."""
 
     loss: Tensor
@@ -84,7 +84,7 @@ class Trace:
         return [torch.cat(steps, 1) for steps in (*self.between, *reversed(self.backward)) if steps]
 
 
-def in_one_process(subject: Subject, whole: Decoder) -> Step:
+def in_one_process(subject: ProofSubject, whole: Decoder) -> StepOutputs:
     """Run a step of the model alone, on all streams at once.
 
     Documents are given by boundaries, and labels are counted here.
@@ -124,11 +124,11 @@ def in_one_process(subject: Subject, whole: Decoder) -> Step:
     # Gradients move to the result, so that the model can be used again.
     gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     whole.zero_grad(set_to_none=True)
-    return Step(loss.detach().double(), gradients, trace.passed())
+    return StepOutputs(loss.detach().double(), gradients, trace.passed())
 
 
 @dataclass
-class Split:
+class ShardedStepOutputs:
     """The results of a step on the run's ranks."""
 
     loss: Tensor
@@ -138,7 +138,7 @@ class Split:
     passed: list[Tensor]
 
 
-def on_all_ranks(subject: Subject, whole: Decoder) -> Split:
+def on_all_ranks(subject: ProofSubject, whole: Decoder) -> ShardedStepOutputs:
     """Take a step as the trainer does, on every rank.
 
     Raises:
@@ -158,10 +158,10 @@ def on_all_ranks(subject: Subject, whole: Decoder) -> Split:
     ranks = on_ranks(subject.degrees, on_rank)
     passed = _together(subject, [(dims, trace) for _, dims, _, trace in ranks])
     copies = whole_gradients([(dims, model) for _, dims, model, _ in ranks])
-    return Split(sum(loss for loss, *_ in ranks), copies, passed)
+    return ShardedStepOutputs(sum(loss for loss, *_ in ranks), copies, passed)
 
 
-def _together(subject: Subject, traces: list[tuple[LocalDims, Trace]]) -> list[Tensor]:
+def _together(subject: ProofSubject, traces: list[tuple[LocalDims, Trace]]) -> list[Tensor]:
     """Join the ranks' traces, each of its own tokens, into tensors of all tokens."""
     ranks = [trace.passed() for _, trace in traces]
     wholes = [x.new_empty(1, subject.batch.tokens.shape[1], x.shape[2]) for x in ranks[0]]
@@ -172,7 +172,7 @@ def _together(subject: Subject, traces: list[tuple[LocalDims, Trace]]) -> list[T
     return wholes
 
 
-def traced_tokens(subject: Subject, dims: LocalDims | ParallelDims) -> Tensor:
+def traced_tokens(subject: ProofSubject, dims: LocalDims | ParallelDims) -> Tensor:
     """Return the indices in the batch of a rank's tokens between layers, [T_local] int64.
 
     They are one micro-step's stream after the other.
@@ -185,7 +185,7 @@ def traced_tokens(subject: Subject, dims: LocalDims | ParallelDims) -> Tensor:
     )
 
 
-def split(subject: Subject) -> Findings:
+def split(subject: ProofSubject) -> Findings:
     """Check that the run's split gives the loss and every gradient of one process.
 
     It is compared in float64 and in the run's dtype.
@@ -211,7 +211,9 @@ def split(subject: Subject) -> Findings:
     yield from _compared(subject, on_all_ranks(subject, whole), want, one)
 
 
-def _compared(subject: Subject, got: Split, want: Step, one: Step | None) -> Findings:
+def _compared(
+    subject: ProofSubject, got: ShardedStepOutputs, want: StepOutputs, one: StepOutputs | None
+) -> Findings:
     """Compare with float64.
 
     In the run's dtype, which rounds, a split may be off twice as far as one process.
@@ -234,9 +236,9 @@ def of_step(
     loss: Tensor,
     errors: Mapping[tuple[str, int], float],
     wrong: Wrong | None,
-    want: Step,
+    want: StepOutputs,
     dtype: torch.dtype,
-    one: Step | None,
+    one: StepOutputs | None,
 ) -> Findings:
     """Yield how far the loss and the gradients of a split step are off.
 
@@ -278,7 +280,9 @@ class Station(NamedTuple):
     backward: bool
 
 
-def stations(subject: Subject, want: Step, dtype: torch.dtype, one: Step | None) -> list[Station]:
+def stations(
+    subject: ProofSubject, want: StepOutputs, dtype: torch.dtype, one: StepOutputs | None
+) -> list[Station]:
     """Return all stations of a step, in the order in which it computes them."""
     layers = [subject.layer(i) for i in range(len(subject.model.layers))]
     n = subject.model.num_layers
@@ -306,7 +310,9 @@ class Wrong(NamedTuple):
     where: str
 
 
-def first_wrong(subject: Subject, got: Iterable[Tensor], stations: list[Station]) -> Wrong | None:
+def first_wrong(
+    subject: ProofSubject, got: Iterable[Tensor], stations: list[Station]
+) -> Wrong | None:
     """Return where a split first differs from one process.
 
     It is the layer, and the rank and document where the difference begins.
@@ -318,7 +324,7 @@ def first_wrong(subject: Subject, got: Iterable[Tensor], stations: list[Station]
     return None
 
 
-def _place(subject: Subject, x: Tensor, y: Tensor, backward: bool) -> str:
+def _place(subject: ProofSubject, x: Tensor, y: Tensor, backward: bool) -> str:
     token = begins((x - y).abs().nan_to_num(torch.inf, torch.inf).amax((0, 2)), backward)
     stream = token // subject.config.training.seq_len
     degrees = subject.degrees
@@ -327,7 +333,7 @@ def _place(subject: Subject, x: Tensor, y: Tensor, backward: bool) -> str:
     return f"rank {rank}, {subject.document(token)}"
 
 
-def documents(subject: Subject) -> Findings:
+def documents(subject: ProofSubject) -> Findings:
     """Check that each document gives the same between layers, packed and alone."""
     whole = subject.whole(torch.float64).use("torch", subject.device, torch.float64)
     packed = _forward(subject, whole, subject.batch.tokens, subject.batch.cu_seqlens)
@@ -353,13 +359,13 @@ def documents(subject: Subject) -> Findings:
 
 
 @torch.no_grad()
-def _forward(subject: Subject, whole: Decoder, tokens: Tensor, bounds: Tensor) -> list[Tensor]:
+def _forward(subject: ProofSubject, whole: Decoder, tokens: Tensor, bounds: Tensor) -> list[Tensor]:
     with Trace(whole) as trace:
         whole(tokens.to(subject.device), plan_of(subject, bounds), loss=lambda logits: logits.x)
     return trace.passed()
 
 
-def repeated(subject: Subject) -> Findings:
+def repeated(subject: ProofSubject) -> Findings:
     """Check that a step taken twice gives the same bits."""
     whole = subject.whole(DTYPES[subject.config.training.dtype])
     with repeatable(may_differ(subject, range(len(subject.model.layers)))):

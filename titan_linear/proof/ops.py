@@ -25,7 +25,7 @@ from titan_linear.proof.cases import cases as of_ops
 from titan_linear.proof.data import tokens_of
 from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
 from titan_linear.proof.ranks import on_ranks, sharding_of
-from titan_linear.proof.subject import STREAMS, Subject
+from titan_linear.proof.subject import STREAMS, ProofSubject
 
 # Number of tokens for oracles, which run token by token.
 ORACLE_TOKENS = 192
@@ -41,7 +41,7 @@ SMALL = 1e-3
 OF_MIXER = {"": 12.0}
 
 
-def cases(subject: Subject) -> Iterator[Case]:
+def cases(subject: ProofSubject) -> Iterator[Case]:
     """Yield, for each kind of mixer, its ops, then the mixer itself."""
     whole = subject.whole(torch.float64)
     T = STREAMS * subject.config.training.seq_len
@@ -139,7 +139,7 @@ def computed(
     )
 
 
-def on_one(subject: Subject, case: Case, dtype: torch.dtype, impl: str = "torch") -> Results:
+def on_one(subject: ProofSubject, case: Case, dtype: torch.dtype, impl: str = "torch") -> Results:
     """Compute the case on one rank, without the run's plan.
 
     Documents are given by their boundaries.
@@ -147,7 +147,7 @@ def on_one(subject: Subject, case: Case, dtype: torch.dtype, impl: str = "torch"
     return computed(case, dtype, plan_of(subject, _bounds(subject)), impl)
 
 
-def split_among_ranks(subject: Subject, case: Case, dtype: torch.dtype, impl: str) -> Results:
+def split_among_ranks(subject: ProofSubject, case: Case, dtype: torch.dtype, impl: str) -> Results:
     """Compute the case on the ranks that share a stream, and join their results.
 
     Raises:
@@ -175,7 +175,7 @@ def split_among_ranks(subject: Subject, case: Case, dtype: torch.dtype, impl: st
     )
 
 
-def _bounds(subject: Subject) -> Tensor:
+def _bounds(subject: ProofSubject) -> Tensor:
     """Return the boundaries of the first data-parallel rank's streams, [N+1] int32, on the
     CPU.
     """
@@ -184,7 +184,7 @@ def _bounds(subject: Subject) -> Tensor:
 
 
 def plan_of(
-    subject: Subject, bounds: Tensor, num_streams: int = 1, later: Later | None = None
+    subject: ProofSubject, bounds: Tensor, num_streams: int = 1, later: Later | None = None
 ) -> BatchPlan:
     """Return the plan of documents with these boundaries, computed by hand."""
     positions = torch.cat([torch.arange(n) for n in bounds.diff().tolist()]).to(subject.device)
@@ -197,7 +197,7 @@ def plan_of(
 
 
 def _compared(
-    subject: Subject, case: Case, got: Results, want: Results, dtype: torch.dtype
+    subject: ProofSubject, case: Case, got: Results, want: Results, dtype: torch.dtype
 ) -> tuple[float, float, str]:
     """Return the worst error, its bound, and its place."""
     both = (got.tokens | got.parameters), (want.tokens | want.parameters)
@@ -222,7 +222,7 @@ def _bound(case: Case, name: str, dtype: torch.dtype) -> float:
 
 
 def _where(
-    subject: Subject, case: Case, name: str, got: Tensor, want: Tensor, of_tokens: bool
+    subject: ProofSubject, case: Case, name: str, got: Tensor, want: Tensor, of_tokens: bool
 ) -> str:
     """Describe in words the result, its worst head, and where the error begins.
 
@@ -251,12 +251,12 @@ def begins(wrong: Tensor, backward: bool) -> int:
     return int(about[-1 if backward else 0])
 
 
-def _place(subject: Subject, token: int) -> str:
+def _place(subject: ProofSubject, token: int) -> str:
     ranks = [r for r in range(subject.degrees.cp) if token in tokens_of(subject, 0, r)]
     return f"rank {ranks[0]}, {subject.document(token)}"
 
 
-def split(subject: Subject, case: Case) -> Findings:
+def split(subject: ProofSubject, case: Case) -> Findings:
     """Check that the case split among ranks equals float64 on one rank.
 
     In the run's dtype, it must be equal within the cost of rounding.
@@ -270,7 +270,7 @@ def split(subject: Subject, case: Case) -> Findings:
         yield Finding(f"split, {short(dtype)}", what, *_compared(subject, case, got, want, dtype))
 
 
-def implementations(subject: Subject, case: Case) -> Findings:
+def implementations(subject: ProofSubject, case: Case) -> Findings:
     """Check the run's implementation against float64, and float64 against the definition.
 
     The document lengths are the run's.
@@ -290,7 +290,7 @@ def implementations(subject: Subject, case: Case) -> Findings:
         yield Finding("implementation, float64", f"{case}, against the definition", *compared)
 
 
-def _few(subject: Subject, case: Case) -> tuple[Case, Tensor]:
+def _few(subject: ProofSubject, case: Case) -> tuple[Case, Tensor]:
     """Return the case on the last tokens of the batch, and their documents' boundaries.
 
     The first of these documents is cut off.
@@ -304,7 +304,7 @@ def _few(subject: Subject, case: Case) -> tuple[Case, Tensor]:
     return few, (bounds - first).int()
 
 
-def documents(subject: Subject, case: Case) -> Findings:
+def documents(subject: ProofSubject, case: Case) -> Findings:
     """Check that a document gives the same packed and alone.
 
     Changing another document must not change anything of it.
@@ -346,13 +346,13 @@ def documents(subject: Subject, case: Case) -> Findings:
         yield Finding("documents", f"{what}, by the kernels of the run", *compared)
 
 
-def alone(subject: Subject, case: Case, rows: slice | np.ndarray, length: int) -> Tensors:
+def alone(subject: ProofSubject, case: Case, rows: slice | np.ndarray, length: int) -> Tensors:
     """Return the results of a document's tokens alone, in float64."""
     plan = plan_of(subject, torch.tensor([0, length], dtype=torch.int32))
     return computed(case, torch.float64, plan, mine=rows).tokens
 
 
-def after_change(subject: Subject, case: Case, rows: slice) -> Tensors:
+def after_change(subject: ProofSubject, case: Case, rows: slice) -> Tensors:
     """Return the results of all tokens on the run's ranks after some tokens are changed."""
     other = {name: x.clone() for name, x in (case.tokens | {"dy": case.dy}).items()}
     for x in other.values():
@@ -362,7 +362,7 @@ def after_change(subject: Subject, case: Case, rows: slice) -> Tensors:
 
 
 def _changed(
-    subject: Subject, case: Case, documents: list[int]
+    subject: ProofSubject, case: Case, documents: list[int]
 ) -> Iterator[tuple[int, Results, Results]]:
     """Yield each of these documents, with the results before and after it is changed.
 
@@ -379,7 +379,7 @@ def _changed(
         yield n, before, Results(after, {})
 
 
-def repeated(subject: Subject, case: Case) -> Findings:
+def repeated(subject: ProofSubject, case: Case) -> Findings:
     """Check that the case gives the same bits when it runs again; name results that do not."""
     dtype, impl = subject.dtype, subject.config.model.impl
     with repeatable(may_differ(subject, case.layers)):
@@ -401,7 +401,7 @@ def repeatable(on: bool = True) -> Iterator[None]:
         torch.set_deterministic_debug_mode(before)
 
 
-def may_differ(subject: Subject, layers: Iterable[int]) -> bool:
+def may_differ(subject: ProofSubject, layers: Iterable[int]) -> bool:
     """Whether some results of these layers may have other bits each time.
 
     Results of softmax attention on GPUs may, unless algorithms are deterministic: its

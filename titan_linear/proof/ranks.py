@@ -20,7 +20,7 @@ from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.distributed.parts import Parts
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mlps.moe import MoE
-from titan_linear.proof.subject import Subject
+from titan_linear.proof.subject import ProofSubject
 from titan_linear.run.build import loss_of, options_of
 from titan_linear.run.session import Session
 from titan_linear.step.cut import BatchSharding, build_sharding
@@ -60,20 +60,20 @@ def on_ranks(degrees: Degrees, on_rank: Callable[[LocalDims], T]) -> list[T]:
         return take_turns([partial(on_rank, each) for each in dims])
 
 
-def sharding_of(subject: Subject, dims: LocalDims, dtype: torch.dtype) -> BatchSharding:
+def sharding_of(subject: ProofSubject, dims: LocalDims, dtype: torch.dtype) -> BatchSharding:
     """Return how the run cuts batches for this rank."""
     options = replace(options_of(subject.config), compute_dtype=dtype)
     return build_sharding(subject.model, dims, options, subject.device)
 
 
-def passes_of(subject: Subject, session: Session, micro_steps: int) -> Passes:
+def passes_of(subject: ProofSubject, session: Session, micro_steps: int) -> Passes:
     """Return the passes of a rank's session, on its streams."""
     batches = iter(subject.loader(session.dims.dp_rank, session.dims.dp, 1))
     return session.passes(batches, micro_steps=micro_steps, host=session.host)
 
 
 def session_on(
-    subject: Subject, whole: Decoder, dims: LocalDims, compiled: bool = False
+    subject: ProofSubject, whole: Decoder, dims: LocalDims, compiled: bool = False
 ) -> Session:
     """Return a rank's session.
 

@@ -18,7 +18,7 @@ from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parts import local_tensor
 from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.ops import repeatable
-from titan_linear.proof.subject import STREAMS, MoreDocuments, Subject, narrowed
+from titan_linear.proof.subject import STREAMS, MoreDocuments, ProofSubject, narrowed
 from titan_linear.run.build import build_dims, rate_at
 from titan_linear.run.session import session_of
 from titan_linear.run.start import build_loader
@@ -35,7 +35,7 @@ PARAMETERS = 32_000_000
 class ResumingRank:
     """A session with a loader on one rank, which takes steps as the trainer does."""
 
-    def __init__(self, subject: Subject, dims: ParallelDims, host: dist.ProcessGroup):
+    def __init__(self, subject: ProofSubject, dims: ParallelDims, host: dist.ProcessGroup):
         """Prepare a run with initial weights."""
         self.config, self.host, self.step = subject.config, host, 0
         optimizer = self.config.optimizer
@@ -78,7 +78,7 @@ def _copy(tensor: Tensor) -> Tensor:
     return local_tensor(tensor).detach().clone()
 
 
-def resume(subject: Subject) -> Findings:
+def resume(subject: ProofSubject) -> Findings:
     """Check that a run saved after some steps and loaded into a new model is the same.
 
     It must have the same state and take the same next step.
@@ -90,7 +90,7 @@ def resume(subject: Subject) -> Findings:
     )
 
 
-def of_processes(subject: Subject) -> Findings:
+def of_processes(subject: ProofSubject) -> Findings:
     """Check the same for the run's own processes and split, under torchrun.
 
     Every rank calls this, for the same findings.
@@ -104,7 +104,9 @@ def of_processes(subject: Subject) -> Findings:
     )
 
 
-def _resumed(check: str, subject: Subject, dims: ParallelDims, host: dist.ProcessGroup) -> Findings:
+def _resumed(
+    check: str, subject: ProofSubject, dims: ParallelDims, host: dist.ProcessGroup
+) -> Findings:
     model, _ = narrowed(subject.model, subject.config, PARAMETERS)
     subject, config = replace(subject, model=model), subject.config
     with _shared_folder(host) as folder, repeatable():

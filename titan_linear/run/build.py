@@ -19,10 +19,10 @@ from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.options import SessionOptions
 from titan_linear.distributed.parallelize import materialise, set_dtype
-from titan_linear.losses import Loss, build_loss
-from titan_linear.models.adapters import joined
-from titan_linear.models.config import Adapter, ModelConfig
+from titan_linear.losses import LossFunction, build_loss
+from titan_linear.models.config import LoraConfig, ModelConfig
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.hf_mapping import joined
 from titan_linear.models.lora import check_adapters
 from titan_linear.models.presets import preset, resized
 from titan_linear.ops.registry import choose_implementations
@@ -151,7 +151,7 @@ def with_adapter(model: ModelConfig, config: Config) -> ModelConfig:
         shared = ()
     else:
         shared = joined(model, family)
-    adapter = Adapter(
+    adapter = LoraConfig(
         rank=a.rank,
         factor=a.alpha / (math.sqrt(a.rank) if a.rslora else a.rank),
         targets=tuple(a.targets),
@@ -269,7 +269,7 @@ def options_of(config: Config) -> SessionOptions:
     )
 
 
-def loss_of(config: Config) -> Loss:
+def loss_of(config: Config) -> LossFunction:
     """Build the loss that the configuration names, with the keys of its section."""
     name = config.loss.name
     return build_loss(name, getattr(config, name))

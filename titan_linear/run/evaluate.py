@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.config import Config, Evaluation
-from titan_linear.data import Prompts, Questions, Sample, Side, Tokenizer, split_corpus
+from titan_linear.data import Prompts, Questions, Side, TaskSample, Tokenizer, split_corpus
 from titan_linear.data.corpus.chat import Conversations
 from titan_linear.data.tasks import LOSS, SPREAD
 from titan_linear.ops.cross_entropy import ChunkedLogits
@@ -43,11 +43,11 @@ MARK = "\ufdd0" + "Is \"a\" < 'B' & 1?\n\n" * 999 + "\ufdd1"
 NUMBERS = ("score", "chance", "exact", "loss")
 
 
-def samples_of(e: Evaluation) -> list[Sample]:
+def samples_of(e: Evaluation) -> list[TaskSample]:
     """Return `evaluation.samples` samples of each task and length, at evenly spaced depths."""
     depths = np.linspace(0, 1, e.samples).tolist() if e.samples > 1 else [0.5]
     return [
-        Sample(task, length, depth, number)
+        TaskSample(task, length, depth, number)
         for task in e.tasks
         for length in e.lengths
         for number, depth in enumerate(depths)
@@ -91,7 +91,7 @@ def text_of(config: Config, tokenizer: Tokenizer) -> Side:
     return split_corpus(corpora[-1 if v.enable else 0], 0.0, "train")
 
 
-def records_of(sample: Sample, rows: np.ndarray) -> list[Record]:
+def records_of(sample: TaskSample, rows: np.ndarray) -> list[Record]:
     """Return the records of one prompt.
 
     Args:
@@ -105,7 +105,7 @@ def examine(
     prompts: Prompts,
     vocab_size: int,
     ask: Callable[[], None] = lambda: None,
-    show: Callable[[Sample, np.ndarray], list[Any]] = records_of,
+    show: Callable[[TaskSample, np.ndarray], list[Any]] = records_of,
 ) -> list[Any]:
     """Score all prompts; rank 0 returns their records, other ranks an empty list.
 
@@ -144,7 +144,7 @@ def _answered(
     return (torch.cat([answers[:, :3], likeliest == ids[:, :1], found], 1),)
 
 
-def recall(sample: Sample, rows: np.ndarray) -> Record:
+def recall(sample: TaskSample, rows: np.ndarray) -> Record:
     # One part for each answer; candidates are compared at one token of each.
     answers = np.split(rows, np.flatnonzero(np.diff(rows[:, 2])) + 1)
     compared = rows[~np.isnan(rows[:, 5]), 4:]
@@ -195,7 +195,7 @@ def write_down(records: Iterable[Record], step: int, folder: Path) -> None:
         file.writelines(json_line({"step": step, **record}) for record in records)
 
 
-def by_position(sample: Sample, rows: np.ndarray) -> list[Record]:
+def by_position(sample: TaskSample, rows: np.ndarray) -> list[Record]:
     """Return the mean loss at positions 1, 2–3, 4–7, …
 
     Each record has its range's first position.

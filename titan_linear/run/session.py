@@ -28,12 +28,12 @@ from titan_linear.distributed.one_process import LocalDims
 from titan_linear.distributed.options import SessionOptions
 from titan_linear.distributed.parallelize import materialise, parallelize
 from titan_linear.distributed.process import own_device
-from titan_linear.losses import Loss, build_loss
+from titan_linear.losses import LossFunction, build_loss
 from titan_linear.losses.function import FunctionLoss, of_stream
 from titan_linear.losses.loss import LocalBatch, logprobs
-from titan_linear.models.adapters import Placement
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.hf_mapping import Placement
 from titan_linear.models.init import initialise
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.build import build_dims, loss_of, options_of, unallocated
@@ -50,7 +50,7 @@ from titan_linear.storage.tensors import named_parameters
 
 # Maps the log-probabilities [T] of a micro-batch's labels to a scalar loss, or to terms
 # that are added up.
-LossFunction = Callable[[Tensor], Tensor]
+LogProbFunction = Callable[[Tensor], Tensor]
 Watching = Callable[[LocalBatch], AbstractContextManager[object]]
 
 
@@ -74,7 +74,7 @@ class Session:
         options: SessionOptions | None = None,
         *,
         optimizer: Optimizer | None = None,
-        loss: Loss | str = "cross_entropy",
+        loss: LossFunction | str = "cross_entropy",
         device: torch.device | None = None,
         host: dist.ProcessGroup | None = None,
     ):
@@ -249,7 +249,7 @@ class Session:
     def forward_backward(
         self,
         batch: LocalBatch,
-        loss: Loss | LossFunction | str | None = None,
+        loss: LossFunction | LogProbFunction | str | None = None,
         tokens: StepTokens | None = None,
     ) -> Tensor:
         """Accumulate the gradients of a micro-batch and return this rank's part of its loss.
@@ -267,7 +267,7 @@ class Session:
             ValueError: the step has several micro-batches, and `tokens` is missing.
         """
         named = self.loss if loss is None else build_loss(loss) if isinstance(loss, str) else loss
-        if not isinstance(named, Loss):
+        if not isinstance(named, LossFunction):
             named = FunctionLoss(named)
         if tokens is None:
             if self._losses and not isinstance(named, FunctionLoss):

@@ -7,7 +7,7 @@
     tokenizer.json, ...              the tokenizer (data/corpus/tokenizer.py)
     modeling_titan_linear.py         the model, where transformers does not have it (models/families/remote.py)
 
-`models/adapters.py` maps rows of tensors on disk to rows of our parameters; this module
+`models/hf_mapping.py` maps rows of tensors on disk to rows of our parameters; this module
 moves the bytes. A folder is checked as a whole from its headers (`open_folder`,
 `check_folder`) before any tensor is read. Pickle files are never opened, because loading
 them can run code. hf_writing.py writes such folders.
@@ -33,8 +33,8 @@ from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from titan_linear.models.adapters import Placement, config_from_hf, config_to_hf, placements
 from titan_linear.models.config import ModelConfig, differences
+from titan_linear.models.hf_mapping import Placement, config_from_hf, config_to_hf, placements
 from titan_linear.models.init import owned, runs
 from titan_linear.storage.files import Json, progress, read_json
 from titan_linear.storage.tensors import named_parameters

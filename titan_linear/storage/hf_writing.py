@@ -17,17 +17,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from titan_linear.models.adapters import (
+from titan_linear.models.config import ModelConfig, differences
+from titan_linear.models.families import FAMILIES
+from titan_linear.models.families.remote import MODELING
+from titan_linear.models.hf_mapping import (
     Placement,
-    Source,
+    StoredTensor,
     config_from_hf,
     config_to_hf,
     ignored,
     placements,
 )
-from titan_linear.models.config import ModelConfig, differences
-from titan_linear.models.families import FAMILIES
-from titan_linear.models.families.remote import MODELING
 from titan_linear.ops.runtime.support import short
 from titan_linear.storage.checkpoint import SaveFailed
 from titan_linear.storage.files import Json, json_bytes, progress, read_inside, replacing
@@ -146,7 +146,7 @@ def tied_head(model: ModelConfig, family: str) -> list[Placement]:
     if not model.tie_embeddings or FAMILIES[family].ties:
         return []
     shape = (model.vocab_size, model.dim)
-    return [Placement("embedding.weight", shape, (Source(HEAD, shape),), rows=None)]
+    return [Placement("embedding.weight", shape, (StoredTensor(HEAD, shape),), rows=None)]
 
 
 def write_folder(

@@ -120,7 +120,7 @@ def stored_tensors(
     return tensors
 
 
-class Reader(dcp.FileSystemReader):
+class CheckpointReader(dcp.FileSystemReader):
     """DCP's reader of a step-N folder, with `read_manifest` in place of the pickle."""
 
     def read_metadata(self) -> Metadata:

@@ -55,7 +55,15 @@ from titan_linear.data.corpus.tokenise import (
     worker_count,
 )
 from titan_linear.data.corpus.tokenizer import Tokenizer
-from titan_linear.data.corpus.trees import BACK, MOST, Held, Trees, agreeing, shared, trees_of
+from titan_linear.data.corpus.tree_records import (
+    BACK,
+    MOST,
+    PendingDocument,
+    TreeEncoder,
+    agreeing,
+    shared,
+    trees_of,
+)
 from titan_linear.data.corpus.writing import (
     BadDocument,
     Journal,
@@ -65,7 +73,7 @@ from titan_linear.data.corpus.writing import (
     temporary_folder,
     write_into,
 )
-from titan_linear.ops.layout.nodes import Nodes
+from titan_linear.ops.layout.prefix_trees import PrefixTrees
 from titan_linear.storage.files import (
     Unreadable,
     default_cache_dir,
@@ -128,7 +136,7 @@ class Texts:
             "completion": Completions,
             "tokens": Ids,
             "preference": Preferences,
-            "tree": partial(Trees, columns=self.columns),
+            "tree": partial(TreeEncoder, columns=self.columns),
         }
         return (
             self.tokenizer
@@ -413,7 +421,7 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
         bar,
         closing(tokenise(texts.encoder, documents, max(least, worker_count(total)))) as encoded,
     ):
-        held: list[Held] = []
+        held: list[PendingDocument] = []
         for document, tokens in encoded:
             # Documents that may share a tree wait until one comes that does not join them.
             parts = _fitting(_parts(document, tokens, texts, journal, eos), texts)
@@ -439,7 +447,7 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
                 _meet_bad_document(f"{document.origin}: {parts}", texts, journal)
             elif texts.share_prefixes:
                 group = document.columns.get(texts.group_field)
-                held += [Held(document.origin, group, part) for part in parts]
+                held += [PendingDocument(document.origin, group, part) for part in parts]
             else:
                 yield parts
         if held:
@@ -497,7 +505,7 @@ def _fitting(parts: Sequence[DocumentTokens] | str, texts: Texts) -> Sequence[Do
     tokens = sum(len(document.tokens) for document in parts)
     if texts.dataset_format == "tree":
         # The longest path of the tree.
-        tokens = Nodes.behind(parts[0].columns[BACK]).positions.max() + 1
+        tokens = PrefixTrees.behind(parts[0].columns[BACK]).positions.max() + 1
     elif texts.share_prefixes and len(parts) > 1:
         tokens -= shared(*(document.tokens for document in parts))
     if tokens <= texts.seq_len:
@@ -506,7 +514,10 @@ def _fitting(parts: Sequence[DocumentTokens] | str, texts: Texts) -> Sequence[Do
 
 
 def _joins(
-    held: Sequence[Held], document: Document, parts: Sequence[DocumentTokens], texts: Texts
+    held: Sequence[PendingDocument],
+    document: Document,
+    parts: Sequence[DocumentTokens],
+    texts: Texts,
 ) -> bool:
     """Whether a record's document may share a tree with the waiting ones.
 
@@ -517,7 +528,9 @@ def _joins(
     return len(held) < MOST and shared(held[0].document.tokens, parts[0].tokens) > 0
 
 
-def _trees(held: Sequence[Held], texts: Texts, journal: Journal) -> Sequence[DocumentTokens]:
+def _trees(
+    held: Sequence[PendingDocument], texts: Texts, journal: Journal
+) -> Sequence[DocumentTokens]:
     pair = texts.group == 2
     kept, problems = agreeing(held, pair)
     for problem in problems:

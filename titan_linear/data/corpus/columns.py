@@ -19,7 +19,7 @@ from titan_linear.config import COLUMNS
 from titan_linear.data.corpus.tokenizer import Tokenizer
 
 WEIGHTS = "weights"
-# The column of prefix trees (trees.py).
+# The column of prefix trees (tree_records.py).
 BACK = "back"
 DTYPES = {**COLUMNS, BACK: "<i4"}
 LOGPROBS = "reference", "behaviour", "teacher_logprobs"

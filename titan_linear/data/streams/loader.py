@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torchdata.nodes import IterableWrapper, Loader, ParallelMapper
 
-from titan_linear.data.corpus.trees import BACK
+from titan_linear.data.corpus.tree_records import BACK
 from titan_linear.data.streams.mixture import Streams
 from titan_linear.data.streams.packing import Stream
-from titan_linear.ops.layout.nodes import Nodes
+from titan_linear.ops.layout.prefix_trees import PrefixTrees
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +48,13 @@ class Batch:
         return float(self.columns["weights"].sum(dtype=torch.float64))
 
     @cached_property
-    def nodes(self) -> Nodes:
+    def trees(self) -> PrefixTrees:
         """Return the documents, or the nodes of prefix trees."""
         edges = self.cu_seqlens.numpy().astype(np.int64)
         return (
-            Nodes.behind(self.columns[BACK][0].numpy(), edges)
+            PrefixTrees.behind(self.columns[BACK][0].numpy(), edges)
             if BACK in self.columns
-            else Nodes.apart(edges)
+            else PrefixTrees.apart(edges)
         )
 
 

@@ -37,7 +37,7 @@ from numpy import ndarray
 from titan_linear.data.corpus.corpus import Corpus
 from titan_linear.data.streams.split import Side
 from titan_linear.ops.cross_entropy import IGNORE
-from titan_linear.ops.layout.nodes import Nodes
+from titan_linear.ops.layout.prefix_trees import PrefixTrees
 
 # --- The order of documents ------------------------------------------------------------------------------------------
 
@@ -47,7 +47,7 @@ ROUNDS = 8
 POOLS_KEPT = 8
 
 
-class Line(Protocol):
+class DocumentOrder(Protocol):
     """Documents laid end to end, epoch after epoch."""
 
     # Number of tokens in one epoch.
@@ -254,7 +254,7 @@ class PackedStreams:
         self.corpus = side.corpus
         self.targets = targets
         self.repeat = repeat
-        self.line: Line = Pooled(side, seed) if repeat else InPlace(side)
+        self.line: DocumentOrder = Pooled(side, seed) if repeat else InPlace(side)
         # Number of tokens in one epoch.
         self.num_tokens = side.num_tokens
         self._set_lengths([Length(0, seq_len)])
@@ -325,7 +325,7 @@ class PackedStreams:
         Args:
             starts, lengths: the runs' places in the corpus's tokens.
             next_token: the token that follows the last run in its document, else IGNORE.
-            parents: parents of runs that continue other runs, as in `Nodes`. Runs without
+            parents: parents of runs that continue other runs, as in `PrefixTrees`. Runs without
                 an entry continue none.
         """
         end = lengths.sum()
@@ -341,21 +341,21 @@ class PackedStreams:
         tokens[end:] = 0
         # Label each token with the next one, if that continues it and has a weight. Where
         # the next token continues an earlier one, only the columns hold its values.
-        nodes = Nodes(edges, np.array([*parents, *[-1] * (len(lengths) - len(parents))]))
-        behind = np.append(nodes.back[1:], next_token != IGNORE)
+        trees = PrefixTrees(edges, np.array([*parents, *[-1] * (len(lengths) - len(parents))]))
+        behind = np.append(trees.back[1:], next_token != IGNORE)
         behind[end:] = 0
         following = np.append(positions[1:], positions[-1] + 1)
         weights = self.corpus.column("weights", following) * (behind > 0)
         labels = np.where((behind == 1) & (weights > 0), np.append(tokens[1:], next_token), IGNORE)
         # Columns hold the values of the next token, as labels do.
-        columns = self._weighted(weights, nodes)
+        columns = self._weighted(weights, trees)
         for name in self.targets.columns:
             column = self.corpus.column(name, following)
             column[weights == 0] = 0
             columns[name] = column
         if self.targets.group:
             columns["document"] = np.roll(np.repeat(np.arange(len(lengths)), lengths), -1)
-        return Stream(tokens, labels, edges.astype(np.int32), nodes.positions, columns)
+        return Stream(tokens, labels, edges.astype(np.int32), trees.positions, columns)
 
     def _parts(self, i: int) -> tuple[Any, ...]:
         """Return the arguments of `_stream` after `seq_len` for stream i."""
@@ -363,11 +363,11 @@ class PackedStreams:
         stop = start + seq_len
         return self._runs(start, stop if self.repeat else min(stop, self.num_tokens))
 
-    def _weighted(self, weights: ndarray, nodes: Nodes) -> dict[str, ndarray]:
+    def _weighted(self, weights: ndarray, trees: PrefixTrees) -> dict[str, ndarray]:
         """Return the column of label weights [T], divided according to `targets.normalise`."""
         if self.targets.normalise == "token":
             return {"weights": weights}
-        edges = nodes.edges if self.targets.normalise == "document" else np.array([0, len(weights)])
+        edges = trees.edges if self.targets.normalise == "document" else np.array([0, len(weights)])
         counts = np.add.reduceat(weights > 0, edges[:-1], dtype=np.int64)
         return {"weights": weights / np.repeat(np.maximum(counts, 1), np.diff(edges))}
 

@@ -30,7 +30,7 @@ DECODED = 1 << 14
 NONE = -1
 
 
-class Sample(NamedTuple):
+class TaskSample(NamedTuple):
     task: str
     length: int  # tokens, answers included
     depth: float
@@ -57,8 +57,8 @@ class Prompts:
         prompt: returns a sample's rows (`rows_of`).
     """
 
-    samples: Sequence[Sample]
-    prompt: Callable[[Sample], np.ndarray]
+    samples: Sequence[TaskSample]
+    prompt: Callable[[TaskSample], np.ndarray]
     seq_len: int
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class Questions:
         self.tokenizer, self.side, self.seed, self.around = tokenizer, side, seed, around
         self.encode = tokenizer.continuing().encode_batch
 
-    def prompt(self, sample: Sample) -> np.ndarray:
+    def prompt(self, sample: TaskSample) -> np.ndarray:
         rng = random.Random(f"{self.seed} {sample.task} {sample.length} {sample.number}")
         if sample.task == LOSS:
             return rows_of(self._document(rng, sample.length), 0, 1)
@@ -141,7 +141,7 @@ class Questions:
         rows[place, 2 : 2 + len(there)] = there
         return np.concatenate([rows_of(before), rows])
 
-    def _context(self, question: Question, sample: Sample, fixed: int) -> list[np.ndarray]:
+    def _context(self, question: Question, sample: TaskSample, fixed: int) -> list[np.ndarray]:
         """Return the needles between pieces of the context, with as many tokens as remain."""
         depths = sorted(question.needles)
         needles = self.encode([needle for _, needle in depths])

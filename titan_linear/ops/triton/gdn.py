@@ -26,13 +26,13 @@ from titan_linear.ops.triton.stages import Given, Stages
 from titan_linear.ops.triton.tiles import Pair, chunk_tiles, ragged_tiles, rows, sum_groups
 
 
-class Numbers(NamedTuple):
+class GDNScalars(NamedTuple):
     scale: float
     # 0: beta is β; otherwise beta holds logits, and β is this times their sigmoid
     beta_range: float | None
 
 
-class Tiles(NamedTuple):
+class GDNTiles(NamedTuple):
     """Tiles of NT chunks with BT = 64 tokens each. The letters are defined in gdn_kernels."""
 
     C: Tensor  # [NT, HV, BT, BT]
@@ -52,19 +52,19 @@ class GDNStages(Stages):
         "gdn",
         Inputs,
         Inputs._fields,
-        Tiles,
-        Numbers,
-        Tiles._fields,
+        GDNTiles,
+        GDNScalars,
+        GDNTiles._fields,
     )
 
-    def numbers_of(self, x: Inputs, options: DeltaRuleOptions) -> Numbers:
-        return Numbers(options.scale, options.beta_range)
+    def numbers_of(self, x: Inputs, options: DeltaRuleOptions) -> GDNScalars:
+        return GDNScalars(options.scale, options.beta_range)
 
-    def tile_shapes(self, x: Inputs, numbers: Numbers) -> Sequence[tuple[Any, ...]]:
+    def tile_shapes(self, x: Inputs, numbers: GDNScalars) -> Sequence[tuple[Any, ...]]:
         matrix = x.k.dtype, x.g.shape[1], BT, BT
         return matrix, matrix, (torch.float32, x.g.shape[1], 2, BT)
 
-    def launch_prepare(self, given: Given, tiles: Tiles) -> None:
+    def launch_prepare(self, given: Given, tiles: GDNTiles) -> None:
         x, numbers = given.x, given.numbers
         if gdn_hopper.prepares(x.k):
             return gdn_hopper.launch_prepare(given, tiles)
