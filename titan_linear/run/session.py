@@ -95,9 +95,10 @@ class Session:
     def _built(self, model: ModelConfig | Decoder) -> Decoder:
         """Build the decoder as ranks train it: unallocated → parallelize → allocate."""
         options = self.options
-        decoder = model
         if isinstance(model, ModelConfig):
             decoder = unallocated(model, options.dtype, options.compute_dtype)
+        else:
+            decoder = model
         decoder.head.chunk = options.loss_chunk_size
         parallelize(decoder, self.dims, options, self.device)
         if isinstance(model, ModelConfig):
@@ -324,7 +325,8 @@ class Session:
         for placement in parts:
             for source, start, stop, _ in placement.pieces():
                 missing[source.name] += stop - start
-        get, begun = gather(self.model), {}
+        get = gather(self.model)
+        begun: dict[str, Tensor] = {}
         for placement in parts:
             yield from _filled(placement, get(placement.name).detach(), begun, missing)
 
