@@ -526,13 +526,13 @@ def test_runs_choose_levels_by_the_rates_of_plans():
 
 
 def test_groups_over_several_nodes():
-    """A ring takes all links of a node, and each rank delays it; what ranks send directly takes their own."""
+    """A ring takes all links of a node; what ranks send directly takes their own."""
     node, two, many = (machine().group(ranks, 1) for ranks in (8, 16, 1024))
     alone, pairs = machine().group(128, 8), machine().group(2, 4)
-    assert node.ring == node.message and pairs == node
+    assert pairs == node
     assert two.all_gather == node.all_gather and alone.all_gather == 50e9  # of 8 links, and of one
     assert two.neighbour == 50e9 and two.all_to_all == pytest.approx(50e9 * 15 / 8)
-    assert many.message == two.message and two.ring - two.message < 50e-6 < 2e-3 < many.ring
+    assert many.message == two.message > node.message
 
 
 def test_rates_of_one_gpu_know_no_links():

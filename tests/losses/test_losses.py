@@ -14,15 +14,16 @@ import torch
 import torch.nn.functional as F
 
 from tests.keys import argv_of
+from tests.losses import definitions as loss_definitions
 from tests.losses.cases import CASES, KEYS, logprobs, taught
+from tests.losses.definitions import Document
 from tests.proof.sabotage import failures, sabotaged
 from tests.training import SPLITS, check_equal, train_on_rank, trainer_of
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE, PackedStreams, WholeStreams
 from titan_linear.distributed.one_process import run_ranks
-from titan_linear.losses import LOSSES, reference
+from titan_linear.losses import LOSSES
 from titan_linear.losses.loss import LocalBatch
-from titan_linear.losses.reference import LabeledDocument
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import cross_entropy
@@ -127,15 +128,15 @@ def definition(config, trainer, i):
                 for name, x in stream.columns.items()
             }
             if config.loss.reference == "base":
-                columns["reference"] = LabeledDocument(
+                columns["reference"] = Document(
                     n, of_base[valid], labels[valid], {}
                 ).logprobs.detach()
-            documents.append(LabeledDocument(n, logits[valid], labels[valid], columns))
+            documents.append(Document(n, logits[valid], labels[valid], columns))
         if config.loss.name == "dpo":
             del documents[len(documents) // 2 * 2 :]  # padding
     name = config.loss.name
     keys, normalise = getattr(config, name), streams.targets.normalise
-    loss = reference.loss(name, documents, keys, normalise)
+    loss = loss_definitions.loss(name, documents, keys, normalise)
     reports = reported(name, documents, keys, normalise)
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(loss, trained, materialize_grads=True)

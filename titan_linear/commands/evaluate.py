@@ -62,8 +62,8 @@ def write_prompts(folder: str, config: Config) -> None:
     prompts = open_prompts(config, tokenizer)
     made = map(prompts.prompt, prompts.samples)
     documents = (
-        # Only tokens of answers have weight: in the other rows the second column is NONE.
-        DocumentTokens(rows[:, 0], {WEIGHTS: np.float32(rows[:, 1] != NONE)})
+        # Only tokens of answers have weight.
+        DocumentTokens(rows["token"], {WEIGHTS: np.float32(rows["answer"] != NONE)})
         for rows in made
     )
     write_corpus(folder, documents, tokenizer, columns={WEIGHTS: COLUMNS[WEIGHTS]})

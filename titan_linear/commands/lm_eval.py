@@ -20,6 +20,7 @@ from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from titan_linear.commands import command_parser
@@ -114,15 +115,11 @@ def likelihoods(
         lambda sample: rows_of(requests[sample.number][0], 0, requests[sample.number][1]),
         stream_length(config, max((sample.length for sample in samples), default=0)),
     )
-    shown = [
-        # In each row, column 3 is "the likeliest token", column 4 log p.
-        examine(
-            session,
-            prompts,
-            vocab_size,
-            show=lambda _, rows: [(float(rows[:, 4].sum()), bool(rows[:, 3].all()))],
-        )
-    ]
+
+    def show(_: TaskSample, rows: np.ndarray) -> list[tuple[float, bool]]:
+        return [(float(rows["logprob"].sum()), bool(rows["likeliest"].all()))]
+
+    shown = [examine(session, prompts, vocab_size, show=show)]
     dist.broadcast_object_list(shown, group=session.host)
     # Rank 0 has the results; all ranks need them, because the harness runs on each.
     scored = iter(shown[0])

@@ -4,7 +4,7 @@ A loss is called with a micro-batch and its chunked logits. The micro-batch has 
 columns: one or several numbers per token, which were cut with the tokens. The loss returns
 the sum of its terms on this rank. The sum over all ranks and micro-steps is divided by the
 step's weight (`loss.normalise`), a single number that does not depend on how the batch is
-split. reference.py defines each loss again, for whole logits in one process.
+split.
 """
 
 from titan_linear.config.schema import SECTIONS, Section

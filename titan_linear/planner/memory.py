@@ -496,8 +496,8 @@ def _columns(config: Config, batch: MicroBatchShape) -> int:
     They are weights, and the loss's columns with the most numbers that they may have. With
     several ids per token, the loss reads these numbers once more.
     """
-    loss = loss_of(config)
-    numbers = 1 + len(loss.columns) * max(loss.most_numbers, 1) + loss.most_numbers
+    widths = loss_of(config).columns.values()
+    numbers = 1 + sum(max(width, 1) for width in widths) + max(widths, default=0)
     return 4 * numbers * batch.tokens * batch.tp
 
 

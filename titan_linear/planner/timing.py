@@ -224,7 +224,7 @@ class Clock:
             # In backward there is also a reduce-scatter.
             case Gathered(nbytes, share, slices):
                 seconds = (
-                    slices * (1 + backward) * self.cp.ring + nbytes * share / self.cp.all_gather
+                    slices * (1 + backward) * self.cp.message + nbytes * share / self.cp.all_gather
                 )
             case Ring(nbytes, stride):
                 slices = SLICES
@@ -259,11 +259,11 @@ class Clock:
                 group = self.machine.group(cost.ranks, self.batch.tp)
                 return group.message + nbytes * (cost.ranks - 1) / cost.ranks / group.all_to_all
             case "gather":
-                return tp.ring + nbytes * (self.batch.tp - 1) / tp.all_gather
+                return tp.message + nbytes * (self.batch.tp - 1) / tp.all_gather
             case "scatter":
-                return tp.ring + nbytes * others_of_tp / tp.reduce_scatter
+                return tp.message + nbytes * others_of_tp / tp.reduce_scatter
             case "sum":
-                return 2 * tp.ring + nbytes * others_of_tp * (
+                return 2 * tp.message + nbytes * others_of_tp * (
                     1 / tp.all_gather + 1 / tp.reduce_scatter
                 )
 
@@ -468,9 +468,11 @@ def _shared(config: Config, u: Units, machine: Machine, passes: list[tuple[Pass,
         # Seconds per element on the way from and to the host.
         comes = u.stored / n / machine.offload.to_device if u.offloaded else 0.0
         goes = u.stored / n / machine.offload.to_host if u.offloaded else 0.0
-        gather = [link.ring + size * (u.compute * part / link.all_gather + comes) for size in sizes]
+        gather = [
+            link.message + size * (u.compute * part / link.all_gather + comes) for size in sizes
+        ]
         reduce = [
-            link.ring + size * (u.reduce * part / link.reduce_scatter + goes) for size in trained
+            link.message + size * (u.reduce * part / link.reduce_scatter + goes) for size in trained
         ]
         # Nothing hides the first and the last exchange.
         exposed += gather[0] + gather[-1] + reduce[0] + reduce[-1]
@@ -498,7 +500,7 @@ def _replicas(
         return 0.0
     link = machine.group(replicas, shards * config.parallelism.tensor_parallel_degree)
     sums = 2 * u.local * u.reduce * (replicas - 1) / replicas / link.reduce_scatter
-    return 2 * link.ring + max(
+    return 2 * link.message + max(
         sums - sum(backward.seconds for _, backward in passes), sums / len(u.layers)
     )
 

@@ -190,7 +190,7 @@ def check_columns(config: Config, loss: LossFunction, targets: Targets, corpus: 
         )
     # All columns of a loss have the same width, which the loss limits.
     most, widths = (
-        loss.most_numbers,
+        max(loss.columns.values(), default=0),
         {name: sum(corpus.columns[name].shape[1:]) for name in targets.columns},
     )
     for column, width in widths.items():
