@@ -36,9 +36,7 @@ MUTANTS = [
     Mutant(
         "value.detach() * counts", "value.detach()", "test_session.py: any_function and contiguous"
     ),
-    Mutant(
-        "owners * len(x) + context", "owners * 0 + context", "test_session.py: any_function and cp"
-    ),
+    Mutant("[list(order)].flatten()", ".flatten()", "test_session.py: any_function and zigzag"),
     # prefix trees
     Mutant(
         "*Documents.of(trees.edges, trees.depth)",

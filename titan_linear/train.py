@@ -249,7 +249,7 @@ class Trainer:
         config, first = self.config, dist.get_rank() == 0
         hooks: list[Hook] = [MemorySnapshots(config)]
         if first:
-            write_down(config, self.model, self.dims, self.feed.cut, self.session.device, self.step)
+            write_down(config, self.session, self.step)
         if first:
             parts = self.model.config, self.dims, self.session.device
             hooks.append(

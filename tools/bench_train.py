@@ -379,7 +379,8 @@ def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row
 def scored(config: Config) -> Row:
     """Tokens per second of all GPUs in passes without gradients."""
     # The streams that each pass reads.
-    session, tokenizer = open_session(config), open_tokenizer(config)
+    tokenizer = open_tokenizer(config)
+    session = open_session(config, tokenizer)
     size = config.training.local_batch_size
     streams = score.streams_to_score(config, tokenizer)
     prompts = open_prompts(config, tokenizer)

@@ -356,7 +356,8 @@ def said(rank, world_size, argv, change):
     """Answers are the model's own, or differ from them in the last token."""
     OWN["hybrid"] |= OWN_FLAVORS
     config = load_config(argv)
-    session, tokenizer = open_session(config), open_tokenizer(config)
+    tokenizer = open_tokenizer(config)
+    session = open_session(config, tokenizer)
     prompts = open_prompts(config, tokenizer)
 
     def prompt(sample):
@@ -385,7 +386,7 @@ def test_exact_is_what_greedy_decoding_writes(keys, worlds):
 def likely(rank, world_size, argv, requests):
     OWN["hybrid"] |= OWN_FLAVORS
     config = load_config(argv)
-    session = open_session(config)
+    session = open_session(config, open_tokenizer(config))
     return lm_eval.likelihoods(requests, session, config, 257), [
         whole(session.model, *of) for of in requests if world_size == 1
     ]

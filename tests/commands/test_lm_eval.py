@@ -54,7 +54,7 @@ def model_of(monkeypatch):
 
     def build(tokenizer):
         session = SimpleNamespace(model=None, precision=nullcontext())
-        monkeypatch.setattr(lm_eval, "open_session", lambda config: session)
+        monkeypatch.setattr(lm_eval, "open_session", lambda config, tokenizer: session)
         monkeypatch.setattr(lm_eval, "open_tokenizer", lambda config: tokenizer)
         return lm_eval.adapted(Config())()
 

@@ -53,7 +53,8 @@ def function_of(bounds):
 def session_of(cp=1, tp=1, layout="contiguous", **more):
     parallelism = Parallelism(context_parallel_layout=layout)
     options = SessionOptions(**FLOAT64, parallelism=parallelism)
-    session = Session(MODEL, mesh(cp=cp, tp=tp), options, optimizer=OPTIMIZER, **more)
+    dims = mesh(context_parallel_degree=cp, tensor_parallel_degree=tp)
+    session = Session(MODEL, dims, options, optimizer=OPTIMIZER, **more)
     session.initialise(seed=0)
     return session
 
@@ -201,8 +202,8 @@ def refusing(rank, world_size):
     session = session_of()
     with refused("must rise from 0 to the number of tokens, 4"):
         session.cut(torch.arange(4), torch.tensor([0, 3]))
-    with refused("cp = 2 and tp = 1 need a multiple of 2 ranks, and there are 1"):
-        mesh(cp=2)
+    with refused("context_parallel_degree = 2 need a multiple of 2 processes, and there are 1"):
+        mesh(context_parallel_degree=2)
     with refused("forward_backward first"):
         session.step(lr=0.1)
     batch = session.cut(torch.arange(4))

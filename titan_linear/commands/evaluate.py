@@ -78,7 +78,8 @@ def evaluate(output: str, config: Config) -> None:
 
 def examined(config: Config) -> list[Record]:
     """Return the scores of each prompt, on rank 0."""
-    session, tokenizer = open_session(config), open_tokenizer(config)
+    tokenizer = open_tokenizer(config)
+    session = open_session(config, tokenizer)
     return examine(session, open_prompts(config, tokenizer), tokenizer.vocab_size)
 
 

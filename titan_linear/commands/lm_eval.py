@@ -156,7 +156,8 @@ def adapted(config: Config) -> type:
     """
     from lm_eval.api.model import TemplateLM
 
-    session, tokenizer = open_session(config), open_tokenizer(config)
+    tokenizer = open_tokenizer(config)
+    session = open_session(config, tokenizer)
     score = partial(likelihoods, session=session, config=config, vocab_size=tokenizer.vocab_size)
     chat = cache(lambda: Conversations(tokenizer, CHAT))
     first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id

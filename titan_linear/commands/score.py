@@ -155,7 +155,8 @@ def joined(config: Config, work: Callable[[Config], None]) -> int:
 
 
 def score_corpus(folder: Path, config: Config) -> None:
-    session, tokenizer = open_session(config), open_tokenizer(config)
+    tokenizer = open_tokenizer(config)
+    session = open_session(config, tokenizer)
     streams, size = streams_to_score(config, tokenizer), config.training.local_batch_size
     score(folder, session, streams, tokenizer.vocab_size, size)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,16 +24,15 @@ class FunctionLoss(LossFunction):
     reads_twice = True
 
     def __call__(self, logits: ChunkedLogits, batch: LocalBatch) -> Tensor:
-        labels = batch.labels.flatten()
+        labels, context = batch.labels.flatten(), batch.context
         # First pass: log p of the whole micro-batch, in its order.
         known = logits.rows(labels)
         logp = known.logprobs[:, 0].masked_fill(labels < 0, 0)
-        leaf = of_stream(logp, batch.context).requires_grad_()
-        # With a separate autograd thread the host would be busy twice as long.
-        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        leaf = of_stream(logp, context).requires_grad_()
+        with torch.enable_grad():
             value = self.keys(leaf).sum()
-            (slopes,) = torch.autograd.grad(value, leaf)
-        slopes = of_rank(slopes, batch.context)
+        (slopes,) = torch.autograd.grad(value, leaf)
+        slopes = of_fragments(slopes.unsqueeze(0), context)[0]
 
         # Second pass: each term is 0, and has the function's slope.
         def terms(rows: LogitStatistics, tokens: slice) -> Tensor:
@@ -43,24 +41,25 @@ class FunctionLoss(LossFunction):
 
         total = logits.sum(labels, terms, rows=known)
         # All cp and tp ranks have the value: the first of them counts it.
-        counts = batch.context.ranks.rank == 0 and (logits.ranks is None or logits.ranks.rank == 0)
+        tp_rank = logits.ranks.rank if logits.ranks else 0
+        counts = context.ranks.rank + tp_rank == 0
         return total + value.detach() * counts
 
 
 def of_stream(x: Tensor, context: CPContext) -> Tensor:
     """Join the cp ranks' numbers [T_local], on every rank, in the stream's order [T]."""
-    ranks = context.ranks
+    ranks, order = context.ranks, context.cut.order
     if ranks.world_size == 1:
         return x
-    parts = gather_along(x.unsqueeze(0), 0, ranks.group_name, ranks.world_size)
-    tokens = np.arange(parts.numel())
-    owners = context.cut.owners[tokens // context.cut.fragments[0].end]
-    places = owners * len(x) + context.cut.rows(tokens)
-    return parts.flatten()[torch.from_numpy(places).to(x.device)]
+    parts = gather_along(x, 0, ranks.group_name, ranks.world_size)
+    return parts.view(len(order), -1)[list(order)].flatten()
 
 
-def of_rank(x: Tensor, context: CPContext) -> Tensor:
-    """Select this rank's numbers [T_local] of a stream's [T]."""
+def of_fragments(x: Tensor, context: CPContext) -> Tensor:
+    """Select this rank's fragments.
+
+    Shapes are [1, T, ...] → [1, T_local, ...], or [depth, T] → [depth, T_local].
+    """
     if context.ranks.world_size == 1:
         return x
-    return torch.cat([x[start:end] for start, end in context.fragments])
+    return torch.cat([x[:, start:end] for start, end in context.fragments], 1)

@@ -14,9 +14,7 @@ import torch.distributed as dist
 from titan_linear.config import Config, Model, hf_assets, hf_weights, toml_value
 from titan_linear.data import Streams, Tokenizer, TreeStreams
 from titan_linear.data.streams.loader import micro_batch
-from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.decoder import Decoder
 from titan_linear.models.float8 import float8_line
 from titan_linear.models.lora import described
 from titan_linear.models.mixers.recurrent import RecurrentOptions
@@ -30,7 +28,7 @@ from titan_linear.run.build import (
     unallocated,
 )
 from titan_linear.run.export import is_exported
-from titan_linear.step.cut import BatchSharding
+from titan_linear.run.session import Session
 from titan_linear.step.flops import no_peak, peak_tflops
 from titan_linear.storage.hf_io import read_model
 from titan_linear.storage.run_manifest import write_manifest
@@ -49,10 +47,7 @@ ROOT = Path(__file__).parents[2]
 
 def write_down(
     config: Config,
-    model: Decoder,
-    dims: ParallelDims,
-    sharding: BatchSharding,
-    device: torch.device,
+    session: Session,
     step: int,
 ) -> None:
     """Write and print what the run consists of, on rank 0.
@@ -60,13 +55,14 @@ def write_down(
     Args:
         step: number of the run's steps before this start.
     """
+    model, device = session.model, session.device
     if starts_anew(config):
         set_run_aside(config)
     write_config(config)
     write_manifest(
         config,
         world_size=dist.get_world_size(),
-        degrees=dims.degrees,
+        degrees=session.dims.degrees,
         implementations={op: choice.implementation for op, choice in model.implementations.items()},
     )
     compute = config.training.mixed_precision_param
@@ -81,8 +77,8 @@ def write_down(
         uncompiled(config, device),
         unbalanced(model.config),
         unwarmed(config),
-        f"mesh {dims.description}",
-        sharding.uneven(config.training.local_batch_size * config.training.seq_len),
+        f"mesh {session.dims.description}",
+        session.sharding.uneven(config.training.local_batch_size * config.training.seq_len),
         f"resuming from step {step}" if step else first_weights(config),
         no_peak(compute, device) if peak is None else "",
     ]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.config import Config, Optimizer, changed, hf_assets, load_config
-from titan_linear.data import Batch, Streams, validation_batches
+from titan_linear.data import Batch, Streams, Tokenizer, validation_batches
 from titan_linear.distributed.groups import gathered
 from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits
 from titan_linear.run.build import model_config, open_tokenizer, tokenizer_path
@@ -48,13 +48,14 @@ def load(folder: str | Path, *keys: str) -> Session:
     """
     join_group()
     config = config_for(Path(folder), [*ALL_RANKS_SHARD, *keys])
-    return open_session(config, config.optimizer)
+    return open_session(config, open_tokenizer(config), config.optimizer)
 
 
-def open_session(config: Config, optimizer: Optimizer | None = None) -> Session:
+def open_session(
+    config: Config, tokenizer: Tokenizer, optimizer: Optimizer | None = None
+) -> Session:
     """Open a session with the weights that the configuration begins from."""
-    model = model_config(config, open_tokenizer(config))
-    session = session_of(config, model, optimizer=optimizer)
+    session = session_of(config, model_config(config, tokenizer), optimizer=optimizer)
     set_first_weights(config, session.model, session.host)
     return session
 

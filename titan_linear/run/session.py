@@ -7,7 +7,6 @@ drive the same object. Every rank calls every method, in the same order.
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_linear.config import Config, Optimizer
+from titan_linear.config import Config, Optimizer, Parallelism
 from titan_linear.data import IGNORE, Batch
 from titan_linear.distributed.groups import host_group, on_rank_0
-from titan_linear.distributed.mesh import ParallelDims, build_mesh
+from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.one_process import LocalDims
 from titan_linear.distributed.options import SessionOptions
 from titan_linear.distributed.parallelize import materialise, parallelize
@@ -33,7 +32,7 @@ from titan_linear.losses.function import FunctionLoss, of_stream
 from titan_linear.losses.loss import LocalBatch, logprobs
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.hf_mapping import Placement
+from titan_linear.models.hf_mapping import placements
 from titan_linear.models.init import initialise
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.build import build_dims, loss_of, options_of, unallocated
@@ -44,7 +43,7 @@ from titan_linear.step.optimizer import ComputeCopies, Reading, build_optimizer
 from titan_linear.step.passes import Forward, Passes, with_reference
 from titan_linear.step.update import Update
 from titan_linear.storage.checkpoint import Checkpointer
-from titan_linear.storage.hf_writing import find_family, gather, placements_to_write
+from titan_linear.storage.hf_writing import find_family, gather, tied_head
 from titan_linear.storage.step_folders import Progress, weights_path
 from titan_linear.storage.tensors import named_parameters
 
@@ -85,8 +84,7 @@ class Session:
         self.loss = build_loss(loss) if isinstance(loss, str) else loss
         self.model = self._built(model)
         self.optimizer = build_optimizer(self.model, optimizer) if optimizer else None
-        parts = self.model.config, self.dims, self.options, self.device
-        self.sharding = build_sharding(*parts)
+        self.sharding = build_sharding(self.model.config, self.dims, self.options, self.device)
         # Number of updates.
         self.steps = 0
         # This rank's parts of the loss since the last update.
@@ -94,14 +92,12 @@ class Session:
 
     def _built(self, model: ModelConfig | Decoder) -> Decoder:
         """Build the decoder as ranks train it: unallocated → parallelize → allocate."""
-        options = self.options
+        options, decoder = self.options, model
         if isinstance(model, ModelConfig):
             decoder = unallocated(model, options.dtype, options.compute_dtype)
-        else:
-            decoder = model
         decoder.head.chunk = options.loss_chunk_size
         parallelize(decoder, self.dims, options, self.device)
-        if isinstance(model, ModelConfig):
+        if decoder is not model:
             materialise(decoder, self.device, self.dims.cpu_offload)
         return decoder
 
@@ -125,8 +121,7 @@ class Session:
     @cached_property
     def update(self) -> Update:
         """The end of every step."""
-        max_norm = self.options.max_norm
-        return Update(self.model, self.dims, self.optimizer, self.precision, max_norm)
+        return Update(self.model, self.dims, self.optimizer, self.precision, self.options.max_norm)
 
     # --- Batches --------------------------------------------------------------------------
 
@@ -319,16 +314,20 @@ class Session:
         model = self.model.config
         if model.adapter:
             raise ValueError("adapters have no names of their own; save them, then export or merge")
-        parts = placements_to_write(model, family or find_family(model))
-        # A tensor is complete when no row of it is missing.
-        missing: Counter[str] = Counter()
-        for placement in parts:
-            for source, start, stop, _ in placement.pieces():
-                missing[source.name] += stop - start
+        family = family or find_family(model)
+        parts = placements(model, family) + tied_head(model, family)
         get = gather(self.model)
         begun: dict[str, Tensor] = {}
-        for placement in parts:
-            yield from _filled(placement, get(placement.name).detach(), begun, missing)
+        # A tensor is complete when no piece of it is missing.
+        missing = Counter(source.name for part in parts for source, *_ in part.pieces())
+        for part in parts:
+            rows = get(part.name).detach().reshape(-1, part.width)
+            for source, start, stop, row in part.pieces():
+                tensor = begun.setdefault(source.name, rows.new_empty(source.shape))
+                tensor.view(-1, part.width)[start:stop] = rows[row : row + stop - start]
+                missing[source.name] -= 1
+                if not missing[source.name]:
+                    yield source.name, begun.pop(source.name)
 
     def save(self, folder: str | Path) -> None:
         """Save weights and optimizer as a checkpoint, step-N, in this folder.
@@ -353,36 +352,19 @@ class Session:
         return Checkpointer(Path(folder), keep_latest_k=0, group=self.host)
 
 
-def _filled(
-    placement: Placement, parameter: Tensor, begun: dict[str, Tensor], missing: Counter[str]
-) -> Iterator[tuple[str, Tensor]]:
-    """Copy a parameter's rows into the tensors that they belong to; yield complete ones."""
-    rows = parameter.reshape(-1, placement.width)
-    for source, start, stop, row in placement.pieces():
-        size = math.prod(source.shape) // placement.width
-        tensor = begun.setdefault(source.name, rows.new_empty(size, placement.width))
-        tensor[start:stop] = rows[row : row + stop - start]
-        missing[source.name] -= stop - start
-        if not missing[source.name]:
-            yield source.name, begun.pop(source.name).view(source.shape)
+def mesh(**degrees: int) -> ParallelDims:
+    """Build the mesh over all ranks, in the default process group (`join_group`).
 
-
-def mesh(cp: int = 1, tp: int = 1, ep: int = 1, dp_replicate: int = 1) -> ParallelDims:
-    """Build the mesh over all ranks; the ranks that these degrees leave shard parameters.
-
-    Joins the default process group (`join_group`).
+    Args:
+        degrees: the degrees of the section [parallelism], such as
+            context_parallel_degree=2; by default, all ranks shard the parameters and take
+            different batches.
 
     Raises:
-        ValueError: the degrees do not divide the number of ranks.
+        ValueError: the degrees do not multiply to the number of ranks.
     """
     join_group()
-    ranks, sharers = dist.get_world_size(), dp_replicate * cp * tp
-    if ranks % sharers:
-        raise ValueError(
-            f"dp_replicate = {dp_replicate}, cp = {cp} and tp = {tp} need a multiple of {sharers} ranks, "
-            f"and there are {ranks}"
-        )
-    return build_mesh(own_device().type, dp_replicate, ranks // sharers, cp, tp, ep)
+    return build_dims(Config(parallelism=Parallelism(**degrees)), own_device())
 
 
 def join_group() -> None:

@@ -131,11 +131,6 @@ def gather(model: nn.Module) -> Callable[[str], Tensor]:
     return get
 
 
-def placements_to_write(model: ModelConfig, family: str) -> list[Placement]:
-    """Return the placements of all tensors that `transformers` writes for this model."""
-    return placements(model, family) + tied_head(model, family)
-
-
 def tied_head(model: ModelConfig, family: str) -> list[Placement]:
     """Return the placement of a tied head, where the family needs the head as a tensor."""
     if not model.tie_embeddings or FAMILIES[family].ties:
@@ -181,7 +176,7 @@ def write_folder(
             writing it.
     """
     if like is None:
-        source, parts = None, placements_to_write(model, family)
+        source, parts = None, placements(model, family) + tied_head(model, family)
     else:
         source, parts = check_folder(like, model, POSITIONS)
         parts += tied_head(model, family) if HEAD in source.tensors else []
