@@ -56,7 +56,7 @@ from torch import Tensor
 
 from titan_linear.commands import command_parser, score
 from titan_linear.config import COLUMNS as DTYPES
-from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
+from titan_linear.config import Config, check_config, load_config
 from titan_linear.data import Streams, build_tokenizer, write_corpus
 from titan_linear.data.corpus.columns import DocumentTokens
 from titan_linear.data.corpus.scores import begin
@@ -69,12 +69,14 @@ from titan_linear.distributed.process import (
 )
 from titan_linear.hooks import Hook, StepResult
 from titan_linear.hooks.report import clock_and_power, peak_memory_gib
+from titan_linear.losses import build_loss
 from titan_linear.losses.loss import logprobs
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.ops.cross_entropy import ChunkedLogits
-from titan_linear.run.build import loss_of, model_without_tokenizer, open_tokenizer
+from titan_linear.run.build import model_without_tokenizer
+from titan_linear.run.data import RunData
 from titan_linear.run.evaluate import examine, open_prompts
-from titan_linear.run.reading import Columns, batches_of, open_session, read
+from titan_linear.run.reading import Columns, open_reader
 from titan_linear.step.feed import FeedStats
 from titan_linear.step.flops import peak_tflops, training_flops
 from titan_linear.step.optimizer import HostCopy
@@ -136,7 +138,8 @@ def write_random(corpus: Path, args: argparse.Namespace, streams: int, loss: str
     lengths = np.full(tokens // length, length)
     if args.documents != "one" and len(args.losses) == 1:
         lengths = 1 + draw.exponential(length, size=2 + 2 * tokens // length).astype(int)
-    read = loss_of(load_config(LOSSES[loss]))
+    config = load_config(LOSSES[loss])
+    read = build_loss(config.loss.name, config.objective)
     names = ["weights"] * (loss == "weights") + [*read.columns]
 
     def document(n: int) -> DocumentTokens:
@@ -301,7 +304,7 @@ def configurations(
         ]
         config = load_config([*argv, *keys])
         if not any(key.startswith("--training.global_batch_size") for key in keys):
-            degrees = data_parallel_degrees(config, ranks)
+            degrees = config.parallelism.data_parallel_degrees(ranks)
             streams = math.prod(degrees) * config.training.local_batch_size
             config = load_config([*argv, f"--training.global_batch_size={streams}", *keys])
         check_config(config, ranks)
@@ -379,11 +382,10 @@ def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row
 def scored(config: Config) -> Row:
     """Tokens per second of all GPUs in passes without gradients."""
     # The streams that each pass reads.
-    tokenizer = open_tokenizer(config)
-    session = open_session(config, tokenizer)
+    reader = open_reader(config)
     size = config.training.local_batch_size
-    streams = score.streams_to_score(config, tokenizer)
-    prompts = open_prompts(config, tokenizer)
+    data = RunData(config, reader.tokenizer)
+    streams, prompts = score.streams_to_score(data), open_prompts(data)
 
     def of_layers(logits: ChunkedLogits, labels: Tensor, _: object) -> tuple[Tensor, ...]:
         return (logits.x[:, 0].float(),)
@@ -391,25 +393,24 @@ def scored(config: Config) -> Row:
     def with_head(logits: ChunkedLogits, labels: Tensor, _: object) -> tuple[Tensor, ...]:
         return (logprobs(logits, labels),)
 
-    def read_all(columns: Columns) -> object:
-        return list(read(session, batches_of(session, streams, size), columns))
+    def read(columns: Columns) -> object:
+        return list(reader.read(streams, columns, 0, size))
 
     def rate(work: Callable[[], object], of: Streams = streams) -> float:
         return len(of) * of.seq_len / seconds(work)
 
-    read_all(with_head)  # compiles
+    read(with_head)  # compiles
     rates = {
-        "layers": rate(lambda: read_all(of_layers)),
-        "forward": rate(lambda: read_all(with_head)),
-        "evaluate": rate(lambda: examine(session, prompts, tokenizer.vocab_size), prompts),
+        "layers": rate(lambda: read(of_layers)),
+        "forward": rate(lambda: read(with_head)),
+        "evaluate": rate(lambda: examine(reader, prompts), prompts),
     }
     with tempfile.TemporaryDirectory() as own:
-        folder = Path(on_rank_0(lambda: own, session.host))
+        folder = Path(on_rank_0(lambda: own, reader.session.host))
         asked, _ = score.parse(["PATH", "--output", str(folder), "--top-k", str(TOP)])
-        scores = score.scores_of(asked, config, tokenizer)
-        on_rank_0(lambda: begin(folder, *scores), session.host)
-        write = partial(score.score, folder, session, streams, tokenizer.vocab_size, size)
-        return rates | {"score": rate(write)}
+        scores = score.scores_of(asked, config, reader.tokenizer)
+        on_rank_0(lambda: begin(folder, *scores), reader.session.host)
+        return rates | {"score": rate(lambda: score.score(folder, reader, streams))}
 
 
 # --- The command -----------------------------------------------------------------------------------------------------

@@ -53,10 +53,12 @@ def model_of(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", module)
 
     def build(tokenizer):
-        session = SimpleNamespace(model=None, precision=nullcontext())
-        monkeypatch.setattr(lm_eval, "open_session", lambda config, tokenizer: session)
-        monkeypatch.setattr(lm_eval, "open_tokenizer", lambda config: tokenizer)
-        return lm_eval.adapted(Config())()
+        reader = SimpleNamespace(
+            config=Config(),
+            tokenizer=tokenizer,
+            session=SimpleNamespace(model=None, precision=nullcontext()),
+        )
+        return lm_eval.adapted(reader)()
 
     return build
 
@@ -66,7 +68,7 @@ def scored(monkeypatch):
     """Requests for log-probabilities, as they come to be scored."""
     requests = []
 
-    def note(some, **_):
+    def note(some, reader):
         requests.extend(some)
         return [(float(-len(tokens)), True) for tokens, _ in some]
 

@@ -16,6 +16,7 @@ from tests.models import hf_models
 from tests.models.ours import labels_of, positions, relative
 from tests.records import read_json
 from tests.refusals import refused
+from titan_linear.config import Config
 from titan_linear.data import Batch
 from titan_linear.losses import build_loss
 from titan_linear.losses.loss import LocalBatch
@@ -107,7 +108,11 @@ def test_loss_and_gradients_are_those_of_the_definition(name):
     plan = BatchPlan(positions(BOUNDS), cu_seqlens=bounds, later=later_of(batch, DEPTH))
     micro = LocalBatch(batch.tokens, batch.labels, columns, batch.streams, plan=plan)
     model.head.chunk = 24
-    got = model(batch.tokens, plan, loss=partial(build_loss("cross_entropy"), batch=micro))
+    got = model(
+        batch.tokens,
+        plan,
+        loss=partial(build_loss("cross_entropy", Config().cross_entropy), batch=micro),
+    )
     got.backward()
     found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     model.zero_grad()

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_linear.config import changed
 from titan_linear.distributed.groups import host_group, of_all_ranks
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.one_process import LocalDims
@@ -85,7 +84,7 @@ def _steps(
     torch.compiler.reset()
     # Under torchrun this process is one rank of the run.
     if dims is not None:
-        config = changed(subject.config, {"compile.enable": enable})
+        config = subject.config.changed({"compile.enable": enable})
         subject = replace(subject, config=config)
         return [_measured(passes_of_process(subject, dims, host, micro_steps=1), BATCHES)]
     # In one process, all ranks share the memory of one model.

@@ -16,7 +16,6 @@ from titan_linear.models.plan import Later
 from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.ranks import on_ranks, sharding_of
 from titan_linear.proof.subject import STREAMS, ProofSubject
-from titan_linear.run.build import loss_of
 
 # Number of steps whose streams are compared.
 STEPS = 2
@@ -95,7 +94,7 @@ def targets(subject: ProofSubject) -> Findings:
                 numbers = stream.columns[column][begin + rows]
                 if (numbers != corpus.columns[column][start + rows + 1]).any():
                     wrong.append(f"{column}, stream {i}, document {n}")
-    if loss_of(subject.config).group:
+    if subject.loss.group:
         what = "streams with a text that is not beside its other one, the chosen one first"
         yield Finding("pairs", what, len(apart), 0, (apart or [""])[0])
     if subject.config.loss.name != "cross_entropy":

@@ -26,7 +26,7 @@ from titan_linear.proof.findings import UNIT, Finding, Findings, bound_of_model,
 from titan_linear.proof.ops import ALONE, SMALL, begins, may_differ, plan_of, repeatable
 from titan_linear.proof.ranks import on_ranks, passes_of, session_on, sum_as_fsdp, whole_gradients
 from titan_linear.proof.subject import STREAMS, ProofSubject
-from titan_linear.run.build import DTYPES, loss_of
+from titan_linear.run.build import DTYPES
 from titan_linear.step.optimizer import ComputeCopies
 from titan_linear.step.passes import with_reference
 from titan_linear.step.update import gradient_sums, sum_gradients
@@ -112,7 +112,7 @@ def in_one_process(subject: ProofSubject, whole: Decoder) -> StepOutputs:
     # Forward and backward; the loss is per unit of weight.
     whole.use(subject.config.model.impl, device, subject.dtype).zero_grad(set_to_none=True)
     micro = with_reference(whole, micro, ComputeCopies(whole, subject.dtype))
-    of = partial(loss_of(subject.config), batch=micro)
+    of = partial(subject.loss, batch=micro)
     with (
         torch.autograd.set_multithreading_enabled(False),
         Trace(whole) as trace,

@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_linear.config import changed
 from titan_linear.distributed.one_process import Degrees, LocalDims, local_groups, take_turns
 from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.distributed.parts import Parts
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.proof.subject import ProofSubject
-from titan_linear.run.build import loss_of, options_of
+from titan_linear.run.build import options_of
 from titan_linear.run.session import Session
 from titan_linear.step.cut import BatchSharding, build_sharding
 from titan_linear.step.passes import Passes
@@ -96,12 +95,12 @@ def session_on(
     # Restore what the constructor ties, then split the model as in the run.
     if whole.config.tie_embeddings:
         model.head.weight = model.embedding.weight
-    options = options_of(changed(subject.config, {"compile.enable": compiled}))
+    options = options_of(subject.config.changed({"compile.enable": compiled}))
     session = Session(
         model,
         dims,
         options,
-        loss=loss_of(subject.config),
+        loss=subject.loss,
         device=subject.device,
         host=dims.groups["world"],
     )

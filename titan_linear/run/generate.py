@@ -28,13 +28,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_linear.config.schema import Validation
 from titan_linear.data import Streams, Tokenizer
 from titan_linear.models.decoder import Between, Decoder, LayerCache
 from titan_linear.models.draws import generator
 from titan_linear.models.plan import BatchPlan
-from titan_linear.run.reading import batches_of
-from titan_linear.run.session import Session
+from titan_linear.run.reading import Reader
 from titan_linear.step.passes import with_reference
 
 
@@ -330,16 +328,11 @@ class Validator:
     Every rank calls every method, however the model is split.
 
     Args:
-        settings: which of the held-out streams count.
-        sampling: how sample texts are drawn.
         held_out: one pass over the documents to validate on.
         ask: called before each batch of a validation; it may raise.
     """
 
-    session: Session
-    tokenizer: Tokenizer
-    settings: Validation
-    sampling: Sampling
+    reader: Reader
     held_out: Streams | None
     ask: Callable[[], None]
 
@@ -349,10 +342,10 @@ class Validator:
 
         With validation.steps, only the first streams count.
         """
-        session, v = self.session, self.settings
+        session, v = self.reader.session, self.reader.config.validation
         size = 2 + len(session.loss.reports)
         total = torch.zeros(size, dtype=torch.float64, device=session.device)
-        for batch in batches_of(session, self.held_out, v.local_batch_size, limit=v.steps):
+        for batch in self.reader.batches(self.held_out, v.local_batch_size, limit=v.steps):
             self.ask()
             micro = with_reference(session.model, session.sharding(batch), session.precision)
             loss = partial(session.loss, batch=micro)
@@ -366,20 +359,20 @@ class Validator:
         """Return the prompt and the model's continuation; "" if no tokens are asked for."""
         if not tokens:
             return ""
-        session = self.session
+        reader, s, session = self.reader, self.reader.config.sample, self.reader.session
         # Compiled graphs are for streams, not for a text that grows by one token per call.
         uncompiled = (
             torch.compiler.set_stance("force_eager")
-            if session.options.compile.enable
+            if reader.config.compile.enable
             else nullcontext()
         )
         with session.precision, uncompiled:
             (text,) = generate(
                 session.model,
-                self.tokenizer,
+                reader.tokenizer,
                 [prompt],
                 max_new_tokens=tokens,
                 device=session.device,
-                sampling=self.sampling,
+                sampling=Sampling(s.temperature, s.top_p, reader.config.debug.seed),
             )
         return text

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from titan_linear.config import Config, Optimizer, changed, hf_assets, load_config
+from titan_linear.config import Config, Optimizer, load_config
 from titan_linear.data import Batch, Streams, Tokenizer, validation_batches
 from titan_linear.distributed.groups import gathered
 from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits
@@ -35,6 +35,74 @@ ALL_RANKS_SHARD = (
 Columns = Callable[[ChunkedLogits, Tensor, dict[str, Tensor]], tuple[Tensor, ...]]
 
 
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """A session that reads streams, with the configuration and tokenizer of its run.
+
+    Every rank calls every method, however the model is split.
+    """
+
+    config: Config
+    tokenizer: Tokenizer
+    session: Session
+
+    def read(
+        self, streams: Streams, columns: Columns, first: int = 0, local_batch_size: int = 1
+    ) -> Iterator[list[list[np.ndarray]]]:
+        """Yield the numbers of each micro-batch from `first` on.
+
+        On rank 0, an item is a list over ranks of their columns' numbers; ranks without
+        labels are left out. Elsewhere, it is empty. Meanwhile, the device computes the next
+        micro-batch.
+        """
+        queued = []
+        for batch in self.batches(streams, local_batch_size, first=first):
+            queued.append(self._queue(batch, columns))
+            if len(queued) > 1:
+                yield self._arrived(*queued.pop(0))
+        for last in queued:
+            yield self._arrived(*last)
+
+    def batches(self, streams: Streams, local_batch_size: int, **part: int) -> Iterator[Batch]:
+        """Yield this rank's part of one pass."""
+        dims = self.session.dims
+        return validation_batches(
+            streams,
+            local_batch_size=local_batch_size,
+            dp_rank=dims.dp_rank,
+            dp_degree=dims.dp,
+            **part,
+        )
+
+    @torch.no_grad()
+    def _queue(self, batch: Batch, columns: Columns) -> tuple[Moment, list[Tensor]]:
+        micro = self.session.sharding(batch)
+        labelled = micro.labels[0] != IGNORE
+        # Kernels cannot run on zero rows.
+        labelled[0] = True
+        # Before the forward pass, because the host waits for the device here.
+        rows = labelled.nonzero()[:, 0]
+        labels = micro.labels[0, rows]
+        own = {name: x[0, rows] for name, x in micro.columns.items()}
+
+        def numbers_of(logits: ChunkedLogits) -> tuple[Tensor, ...]:
+            return labels, *columns(replace(logits, x=logits.x[rows]), labels, own)
+
+        with self.session.precision:
+            numbers = self.session.model(micro.tokens, micro.plan, loss=numbers_of)
+        # Copy to the host without waiting.
+        numbers = [x.to("cpu", non_blocking=True) for x in numbers]
+        return Moment(rows.device), numbers
+
+    def _arrived(self, copied: Moment, numbers: list[Tensor]) -> list[list[np.ndarray]]:
+        copied.wait()
+        labels, *columns = (x.numpy() for x in numbers)
+        own = [x[labels != IGNORE] for x in columns]
+        # Tensor-parallel ranks have the same numbers: only the first sends them.
+        sent = [] if self.session.dims.tp_ranks.rank else own
+        return list(filter(None, gathered(sent, self.session.host)))
+
+
 def load(folder: str | Path, *keys: str) -> Session:
     """Open a session with the weights of a Hugging Face folder, a run or a checkpoint.
 
@@ -48,78 +116,15 @@ def load(folder: str | Path, *keys: str) -> Session:
     """
     join_group()
     config = config_for(Path(folder), [*ALL_RANKS_SHARD, *keys])
-    return open_session(config, open_tokenizer(config), config.optimizer)
+    return open_reader(config, config.optimizer).session
 
 
-def open_session(
-    config: Config, tokenizer: Tokenizer, optimizer: Optimizer | None = None
-) -> Session:
-    """Open a session with the weights that the configuration begins from."""
+def open_reader(config: Config, optimizer: Optimizer | None = None) -> Reader:
+    """Open a reader with the weights that the configuration begins from."""
+    tokenizer = open_tokenizer(config)
     session = session_of(config, model_config(config, tokenizer), optimizer=optimizer)
     set_first_weights(config, session.model, session.host)
-    return session
-
-
-def batches_of(
-    session: Session, streams: Streams, local_batch_size: int, **part: int
-) -> Iterator[Batch]:
-    """Yield this rank's part of one pass over the streams."""
-    dims = session.dims
-    return validation_batches(
-        streams,
-        local_batch_size=local_batch_size,
-        dp_rank=dims.dp_rank,
-        dp_degree=dims.dp,
-        **part,
-    )
-
-
-def read(
-    session: Session, batches: Iterable[Batch], columns: Columns
-) -> Iterator[list[list[np.ndarray]]]:
-    """Yield the numbers of each micro-batch.
-
-    On rank 0, an item is a list over ranks of their columns' numbers; ranks without labels
-    are left out. Elsewhere, it is empty. Meanwhile, the device computes the next
-    micro-batch. Every rank calls this, however the model is split.
-    """
-    queued = []
-    for batch in batches:
-        queued.append(_queue(session, batch, columns))
-        if len(queued) > 1:
-            yield _arrived(session, *queued.pop(0))
-    for last in queued:
-        yield _arrived(session, *last)
-
-
-@torch.no_grad()
-def _queue(session: Session, batch: Batch, columns: Columns) -> tuple[Moment, list[Tensor]]:
-    micro = session.sharding(batch)
-    labelled = micro.labels[0] != IGNORE
-    # Kernels cannot run on zero rows.
-    labelled[0] = True
-    # Before the forward pass, because the host waits for the device here.
-    rows = labelled.nonzero()[:, 0]
-    labels = micro.labels[0, rows]
-    own = {name: x[0, rows] for name, x in micro.columns.items()}
-
-    def numbers_of(logits: ChunkedLogits) -> tuple[Tensor, ...]:
-        return labels, *columns(replace(logits, x=logits.x[rows]), labels, own)
-
-    with session.precision:
-        numbers = session.model(micro.tokens, micro.plan, loss=numbers_of)
-    # Copy to the host without waiting.
-    numbers = [x.to("cpu", non_blocking=True) for x in numbers]
-    return Moment(rows.device), numbers
-
-
-def _arrived(session: Session, copied: Moment, numbers: list[Tensor]) -> list[list[np.ndarray]]:
-    copied.wait()
-    labels, *columns = (x.numpy() for x in numbers)
-    own = [x[labels != IGNORE] for x in columns]
-    # Tensor-parallel ranks have the same numbers: only the first sends them.
-    sent = [] if session.dims.tp_ranks.rank else own
-    return list(filter(None, gathered(sent, session.host)))
+    return Reader(config, tokenizer, session)
 
 
 def config_for(path: Path, keys: list[str]) -> Config:
@@ -141,14 +146,14 @@ def config_for(path: Path, keys: list[str]) -> Config:
         ]
         # The run may have begun from a folder that gave its model and tokenizer. Name it
         # here, because weights no longer come from it.
-        first += ["--model.hf_assets_path", hf_assets(run)] if run.model.flavor == "hf" else []
+        first += ["--model.hf_assets_path", run.hf_assets] if run.model.flavor == "hf" else []
         first += ["--model.tokenizer_path", path_of] if (path_of := tokenizer_path(run)) else []
     first += ["--checkpoint.enable", "true", "--checkpoint.initial_load_path", str(path)]
     # The adapters that the run began from are part of its weights.
     first += ["--adapter.initial_load_path", ""]
     # A reader neither trains nor exports.
     others = {"loss.scores": "", "checkpoint.export_dtype": "float32"}
-    config = changed(load_config([*first, *keys]), others)
+    config = load_config([*first, *keys]).changed(others)
     if adapters := config.adapter.initial_load_path:
         raise ValueError(
             f"adapter.initial_load_path = {adapters!r} is for runs that train; titan-linear convert merge "

@@ -35,7 +35,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.hf_mapping import placements
 from titan_linear.models.init import initialise
 from titan_linear.ops.cross_entropy import ChunkedLogits
-from titan_linear.run.build import build_dims, loss_of, options_of, unallocated
+from titan_linear.run.build import build_dims, options_of, unallocated
 from titan_linear.step.branches import zero_without_label
 from titan_linear.step.cut import build_sharding
 from titan_linear.step.feed import Feed, StepTokens
@@ -395,6 +395,6 @@ def session_of(
         dims or build_dims(config, own_device()),
         options_of(config),
         optimizer=optimizer,
-        loss=loss_of(config),
+        loss=build_loss(config.loss.name, config.objective),
         host=host,
     )

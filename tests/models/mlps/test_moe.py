@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models.ours import initialised
 from tests.ops.inputs import tokens_of
+from titan_linear.config import Config
 from titan_linear.data import IGNORE
 from titan_linear.losses import build_loss
 from titan_linear.losses.loss import LocalBatch
@@ -272,7 +273,11 @@ def test_the_load_balance_loss_is_a_mean_over_all_tokens(labelled):
         for x, y in zip(tokens, labels, strict=True):
             batch = LocalBatch(x, y, {"weights": torch.ones(y.shape)}, (0,), plan=plan)
             Forward(
-                model, batch, StepTokens(80, labelled), nullcontext(), build_loss("cross_entropy")
+                model,
+                batch,
+                StepTokens(80, labelled),
+                nullcontext(),
+                build_loss("cross_entropy", Config().cross_entropy),
             ).backward()
         return [layer.mlp.router.weight.grad for layer in model.layers]
 
