@@ -42,12 +42,14 @@ def _model(config: Mapping[str, Any], flavor: str) -> ModelConfig:
     return model
 
 
-MODELS = {
-    file.stem: {
-        flavor: _model(config, flavor) for flavor, config in json.loads(file.read_text()).items()
-    }
-    for file in sorted(Path(__file__).with_name("families").glob("configs/*.json"))
-}
+def _read(file: Path) -> dict[str, ModelConfig]:
+    """Read the flavors of a model."""
+    flavors = json.loads(file.read_text())
+    return {flavor: _model(config, flavor) for flavor, config in flavors.items()}
+
+
+FILES = sorted(Path(__file__).with_name("families").glob("configs/*.json"))
+MODELS = {file.stem: _read(file) for file in FILES}
 # Our own models, in the sizes of FLA's 340M and 1.3B. The debug flavors have grouped value
 # heads, QK-norm and an output gate.
 OWN = {name: MODELS[name] for name in ("kda", "gdn", "hybrid")}

@@ -54,11 +54,8 @@ def _read_scale(key: Keys) -> Json:
 
 
 def _write_scale(attention: Attention) -> Json:
-    return dict(
-        attention_multiplier=attention.head_dim**-0.5
-        if attention.scale is None
-        else attention.scale
-    )
+    usual = attention.head_dim**-0.5
+    return dict(attention_multiplier=usual if attention.scale is None else attention.scale)
 
 
 # Positions exist only if `position_embedding_type` is "rope".

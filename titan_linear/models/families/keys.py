@@ -287,10 +287,8 @@ def write_rope(attention: Attention) -> Json:
         return dict(rope_parameters=dict(rope_type="default", **positions))
     used = {name: x for name in USES[rope.rope_type] if (x := getattr(rope, name)) is not None}
     reached = rope.reached if rope.rope_type == "yarn" else None
-    return dict(
-        rope_parameters=used | positions,
-        **({"max_position_embeddings": round(reached)} if reached else {}),
-    )
+    longest = {"max_position_embeddings": round(reached)} if reached else {}
+    return dict(rope_parameters=used | positions, **longest)
 
 
 # A limit may be an object that stands for Infinity.
@@ -370,12 +368,10 @@ def as_many_as_layers(name: str, listed: list[str], count: int) -> None:
 
 def shortest(layers: list[MixerOptions]) -> tuple[MixerOptions, ...]:
     """Return the shortest pattern whose repetition gives these layers."""
-    periods = (
-        n
-        for n in range(1, len(layers) + 1)
-        if all(m == layers[i % n] for i, m in enumerate(layers))
-    )
-    return tuple(layers[: next(periods)])
+    n = 1
+    while any(layer != layers[i % n] for i, layer in enumerate(layers)):
+        n += 1
+    return tuple(layers[:n])
 
 
 def check_values(model: ModelConfig) -> None:

@@ -106,9 +106,8 @@ def _pattern(key: Keys) -> Json:
 
 # Write both spellings.
 def _write_pattern(model: ModelConfig) -> Json:
-    words, letters = (
-        {kind: name for name, kind in reversed(names.items())} for names in (WORDS, LETTERS)
-    )
+    words = {kind: word for word, kind in reversed(WORDS.items())}
+    letters = {kind: letter for letter, kind in LETTERS.items()}
     return dict(
         layers_block_type=[words[layer.name] for layer in model.layers],
         hybrid_override_pattern="".join(letters[layer.name] for layer in model.layers),

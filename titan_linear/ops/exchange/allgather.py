@@ -234,13 +234,16 @@ def _slices(
 # --- Transfers -------------------------------------------------------------------------------------------------------
 
 
+def _filled(ranges: Tensor) -> list[tuple[int, int]]:
+    """Return the ranges [., 2] that are not empty."""
+    return [(a, b) for a, b in ranges.tolist() if a < b]
+
+
 class _Keys:
     """Transfers of K|V to the ranks that need them, and of dK|dV back to their owners."""
 
     def __init__(self, routes: KeyRoutes, group: str):
-        self.pieces, self.sent = (
-            [(a, b) for a, b in x.tolist() if a < b] for x in (routes.pieces, routes.sent)
-        )
+        self.pieces, self.sent = _filled(routes.pieces), _filled(routes.sent)
         self.leaving = routes.leaving.tolist()
         self.coming = routes.coming.tolist()
         self.travel, self.group = int(routes.travel), group
@@ -253,10 +256,8 @@ class _Keys:
         if self.travel == ALL:
             arrive = start_all_gather(torch.cat([k, v], dim=-1), self.group)
         else:
-            leaves = [joined([x[a:b] for a, b in self.sent], x) for x in (k, v)]
-            arrive = start_all_to_all(
-                torch.cat(leaves, dim=-1), self.leaving, self.coming, self.group
-            )
+            leaves = torch.cat([self._leaving(k), self._leaving(v)], dim=-1)
+            arrive = start_all_to_all(leaves, self.leaving, self.coming, self.group)
 
         def arrived() -> Sequence[Tensor]:
             came = arrive().split([k.shape[-1], v.shape[-1]], dim=-1)
@@ -286,6 +287,9 @@ class _Keys:
             return start_reduce_scatter(there, self.group)
         arrive = start_all_to_all(there, self.coming, self.leaving, self.group)
         return lambda: self._summed(here, arrive())
+
+    def _leaving(self, x: Tensor) -> Tensor:
+        return joined([x[a:b] for a, b in self.sent], x)
 
     def _pieces_of(self, here: Tensor, there: Tensor) -> list[Tensor]:
         """Return the keys of the spans, in order, as views of local and received rows."""

@@ -107,7 +107,7 @@ def build_cp_context(
     cut = cut_streams(documents, num_streams, ranks.world_size, layout, parents)
     tables = _token_tables(cut, ranks, conv1d_kernel_size, programs, stream_programs)
     context = CPContext(ranks, cut, tables, _softmax_tables(cut, ranks, attention))
-    return to_device(context, cu_seqlens.device if device is None else torch.device(device))
+    return to_device(context, torch.device(device or cu_seqlens.device))
 
 
 def of_trees(
@@ -192,9 +192,8 @@ def _token_tables(
     # Otherwise this rank's entries are the documents.
     if ranks.world_size > 1 or cut.layout != "contiguous":
         sizes = () if stream_programs is None else (CHUNK,)
-        documents = with_tables(
-            cut.documents.astype(np.int32), sizes, stream_programs or (), **whole
-        )
+        boundaries = cut.documents.astype(np.int32)
+        documents = with_tables(boundaries, sizes, stream_programs or (), **whole)
     else:
         tree = whole
     if conv1d_kernel_size is not None:
@@ -222,11 +221,9 @@ def _trees(cut: Cut, rank: int) -> tuple[dict[str, Tree], dict[str, Tree | Paths
     nodes, size = cut.nodes, cut.fragments[0].end
     if not nodes.joined:
         return {}, {}
+    own = {"tree": tree_of(nodes, cut.owners, size, rank)}
     whole = tree_of(nodes, np.zeros_like(cut.owners), size, 0)
-    return {"tree": tree_of(nodes, cut.owners, size, rank)}, {
-        "tree": whole,
-        "paths": paths_of(nodes),
-    }
+    return own, {"tree": whole, "paths": paths_of(nodes)}
 
 
 def _softmax_tables(cut: Cut, ranks: RankGroup, methods: Collection[str]) -> SoftmaxTables:

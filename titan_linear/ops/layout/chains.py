@@ -69,11 +69,10 @@ def chains(fragments: Fragments, ranks: RankGroup, entries: ndarray, *, reverse:
     own = [i for i, f in enumerate(fragments) if f.rank == rank]
     slots, blocks = len(own), len(fragments) // len(own)
     received = _received(fragments, chain, own, world_size)
-    place = {
-        (j, kind): n
-        for kind in range(2)
-        for n, j in enumerate(j for js in received for j in js[kind])
-    }
+    place = {}
+    for kind in range(2):
+        came = [j for kinds in received for j in kinds[kind]]
+        place |= {(j, kind): n for n, j in enumerate(came)}
     # The links of each slot's chain, as rows of the received S_ext and M.
     in_order = sorted(own, key=lambda i: fragments[i].slot)
     rows = [
@@ -101,8 +100,8 @@ def chains(fragments: Fragments, ranks: RankGroup, entries: ndarray, *, reverse:
         slots=slot_table,
         crosses=np.array([any(chain)]),
         sends=padded(sends, 2 * slots * blocks, 2),
-        send_counts=np.array([[len(js) for js in kinds] for kinds in sent]),
-        receive_counts=np.array([[len(js) for js in kinds] for kinds in received]),
+        send_counts=_counts(sent),
+        receive_counts=_counts(received),
         links=links,
         most=most.max(keepdims=True),
         blocks=passing,
@@ -170,6 +169,10 @@ def _sent(fragments: Fragments, chain: list[range], own: list[int], world_size: 
         for r in receivers:
             _add(sent[r], j, fragments[j])
     return sent
+
+
+def _counts(of_ranks: list[Kinds]) -> ndarray:
+    return np.array([(len(states), len(transitions)) for states, transitions in of_ranks])
 
 
 def _add(kinds: Kinds, j: int, f: Fragment) -> None:

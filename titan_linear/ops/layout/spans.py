@@ -100,10 +100,9 @@ class Spans(NamedTuple):
 
     def rows(self) -> Iterator[tuple[slice, slice]]:
         """Return the query rows and the key rows of each span."""
-        return zip(
-            *([slice(a, b) for a, b in pairwise(x.tolist())] for x in (self.q_cpu, self.k_cpu)),
-            strict=True,
-        )
+        queries, keys = pairwise(self.q_cpu.tolist()), pairwise(self.k_cpu.tolist())
+        for (a, b), (c, d) in zip(queries, keys, strict=True):
+            yield slice(a, b), slice(c, d)
 
     def rectangles(self) -> Iterator[tuple[slice, slice]]:
         """Return the query rows and the key rows of each range in `below`."""
@@ -252,13 +251,14 @@ def _key_routes(
         row = np.where(owner == rank, row, tokens + came)
     leaving = np.bincount(receiver, leave_end - leave, world_size)
     coming = np.bincount(sender, come_end - come, world_size)
-    every = tokens * (np.arange(world_size) != rank)
+    if travel == ALL:
+        leaving = coming = tokens * (np.arange(world_size) != rank)
     return table(
         KeyRoutes,
         pieces=_joined(row, row + after - first, row < tokens),
         sent=_joined(leave, leave_end, receiver),
-        leaving=every if travel == ALL else leaving.astype(np.int64),
-        coming=every if travel == ALL else coming.astype(np.int64),
+        leaving=leaving.astype(np.int64),
+        coming=coming.astype(np.int64),
         travel=np.array([travel]),
     )
 

@@ -139,15 +139,15 @@ def tree_of(nodes: Nodes, owners: np.ndarray, size: int, rank: int) -> Tree:
     of_entries = np.full((2, local[-1] + 2), -1, dtype=np.int32)
     of_entries[0, local[children]] = start_of
     of_entries[1, local[mine]] = slot[mine]
+    own = slot[by_rank[rank]]
+    sent = np.resize(own, P) if len(own) else np.zeros(P, dtype=np.int64)
     fold = table(
         Fold,
         order=row[below],
         before=row[before[below]],
         counts=np.unique(levels, return_counts=True)[1],
         shared=np.array([len(np.unique(levels[levels < E]))]),
-        sent=np.resize(slot[by_rank[rank]], P)
-        if len(by_rank[rank])
-        else np.zeros(P, dtype=np.int64),
+        sent=sent,
         above=row[before[children]],
         points=two_or_more(row[mine]),
         starts=two_or_more(starts),

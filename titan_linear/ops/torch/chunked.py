@@ -288,13 +288,15 @@ def backward(
         d_initial = dS[chunks.rank]
     # Gradients of the chunk's prepared tensors follow from the states and d_out.
     ddecay = (s.states * d_out).sum(-1)  # [NC, HV, K]
+    if p.decay.shape[-1] == 1:
+        ddecay = ddecay.sum(-1, keepdim=True)
     grads = Prepared(
         w=None if p.w is None else -dv @ s.states.mT,
         u=dv,
         kg=s.v_new @ d_out.mT,
         qg=do @ s.states.mT,
         aqk=do @ s.v_new.mT,
-        decay=ddecay if p.decay.shape[-1] > 1 else ddecay.sum(-1, keepdim=True),
+        decay=ddecay,
         skip=None if p.skip is None else do,
     )
     return grads, d_initial

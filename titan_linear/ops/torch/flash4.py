@@ -166,14 +166,11 @@ def _exact(
     sees = ((span_q[:, None] == span_k) & (to_end_q[:, None] <= to_end_k)).to(q.device)
     # Forward, then the gradients of softmax attention.
     groups = q.shape[2] // k.shape[2]
-    q, do, k, v = (
-        x.transpose(1, 2) for x in (q, do, *(x.repeat_interleave(groups, 2) for x in (k, v)))
-    )
+    k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
+    q, do, k, v = (x.transpose(1, 2) for x in (q, do, k, v))
     p = (q @ k.mT * scale).masked_fill(~sees, -torch.inf).softmax(-1)  # [B, Hq, Tq, Tk]
     dp = do @ v.mT
     ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
     dk, dv = (x.unflatten(1, (-1, groups)).sum(2) for x in (ds.mT @ q, p.mT @ do))
-    return {
-        name: x.transpose(1, 2)
-        for name, x in {"o": p @ v, "dq": ds @ k, "dk": dk, "dv": dv}.items()
-    }
+    results = {"o": p @ v, "dq": ds @ k, "dk": dk, "dv": dv}
+    return {name: x.transpose(1, 2) for name, x in results.items()}
