@@ -40,8 +40,8 @@ from titan_linear.planner.memory import (
     GIB,
     PARTS,
     SPARE,
-    Batch,
     Mean,
+    MicroBatchShape,
     host_memory,
     layers,
     moments,
@@ -49,8 +49,8 @@ from titan_linear.planner.memory import (
     saved,
 )
 from titan_linear.planner.splits import (
+    PlannedSplit,
     Setting,
-    Split,
     check,
     checkpointing_of,
     degrees_of,
@@ -58,7 +58,7 @@ from titan_linear.planner.splits import (
     longest,
     refuse,
 )
-from titan_linear.planner.timing import Step
+from titan_linear.planner.timing import PlannedStep
 from titan_linear.run.build import model_config, model_without_tokenizer, tokenizer_path
 from titan_linear.run.console import model_name
 from titan_linear.run.data import cached_corpora, check_size
@@ -131,7 +131,7 @@ def plan(args: argparse.Namespace, keys: list[str]) -> None:
     if needed <= room:
         print(time_table(setting.step(config), machine, budget), end="\n\n")
     # Print the best other splits, even if the given one does not fit.
-    splits = sorted(progress(fitting(config, setting), "splits"), key=Split.rank)
+    splits = sorted(progress(fitting(config, setting), "splits"), key=PlannedSplit.rank)
     if not splits:
         refuse(config, setting)
     print(splits_table(splits[:BEST], args.gpus, budget), longest(splits, setting), sep="\n\n")
@@ -265,7 +265,7 @@ def memory_table(config: Config, setting: Setting) -> str:
     rows.append(("sum", *(f"{sums[name] / GIB:.2f}" for name in at)))
     verdict = "fits" if total <= (1 - SPARE) * size else "does not fit"
     # Bytes that each kind of layer keeps, with the number of such layers.
-    counted = layers(model, Batch.of(config, mean))
+    counted = layers(model, MicroBatchShape.of(config, mean))
     each = Counter(zip((of.name for of in model.layers), saved(config, counted)[0], strict=True))
     kept = ", ".join(
         f"{number} {name} {number * value / GIB:.2f}" for (name, value), number in each.items()
@@ -285,7 +285,7 @@ def memory_table(config: Config, setting: Setting) -> str:
     )
 
 
-def time_table(planned: Step, machine: Machine, budget: float | None) -> str:
+def time_table(planned: PlannedStep, machine: Machine, budget: float | None) -> str:
     rows = [(part, f"{1e3 * seconds:.1f}") for part, seconds in planned.parts.items()]
     rows.append(("step", f"{1e3 * planned.seconds:.1f}"))
     line = (
@@ -300,7 +300,7 @@ def time_table(planned: Step, machine: Machine, budget: float | None) -> str:
     return table(("time of a step, ms", machine.rates.gpu), rows) + f"\n{line}"
 
 
-def splits_table(splits: list[Split], gpus: int, budget: float | None) -> str:
+def splits_table(splits: list[PlannedSplit], gpus: int, budget: float | None) -> str:
     head = ["split", "checkpointing", "local batch", "GiB", "ms a step", "tokens/s/GPU", "MFU"]
     rows = []
     for config, needed, planned in splits:
@@ -319,5 +319,5 @@ def splits_table(splits: list[Split], gpus: int, budget: float | None) -> str:
     return table([*head, *(["days"] if budget else [])], rows)
 
 
-def _days(planned: Step, budget: float) -> float:
+def _days(planned: PlannedStep, budget: float) -> float:
     return budget / planned.tokens_per_second / 86400

@@ -29,7 +29,7 @@ from titan_linear.config.schema import (
     PRINT,
     SECTIONS,
     Config,
-    Rule,
+    KeyRule,
     Section,
     keys_with,
 )
@@ -486,7 +486,7 @@ def _nearest(key: str) -> str:
 def _home_expanded(config: Config) -> Config:
     """Return a copy with ~ replaced by the home folder in the paths of folders."""
     given = flat_keys(config)
-    return changed(config, {key: os.path.expanduser(given[key]) for key in keys_with(Rule.HOME)})
+    return changed(config, {key: os.path.expanduser(given[key]) for key in keys_with(KeyRule.HOME)})
 
 
 def _resolve(config: Config, cuda: bool | None) -> Config:

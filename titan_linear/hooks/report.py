@@ -14,7 +14,7 @@ import torch
 from titan_linear.config import Config, seq_len_at, tokens_at
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.hooks.hook import StepResult
-from titan_linear.hooks.metrics import GIB, MetricsLogger, Work
+from titan_linear.hooks.metrics import GIB, IntervalWork, MetricsLogger
 from titan_linear.hooks.telemetry import Telemetry
 from titan_linear.models.config import ModelConfig
 from titan_linear.step.feed import FeedStats
@@ -79,7 +79,7 @@ class Report(MetricsLogger):
             moment=done.moment,
             tokens=tokens_at(self.config.training, done.step),
             memory_gib=peak_memory_gib(),
-            work=Work(training_flops(self.model, fed.documents), fed.valid, fed.waited),
+            work=IntervalWork(training_flops(self.model, fed.documents), fed.valid, fed.waited),
             **done.numbers,
             **more,
             **self.numbers(),

@@ -8,20 +8,20 @@ split.
 """
 
 from titan_linear.config import Config
-from titan_linear.losses.cross_entropy import CrossEntropy
-from titan_linear.losses.distillation import Distillation
-from titan_linear.losses.dpo import DPO
-from titan_linear.losses.loss import Loss
-from titan_linear.losses.policy import Policy
+from titan_linear.losses.cross_entropy import CrossEntropyLoss
+from titan_linear.losses.distillation import DistillationLoss
+from titan_linear.losses.dpo import DPOLoss
+from titan_linear.losses.loss import LossFunction
+from titan_linear.losses.policy import PolicyLoss
 
-LOSSES: dict[str, type[Loss]] = {
-    "cross_entropy": CrossEntropy,
-    "distillation": Distillation,
-    "dpo": DPO,
-    "policy": Policy,
+LOSSES: dict[str, type[LossFunction]] = {
+    "cross_entropy": CrossEntropyLoss,
+    "distillation": DistillationLoss,
+    "dpo": DPOLoss,
+    "policy": PolicyLoss,
 }
 
 
-def build_loss(config: Config) -> Loss:
+def build_loss(config: Config) -> LossFunction:
     name = config.loss.name
     return LOSSES[name](getattr(config, name))

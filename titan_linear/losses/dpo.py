@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_linear.config import schema
-from titan_linear.losses.loss import LocalBatch, Loss, document_sums, of_documents
-from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
+from titan_linear.losses.loss import LocalBatch, LossFunction, document_sums, of_documents
+from titan_linear.ops.cross_entropy import ChunkedLogits, LogitStatistics
 
 
-class DPO(Loss):
+class DPOLoss(LossFunction):
     keys: schema.DPO
     group = 2
     reads_twice = True
@@ -56,7 +56,7 @@ class DPO(Loss):
         values = {name: x.repeat_interleave(2) for name, x in of_pairs.items()}
         of_tokens = of_documents(batch, slopes, **values)
 
-        def terms(rows: Rows, tokens: slice) -> Tensor:
+        def terms(rows: LogitStatistics, tokens: slice) -> Tensor:
             return self.terms(**of_tokens(rows.logprobs[:, 0], tokens))
 
         return logits.sum(labels, terms, rows=known)

@@ -19,7 +19,7 @@ from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits
 from titan_linear.ops.exchange.collectives import gather_along
 
 
-class Paths(NamedTuple):
+class DocumentPaths(NamedTuple):
     """The nodes of prefix trees in each document.
 
     There is one entry per pair of document and node.
@@ -50,7 +50,7 @@ class LocalBatch:
     # [branches] int64, for prefix trees: rows of logits that are read again
     branches: Tensor | None = None
     # For prefix trees, where the column "document" numbers nodes.
-    paths: Paths | None = None
+    paths: DocumentPaths | None = None
     # Targets of layers that predict later tokens.
     later: Later | None = None
     # Plan for the mixers, built once everything else is on the device.
@@ -58,7 +58,7 @@ class LocalBatch:
 
 
 @dataclass(frozen=True)
-class Loss(ABC):
+class LossFunction(ABC):
     # The configuration section named after the loss.
     keys: Any
     # Documents that must lie whole in one stream: 1, or 2 for adjacent pairs. 0: streams

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from titan_linear.config import schema
-from titan_linear.losses.loss import LocalBatch, Loss, column, document_sums, of_documents
-from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
+from titan_linear.losses.loss import LocalBatch, LossFunction, column, document_sums, of_documents
+from titan_linear.ops.cross_entropy import ChunkedLogits, LogitStatistics
 
 
-class Policy(Loss):
+class PolicyLoss(LossFunction):
     keys: schema.Policy
     group = 1
     unit = "clipped objective per token, negated"
@@ -50,7 +50,7 @@ class Policy(Loss):
         known = logits.rows(labels, statistics=True) if self.reads_twice else None
         of_sequences = self._of_sequences(batch, known) if known else None
 
-        def terms(rows: Rows, tokens: slice) -> Tensor:
+        def terms(rows: LogitStatistics, tokens: slice) -> Tensor:
             logp = rows.logprobs[:, 0]
             weights, advantages, behaviour = (
                 column(batch, name, logp)[tokens] for name in ("weights", "advantages", "behaviour")
@@ -73,7 +73,7 @@ class Policy(Loss):
         return logits.sum(labels, terms, statistics=True, rows=known)
 
     def _of_sequences(
-        self, batch: LocalBatch, known: Rows
+        self, batch: LocalBatch, known: LogitStatistics
     ) -> Callable[[Tensor, slice], dict[str, Tensor]]:
         """Return the function that gives each token's loss and clipped weight, [n] each."""
         distance = known.logprobs[:, 0] - batch.columns["behaviour"][0]

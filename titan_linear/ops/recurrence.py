@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.ops.exchange.kcp import incoming_states
-from titan_linear.ops.exchange.trees import fold_tree
+from titan_linear.ops.exchange.tree_kcp import fold_tree
 from titan_linear.ops.exchange.ulysses import heads_to_tokens, tokens_to_heads
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.build_context import of_trees
@@ -127,7 +127,7 @@ def rules(torch_rule: type[Rule], *needs: Check) -> dict[str, Implementation]:
 
 
 @dataclass(eq=False)  # not frozen, for the reason given at `Boundaries`
-class Call:
+class RecurrenceCall:
     """Everything that one call of the driver needs except tensors with gradients."""
 
     inputs: type[AnyInputs]
@@ -180,7 +180,7 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, initial_state: Tensor | None, *tensors: Tensor | None
+        ctx: Any, call: RecurrenceCall, initial_state: Tensor | None, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         inputs = call.inputs(*tensors)
         keep = call.options.disable_recompute and any(ctx.needs_input_grad)
@@ -248,7 +248,9 @@ class Ran(NamedTuple):
 
 
 @kept
-def _forward(call: Call, inputs: AnyInputs, initial_state: Tensor | None, keep: bool) -> Ran:
+def _forward(
+    call: RecurrenceCall, inputs: AnyInputs, initial_state: Tensor | None, keep: bool
+) -> Ran:
     """Run forward up to the final states. `keep` returns the rule too."""
     rule = call.implementation(inputs, call.options, call.boundaries, differentiable=keep)
     states, entering, M = initial_state, None, None
@@ -264,7 +266,7 @@ def _forward(call: Call, inputs: AnyInputs, initial_state: Tensor | None, keep: 
     return Ran(o.to(inputs.v.dtype), final, entering, M, tuple(rule.kept), rule if keep else None)
 
 
-def _initial(states: Tensor | None, call: Call, inputs: AnyInputs) -> States | None:
+def _initial(states: Tensor | None, call: RecurrenceCall, inputs: AnyInputs) -> States | None:
     """Return the states from which entries start, in the dtype of `state_dtype`."""
     if states is None:
         return None
@@ -323,7 +325,7 @@ def run(
     else:
         boundaries = boundaries_of(q, cu_seqlens, cp_context, sequences.cu_seqlens_cpu)
         cp = cp_context if several else None
-        call = Call(type(inputs), rule, options, boundaries, cp, output_final_state)
+        call = RecurrenceCall(type(inputs), rule, options, boundaries, cp, output_final_state)
         o, final = _function(rule)(call, initial_state, *inputs)
     o = o.unflatten(0, q.shape[:2])
     return o, swapped(final, sequences.state_v_first) if output_final_state else None
@@ -372,7 +374,7 @@ def _over_heads(
         lambda x: x.reshape(cp.ranks.world_size, -1)[cp.ranks.rank],
     )
     rule = _implementation(recurrence, inputs, impl)
-    call = Call(type(inputs), rule, options, cp.stream, cp=None, need_final=False)
+    call = RecurrenceCall(type(inputs), rule, options, cp.stream, cp=None, need_final=False)
     o, _ = _function(rule)(call, None, *inputs)
     return heads_to_tokens(o.unsqueeze(0), cp)
 

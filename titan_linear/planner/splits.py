@@ -10,7 +10,7 @@ from titan_linear.config import Config, changed, check_config, data_parallel_deg
 from titan_linear.models.config import ModelConfig
 from titan_linear.planner.machine import Machine
 from titan_linear.planner.memory import GIB, Mean, checkpointings, memory
-from titan_linear.planner.timing import Step, step
+from titan_linear.planner.timing import PlannedStep, step
 from titan_linear.run.preflight import check_checkpointing, check_float8, check_splits
 
 # The largest local batch to try.
@@ -33,16 +33,16 @@ class Setting(NamedTuple):
         """Return the bytes of the GPU that holds most."""
         return sum(memory(config, self.model, self.gpus, self.mean).values())
 
-    def step(self, config: Config) -> Step:
+    def step(self, config: Config) -> PlannedStep:
         return step(config, self.model, self.gpus, self.machine, self.mean)
 
 
-class Split(NamedTuple):
+class PlannedSplit(NamedTuple):
     """A configuration, the memory it needs, and its planned step."""
 
     config: Config
     bytes: float
-    step: Step
+    step: PlannedStep
 
     def rank(self) -> tuple[float, float]:
         """Return a sort key: the fastest first.
@@ -72,7 +72,7 @@ def can_run(config: Config, setting: Setting) -> bool:
     return True
 
 
-def fitting(config: Config, setting: Setting) -> Iterator[Split]:
+def fitting(config: Config, setting: Setting) -> Iterator[PlannedSplit]:
     """Yield the splits that fit, each with the cheapest activation checkpointing.
 
     Tensor parallelism keeps the run's own degree, and takes a higher one only if nothing
@@ -90,7 +90,7 @@ def fitting(config: Config, setting: Setting) -> Iterator[Split]:
             return
 
 
-def with_checkpointing(degrees: Config, setting: Setting) -> Split | None:
+def with_checkpointing(degrees: Config, setting: Setting) -> PlannedSplit | None:
     """Return the split with the cheapest activation checkpointing with which it fits.
 
     None: it does not fit.
@@ -102,12 +102,12 @@ def with_checkpointing(degrees: Config, setting: Setting) -> Split | None:
             config = degrees.model_copy(update={"activation_checkpoint": ac})
             needed = setting.needs(config)
             if needed <= setting.room:
-                fitting.append(Split(config, needed, setting.step(config)))
+                fitting.append(PlannedSplit(config, needed, setting.step(config)))
                 break
         # Nothing is faster than no recomputation.
         if fitting and fitting[0].config.activation_checkpoint.mode == "none":
             break
-    return min(fitting, key=Split.rank, default=None)
+    return min(fitting, key=PlannedSplit.rank, default=None)
 
 
 def candidates(config: Config, setting: Setting, tp: int) -> Iterator[Config]:
@@ -174,7 +174,7 @@ def refuse(config: Config, setting: Setting) -> None:
     )
 
 
-def longest(splits: list[Split], setting: Setting) -> str:
+def longest(splits: list[PlannedSplit], setting: Setting) -> str:
     """Describe the longest stream, found by doubling its length until no split fits.
 
     It is at least as long as the streams of `splits`, which fit.
@@ -186,7 +186,7 @@ def longest(splits: list[Split], setting: Setting) -> str:
     return f"longest stream that fits: {tokens:,} tokens, with {degrees_of(best, setting.gpus)}, checkpointing {way}"
 
 
-def _of_length(splits: list[Split], setting: Setting, length: int) -> Iterator[Config]:
+def _of_length(splits: list[PlannedSplit], setting: Setting, length: int) -> Iterator[Config]:
     """Yield configurations with which a stream of this length fits, the largest cp first."""
     for split in sorted(
         splits, key=lambda split: -split.config.parallelism.context_parallel_degree

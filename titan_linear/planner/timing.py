@@ -47,22 +47,22 @@ from titan_linear.ops.layout.chains import Chains
 from titan_linear.ops.layout.levels import Network, direct_messages, duration, messages, route
 from titan_linear.ops.layout.segments import PROGRAMS
 from titan_linear.ops.runtime.costs import (
-    Attention,
-    Convolution,
-    Exchange,
+    AttentionCost,
+    ConvolutionCost,
+    ExchangeCost,
     Gathered,
-    Grouped,
+    GroupedCost,
     Incoming,
-    Product,
-    Recurrence,
+    ProductCost,
+    RecurrenceCost,
     Ring,
-    Segments,
+    SegmentsCost,
 )
-from titan_linear.planner.counting import Call, Layer, Work
+from titan_linear.planner.counting import LayerCounts, OperatorCall, PassCounts
 from titan_linear.planner.machine import Machine
 from titan_linear.planner.memory import (
-    Batch,
     Mean,
+    MicroBatchShape,
     Units,
     context,
     documents_of,
@@ -129,7 +129,7 @@ class Pass:
 class Clock:
     """Times the layers of one micro-step on a rank."""
 
-    def __init__(self, machine: Machine, batch: Batch, compiled: bool):
+    def __init__(self, machine: Machine, batch: MicroBatchShape, compiled: bool):
         self.machine = machine
         self.rates = machine.rates
         self.batch = batch
@@ -141,7 +141,7 @@ class Clock:
         # Length of the longest entry.
         self.longest = int(described.tables.boundaries.longest)
 
-    def of(self, work: Work, calls: Sequence[Call]) -> Pass:
+    def of(self, work: PassCounts, calls: Sequence[OperatorCall]) -> Pass:
         """Return the time of this work. calls: the calls of `work` that run."""
         parts = dict.fromkeys(PARTS, 0.0)
         # Matrix products; one in float32 counts as WIDE products in bfloat16.
@@ -155,31 +155,33 @@ class Clock:
         else:
             parts["elementwise"] = work.elementwise / self.rates.elementwise
         # Our operators, each of which may add to several parts.
-        segments = next((call.cost.number for call in calls if isinstance(call.cost, Segments)), 0)
+        segments = next(
+            (call.cost.number for call in calls if isinstance(call.cost, SegmentsCost)), 0
+        )
         for call in calls:
             for part, seconds in self._parts(call, segments):
                 parts[part] += seconds
         operations = work.groups if self.compiled else work.operations
         return Pass(parts, work.multiplications + operations + LAUNCHES * len(calls))
 
-    def _parts(self, call: Call, segments: int) -> Iterator[tuple[str, float]]:
+    def _parts(self, call: OperatorCall, segments: int) -> Iterator[tuple[str, float]]:
         """Yield parts of a step, and the seconds that the call adds to each."""
         cost = call.cost
         match cost:
-            case Attention():
+            case AttentionCost():
                 seconds = self._attention(cost)
                 yield "attention", seconds
                 yield "communication", self._keys_exposed(cost.keys, seconds, cost.backward)
-            case Convolution():
+            case ConvolutionCost():
                 yield "recurrence", self.rates.operators[call.name][0] * cost.elements * 1e-9
-            case Recurrence() if call.name in self.rates.operators:
+            case RecurrenceCost() if call.name in self.rates.operators:
                 yield "recurrence", self._recurrence(call.name, cost, segments)
-            case Product():
+            case ProductCost():
                 yield "products", self.rates.float8_product(cost)
-            case Grouped(m, n, k, inside):
+            case GroupedCost(m, n, k, inside):
                 yield "products", self.rates.product((m, n, k), grouped=True)
                 yield "elementwise", inside / self.rates.fused
-            case Exchange():
+            case ExchangeCost():
                 yield "communication", self._exchange(cost)
             case Incoming():
                 yield "communication", self._incoming(cost)
@@ -191,7 +193,7 @@ class Clock:
                     sum(x.nbytes for x in (*inputs, *call.outputs)) / self.rates.fused,
                 )
 
-    def _attention(self, cost: Attention) -> float:
+    def _attention(self, cost: AttentionCost) -> float:
         pairs_of_ranks = self.gathered.pairs.tolist()
         match cost.keys:
             case None:
@@ -222,7 +224,7 @@ class Clock:
             # In backward there is also a reduce-scatter.
             case Gathered(nbytes, share, slices):
                 seconds = (
-                    slices * (1 + backward) * self.cp.ring + nbytes * share / self.cp.all_gather
+                    slices * (1 + backward) * self.cp.message + nbytes * share / self.cp.all_gather
                 )
             case Ring(nbytes, stride):
                 slices = SLICES
@@ -230,7 +232,7 @@ class Clock:
                 seconds = hops * (self.cp.message + nbytes / self.cp.neighbour)
         return max(seconds - compute, seconds / slices)
 
-    def _recurrence(self, name: str, cost: Recurrence, segments: int) -> float:
+    def _recurrence(self, name: str, cost: RecurrenceCost, segments: int) -> float:
         """Return the seconds for all heads, and for the longest scan.
 
         The second is the time by which one head's scan outlasts the work of the GPU on all
@@ -245,7 +247,7 @@ class Clock:
         alone = max(chain - tokens * heads * V / 64 / PROGRAMS, 0.0)
         return (each * tokens * heads * share_of(K, V) + of_chain * alone * K / DIM) * 1e-9
 
-    def _exchange(self, cost: Exchange) -> float:
+    def _exchange(self, cost: ExchangeCost) -> float:
         cp = self.cp
         tp = self.tp
         nbytes = cost.nbytes
@@ -257,11 +259,11 @@ class Clock:
                 group = self.machine.group(cost.ranks, self.batch.tp)
                 return group.message + nbytes * (cost.ranks - 1) / cost.ranks / group.all_to_all
             case "gather":
-                return tp.ring + nbytes * (self.batch.tp - 1) / tp.all_gather
+                return tp.message + nbytes * (self.batch.tp - 1) / tp.all_gather
             case "scatter":
-                return tp.ring + nbytes * others_of_tp / tp.reduce_scatter
+                return tp.message + nbytes * others_of_tp / tp.reduce_scatter
             case "sum":
-                return 2 * tp.ring + nbytes * others_of_tp * (
+                return 2 * tp.message + nbytes * others_of_tp * (
                     1 / tp.all_gather + 1 / tp.reduce_scatter
                 )
 
@@ -287,7 +289,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Step:
+class PlannedStep:
     """A planned step."""
 
     # Seconds by part.
@@ -313,8 +315,8 @@ class Step:
 
 def step(
     config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: Mean = None
-) -> Step:
-    batch = Batch.of(config, mean, machine.node_size)
+) -> PlannedStep:
+    batch = MicroBatchShape.of(config, mean, machine.node_size)
     t = config.training
     u = units(config, model, gpus)
     clock = Clock(machine, batch, config.compile.enable)
@@ -351,10 +353,10 @@ def step(
     spent = sum(parts.values())
     parts["launches"] = max(machine.rates.gap * launches, machine.rates.host * launches - spent)
     # FLOPs count the documents' own work, not the recomputed one.
-    nodes = documents_of(t.seq_len, t.local_batch_size, mean)
-    one = Documents.of(nodes.edges, nodes.depth)
+    trees = documents_of(t.seq_len, t.local_batch_size, mean)
+    one = Documents.of(trees.edges, trees.depth)
     documents = Documents(*(n * t.global_batch_size // t.local_batch_size for n in one))
-    return Step(
+    return PlannedStep(
         parts, documents.tokens, training_flops(model, documents), gpus, machine.rates.peak_tflops
     )
 
@@ -368,7 +370,7 @@ def passes_of(clock: Clock, config: Config, model: ModelConfig) -> list[tuple[Pa
     ]
 
 
-def _passes(clock: Clock, mode: str, layer: Layer) -> tuple[Pass, Pass]:
+def _passes(clock: Clock, mode: str, layer: LayerCounts) -> tuple[Pass, Pass]:
     """Return a layer's forward and backward; backward begins with recomputation, if any."""
     forward = clock.of(layer.forward, layer.forward.calls)
     backward = clock.of(layer.backward, layer.backward.calls)
@@ -384,7 +386,9 @@ def _passes(clock: Clock, mode: str, layer: Layer) -> tuple[Pass, Pass]:
     return forward, Pass(both, again.launches + backward.launches)
 
 
-def _head(config: Config, model: ModelConfig, u: Units, batch: Batch, machine: Machine) -> float:
+def _head(
+    config: Config, model: ModelConfig, u: Units, batch: MicroBatchShape, machine: Machine
+) -> float:
     """Return the seconds of the head.
 
     There are three products per chunk of tokens, two if the weight is frozen. Logits in
@@ -464,9 +468,11 @@ def _shared(config: Config, u: Units, machine: Machine, passes: list[tuple[Pass,
         # Seconds per element on the way from and to the host.
         comes = u.stored / n / machine.offload.to_device if u.offloaded else 0.0
         goes = u.stored / n / machine.offload.to_host if u.offloaded else 0.0
-        gather = [link.ring + size * (u.compute * part / link.all_gather + comes) for size in sizes]
+        gather = [
+            link.message + size * (u.compute * part / link.all_gather + comes) for size in sizes
+        ]
         reduce = [
-            link.ring + size * (u.reduce * part / link.reduce_scatter + goes) for size in trained
+            link.message + size * (u.reduce * part / link.reduce_scatter + goes) for size in trained
         ]
         # Nothing hides the first and the last exchange.
         exposed += gather[0] + gather[-1] + reduce[0] + reduce[-1]
@@ -494,12 +500,12 @@ def _replicas(
         return 0.0
     link = machine.group(replicas, shards * config.parallelism.tensor_parallel_degree)
     sums = 2 * u.local * u.reduce * (replicas - 1) / replicas / link.reduce_scatter
-    return 2 * link.ring + max(
+    return 2 * link.message + max(
         sums - sum(backward.seconds for _, backward in passes), sums / len(u.layers)
     )
 
 
-def _experts(config: Config, model: ModelConfig, batch: Batch, machine: Machine) -> float:
+def _experts(config: Config, model: ModelConfig, batch: MicroBatchShape, machine: Machine) -> float:
     """Return the seconds of a micro-step's exchanges of tokens with the ranks of their
     experts.
 

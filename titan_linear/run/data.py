@@ -12,7 +12,7 @@ from titan_linear.config import (
     COLUMNS,
     OTHER,
     Config,
-    Rule,
+    KeyRule,
     Source,
     Training,
     difference,
@@ -41,9 +41,9 @@ from titan_linear.data import (
     streams_of,
 )
 from titan_linear.data.corpus.scores import content_of_scores, with_scores
-from titan_linear.data.corpus.trees import BACK
+from titan_linear.data.corpus.tree_records import BACK
 from titan_linear.distributed.groups import of_all_ranks
-from titan_linear.losses import Loss, build_loss
+from titan_linear.losses import LossFunction, build_loss
 from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.run.build import under_key
 from titan_linear.storage.hf_io import open_folder
@@ -169,7 +169,7 @@ def build_streams(
     )
 
 
-def check_columns(config: Config, loss: Loss, targets: Targets, corpus: Corpus) -> None:
+def check_columns(config: Config, loss: LossFunction, targets: Targets, corpus: Corpus) -> None:
     """Raise ValueError if a corpus lacks what the loss reads."""
     name = f"loss.name = {config.loss.name!r}"
     if config.training.seq_len_schedule and loss.group:
@@ -383,7 +383,7 @@ def check_alike(config: Config, content: Content, host: dist.ProcessGroup) -> No
 
     That rank is on another node, for example. Paths may differ.
     """
-    own = keys_with(Rule.OF_A_NODE)
+    own = keys_with(KeyRule.OF_A_NODE)
     keys = {key: value for key, value in flat_keys(config).items() if key not in own}
     ranks = of_all_ranks(
         keys | {f"the content of {name}": value for name, value in content.model_dump().items()},

@@ -20,8 +20,8 @@ import torch
 from titan_linear.config import Config, check_config, hf_assets, hf_weights, layer_checkpointing
 from titan_linear.data import (
     MixedStreams,
-    Sample,
     Streams,
+    TaskSample,
     Tokenizer,
     TreeStreams,
     verify_changed,
@@ -386,7 +386,7 @@ def check_evaluation(config: Config, model: ModelConfig, tokenizer: Tokenizer) -
     prompts = open_prompts(config, tokenizer)
     for task in e.tasks:
         for length in (min(e.lengths), longest):
-            prompts.prompt(Sample(task, length, 1.0, 0))
+            prompts.prompt(TaskSample(task, length, 1.0, 0))
 
 
 # --- What a configuration's splits, precision and devices require of the model ----------------------------------------

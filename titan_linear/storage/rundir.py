@@ -30,7 +30,7 @@ from pydantic import BaseModel
 from titan_linear.config import (
     BYTES,
     Config,
-    Rule,
+    KeyRule,
     changed,
     config_to_toml,
     difference,
@@ -154,8 +154,8 @@ def _check_checkpoints_are_used(config: Config, stored: Config) -> None:
 
 
 def _may_change(key: str, old: Any, new: Any) -> bool:
-    return key in keys_with(Rule.MAY_CHANGE) or (
-        key in keys_with(Rule.MAY_MOVE) and bool(old) and bool(new)
+    return key in keys_with(KeyRule.MAY_CHANGE) or (
+        key in keys_with(KeyRule.MAY_MOVE) and bool(old) and bool(new)
     )
 
 
@@ -350,7 +350,7 @@ def _with_absolute_paths(config: Config) -> Config:
         source.model_copy(update={"dataset_path": absolute(source.dataset_path)})
         for source in config.training.mixture
     ]
-    paths = {key: absolute(values[key]) for key in keys_with(Rule.PATH)}
+    paths = {key: absolute(values[key]) for key in keys_with(KeyRule.PATH)}
     if config.model.tokenizer_path == BYTES:
         del paths["model.tokenizer_path"]
     return changed(config, paths | {"training.mixture": mixture})
@@ -404,7 +404,7 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class Line(BaseModel):
+class MetricsLine(BaseModel):
     """The field that every line of metrics has."""
 
     step: int
@@ -412,7 +412,7 @@ class Line(BaseModel):
 
 def _step(path: Path, number: int, line: str) -> int:
     try:
-        return parse_json(line, Line).step
+        return parse_json(line, MetricsLine).step
     except ValueError:
         raise ValueError(
             f"{path}, line {number}, is not a line of metrics: {line[:80]!r}; repair or move it"

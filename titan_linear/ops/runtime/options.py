@@ -94,7 +94,7 @@ class Sequences(NamedTuple):
     # "kcp" (states cross the ranks), or "ulysses" (an all-to-all over heads; the number of
     # ranks must divide the heads).
     cp_method: str
-    # [N] int, prefix trees (layout/nodes.py): the document that each document continues, or
+    # [N] int, prefix trees (layout/prefix_trees.py): the document that each document continues, or
     # −1; excludes states, as cp_context does.
     parents: Tensor | None
     state_v_first: bool = False  # states are [N, HV, V, K]

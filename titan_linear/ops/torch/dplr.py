@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_linear.ops.runtime.options import DPLRInputs, DPLROptions
-from titan_linear.ops.torch.chunked import Chunks, Prepared, TorchRule, sums_after
+from titan_linear.ops.torch.chunked import ChunkLayout, Prepared, TorchRule, sums_after
 from titan_linear.ops.torch.delta_rule import pair_products, solved
 
 
 class TorchDPLR(TorchRule):
     @staticmethod
-    def prepare(inputs: DPLRInputs, options: DPLROptions, chunks: Chunks) -> Prepared:
+    def prepare(inputs: DPLRInputs, options: DPLROptions, chunks: ChunkLayout) -> Prepared:
         q, k, v, a, b, g = (chunks.split(x) for x in widened(inputs, options))
         q = q * options.scale
         gamma = g.cumsum(-2).exp()  # [NC, H, C, K]

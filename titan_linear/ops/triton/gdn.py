@@ -32,13 +32,13 @@ from titan_linear.ops.triton.tiles import (
 )
 
 
-class Numbers(NamedTuple):
+class GDNScalars(NamedTuple):
     scale: float
     # 0: beta is β; otherwise beta holds logits, and β is this times their sigmoid
     beta_range: float | None
 
 
-class Tiles(NamedTuple):
+class GDNTiles(NamedTuple):
     """Tiles of NT chunks with BT = 64 tokens each. The letters are defined in gdn_kernels."""
 
     C: Tensor  # [NT, HV, BT, BT]
@@ -57,18 +57,18 @@ class GDNStages(Stages):
     name = "gdn"
     inputs = Inputs
     prepared = Inputs._fields
-    tiles = Tiles
-    numbers = Numbers
-    kept = Tiles._fields
+    tiles = GDNTiles
+    numbers = GDNScalars
+    kept = GDNTiles._fields
 
-    def numbers_of(self, x: Inputs, options: DeltaRuleOptions) -> Numbers:
-        return Numbers(options.scale, options.beta_range)
+    def numbers_of(self, x: Inputs, options: DeltaRuleOptions) -> GDNScalars:
+        return GDNScalars(options.scale, options.beta_range)
 
-    def tile_shapes(self, x: Inputs, numbers: Numbers) -> Sequence[tuple[Any, ...]]:
+    def tile_shapes(self, x: Inputs, numbers: GDNScalars) -> Sequence[tuple[Any, ...]]:
         matrix = x.k.dtype, x.g.shape[1], BT, BT
         return matrix, matrix, (torch.float32, x.g.shape[1], 2, BT)
 
-    def launch_prepare(self, given: Given, tiles: Tiles) -> None:
+    def launch_prepare(self, given: Given, tiles: GDNTiles) -> None:
         x, numbers = given.x, given.numbers
         if gdn_hopper.prepares(x.k):
             return gdn_hopper.launch_prepare(given, tiles)

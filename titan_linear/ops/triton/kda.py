@@ -29,7 +29,7 @@ from titan_linear.ops.triton.tiles import (
 )
 
 
-class Numbers(NamedTuple):
+class KDAScalars(NamedTuple):
     scale: float
     lower_bound: float
     # g is the log decay (0), or the raw input of the softplus gate (1) or the bounded gate
@@ -40,7 +40,7 @@ class Numbers(NamedTuple):
     beta_range: float | None
 
 
-class Tiles(NamedTuple):
+class KDATiles(NamedTuple):
     """Tiles of NT chunks with C = 64 tokens each. The letters are defined in kda_kernels."""
 
     qg: Tensor  # [NT, HV, K, C] scale·q·2^Γ
@@ -58,14 +58,14 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
-def _constants(tiles: Tiles, kernel: str, V: int, BV: int) -> Config:
+def _constants(tiles: KDATiles, kernel: str, V: int, BV: int) -> Config:
     """Return constants of a kernel that loops over an entry's chunks. BV: upper bound on
     the columns of a slice."""
     _, HV, K, _ = tiles.qg.shape
     return {"HV": HV, "K": K, "V": V, **config(kernel, tiles.qg, K, BV=BV)}
 
 
-def _of_gates(x: Inputs, n: Numbers) -> Config:
+def _of_gates(x: Inputs, n: KDAScalars) -> Config:
     """Return constants of a kernel that reads a chunk's gates."""
     _, H, K = x.q.shape
     return {"H": H, "HV": x.v.shape[1], "K": K, "GATE": int(n.gate)}
@@ -81,28 +81,28 @@ class KDAStages(Stages):
     name = "kda"
     inputs = Inputs
     prepared = Inputs._fields
-    tiles = Tiles
-    numbers = Numbers
+    tiles = KDATiles
+    numbers = KDAScalars
     kept = "Aqk", "Gn"
     again = "qg", "kn", "kg", "decay", "b"
 
-    def numbers_of(self, x: Inputs, options: DeltaRuleOptions) -> Numbers:
+    def numbers_of(self, x: Inputs, options: DeltaRuleOptions) -> KDAScalars:
         gate = 0
         if options.gate_in_kernel:
             gate = 1 if options.lower_bound is None else 2
-        return Numbers(
+        return KDAScalars(
             options.scale, options.lower_bound, gate, options.safe_gate, options.beta_range
         )
 
-    def any_gate(self, numbers: Numbers) -> bool:
+    def any_gate(self, numbers: KDAScalars) -> bool:
         return not numbers.safe_gate
 
-    def tile_shapes(self, x: Inputs, numbers: Numbers) -> Sequence[tuple[Any, ...]]:
+    def tile_shapes(self, x: Inputs, numbers: KDAScalars) -> Sequence[tuple[Any, ...]]:
         (_, HV, K), C, dtype = x.g.shape, CHUNK, compute_dtype(x.q.dtype)
         keys, matrix = (dtype, HV, K, C), (dtype, HV, C, C)
         return keys, keys, keys, (torch.float32, HV, K), (torch.float32, HV, C), matrix, matrix
 
-    def launch_prepare(self, given: Given, tiles: Tiles) -> None:
+    def launch_prepare(self, given: Given, tiles: KDATiles) -> None:
         x, n = given.x, given.numbers
         (NT, HV, K, _), matrices = tiles.qg.shape, given.tiles.Aqk is None
         # Aqk and Gn, if they were kept, are not computed again.

@@ -25,13 +25,13 @@ from titan_linear.ops.triton.stages import Given, Stages
 from titan_linear.ops.triton.tiles import Pair, rows
 
 
-class Numbers(NamedTuple):
+class RWKV7Scalars(NamedTuple):
     scale: float
     # 0: gk is the log decay; otherwise it holds logits, whose sigmoids times this are
     rate: float | None
 
 
-class Tiles(NamedTuple):
+class RWKV7Tiles(NamedTuple):
     """Tiles of NT chunks with C = 64 tokens each. The letters are defined in rwkv7_kernels."""
 
     P: Tensor  # [NT, H, K, K]
@@ -42,13 +42,13 @@ class Tiles(NamedTuple):
     O: Tensor | None  # [NT, H, C, V]; None when recomputed for backward
 
 
-def _of_chunks(kernel: str, tiles: Tiles, numbers: Numbers) -> Config:
+def _of_chunks(kernel: str, tiles: RWKV7Tiles, numbers: RWKV7Scalars) -> Config:
     """Return constants of a kernel that works on each chunk independently."""
     _, H, K, V = tiles.U.shape
     return {"H": H, "K": K, "V": V, "RATE": numbers.rate or None} | config(kernel, tiles.U, K)
 
 
-def _loop(tiles: Tiles, kernel: str = "rwkv7 loop") -> Config:
+def _loop(tiles: RWKV7Tiles, kernel: str = "rwkv7 loop") -> Config:
     """Return constants of a kernel that loops over an entry's chunks."""
     _, H, K, V = tiles.U.shape
     return {"H": H, "K": K, "V": V} | config(kernel, tiles.U, max(K, V), BV=min(K, widest_slice(V)))
@@ -58,17 +58,17 @@ class RWKV7Stages(Stages):
     name = "rwkv7"
     inputs = DPLRInputs
     prepared = DPLRInputs._fields
-    tiles = Tiles
-    numbers = Numbers
+    tiles = RWKV7Tiles
+    numbers = RWKV7Scalars
     kept = ("inverse",)
     again = "P", "U", "Q", "decay"
 
-    def numbers_of(self, x: DPLRInputs, options: DPLROptions) -> Numbers:
-        return Numbers(options.scale, options.rate)
+    def numbers_of(self, x: DPLRInputs, options: DPLROptions) -> RWKV7Scalars:
+        return RWKV7Scalars(options.scale, options.rate)
 
-    def tile_shapes(self, x: DPLRInputs, numbers: Numbers) -> Sequence[tuple[Any, ...]]:
+    def tile_shapes(self, x: DPLRInputs, numbers: RWKV7Scalars) -> Sequence[tuple[Any, ...]]:
         (_, H, K), V, C, dtype = x.q.shape, x.v.shape[2], CHUNK, compute_dtype(x.q.dtype)
-        return Tiles(
+        return RWKV7Tiles(
             P=(dtype, H, K, K),
             U=(dtype, H, K, V),
             Q=(dtype, H, C, K),
@@ -77,7 +77,7 @@ class RWKV7Stages(Stages):
             O=(dtype, H, C, V),
         )
 
-    def launch_prepare(self, given: Given, tiles: Tiles) -> None:
+    def launch_prepare(self, given: Given, tiles: RWKV7Tiles) -> None:
         x, numbers = given.x, given.numbers
         if rwkv7_hopper.fits(x):
             return rwkv7_hopper.launch_prepare(given, tiles)

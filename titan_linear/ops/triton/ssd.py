@@ -53,7 +53,7 @@ BH = 16  # heads per program of the kernels of decays
 PROGRAMS = 256  # programs of `scan`, `carried` or `pairs` that fill a GPU, two per multiprocessor
 
 
-class Numbers(NamedTuple):
+class SSDScalars(NamedTuple):
     scale: float
     softplus: float
     low: float
@@ -61,7 +61,7 @@ class Numbers(NamedTuple):
     parts: float  # numbers per sum of decays; with two, differences are as exact as their terms
 
 
-class Tiles(NamedTuple):
+class SSDTiles(NamedTuple):
     gates: Tensor  # [NT, HV, 1 + parts, BT] fp32: the decay summed in a chunk, in base 2, and Δ
 
 
@@ -76,7 +76,7 @@ def _sliced(kernel: str, k: Tensor, v: Tensor, gates: Tensor) -> Config:
     return {"R": HV // H, "K": K, "V": V, "PARTS": gates.shape[2] - 1} | chosen
 
 
-def _of_decays(n: Numbers, parts: int) -> Config:
+def _of_decays(n: SSDScalars, parts: int) -> Config:
     """Return constants of a kernel that computes a chunk's decays or their gradients."""
     return {"BH": BH, "PARTS": parts - 1, "SOFTPLUS": bool(n.softplus), "num_warps": 4}
 
@@ -178,19 +178,19 @@ class SSDStages(Stages):
     name = "ssd"
     inputs = DecayInputs
     prepared = "g", "A", "dt_bias"
-    tiles = Tiles
-    numbers = Numbers
+    tiles = SSDTiles
+    numbers = SSDScalars
     kept = ()
 
-    def numbers_of(self, x: DecayInputs, options: DecayOptions) -> Numbers:
+    def numbers_of(self, x: DecayInputs, options: DecayOptions) -> SSDScalars:
         low, high = options.dt_limit
         parts = 2 if x.q.dtype == float32 else 1
-        return Numbers(options.scale, options.dt_softplus, low, high, parts)
+        return SSDScalars(options.scale, options.dt_softplus, low, high, parts)
 
-    def tile_shapes(self, x: DecayInputs, numbers: Numbers) -> Sequence[tuple[Any, ...]]:
+    def tile_shapes(self, x: DecayInputs, numbers: SSDScalars) -> Sequence[tuple[Any, ...]]:
         return ((float32, x.g.shape[1], 1 + int(numbers.parts), BT),)
 
-    def launch_prepare(self, given: Given, tiles: Tiles) -> None:
+    def launch_prepare(self, given: Given, tiles: SSDTiles) -> None:
         x, (gates,), n = given.x, tiles, given.numbers
         NT, HV, parts, _ = gates.shape
         constants = _of_decays(n, parts)

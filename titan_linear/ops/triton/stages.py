@@ -256,7 +256,7 @@ class Stages(ABC):
 
     def _cost_by_gates(
         self, outputs: costs.Outputs, inputs: Fields, numbers: list[float], **_: Any
-    ) -> costs.Recurrence:
+    ) -> costs.RecurrenceCost:
         return costs.recurrence(outputs, inputs)._replace(
             any_gate=self.any_gate(self.numbers(*numbers))
         )
