@@ -69,7 +69,7 @@ def chains(fragments: Fragments, ranks: RankGroup, entries: ndarray, *, reverse:
     own = [i for i, f in enumerate(fragments) if f.rank == rank]
     slots, blocks = len(own), len(fragments) // len(own)
     received = _received(fragments, chain, own, world_size)
-    place = {}
+    place: dict[tuple[int, int], int] = {}
     for kind in range(2):
         came = [j for kinds in received for j in kinds[kind]]
         place |= {(j, kind): n for n, j in enumerate(came)}

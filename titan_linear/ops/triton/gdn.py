@@ -9,7 +9,6 @@ gate is -exp(A_log) softplus(g + dt_bias).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,9 +63,9 @@ class GDNStages(Stages):
     def numbers_of(self, x: Inputs, options: DeltaRuleOptions) -> GDNScalars:
         return GDNScalars(options.scale, options.beta_range)
 
-    def tile_shapes(self, x: Inputs, numbers: GDNScalars) -> Sequence[tuple[Any, ...]]:
+    def tile_shapes(self, x: Inputs, numbers: GDNScalars) -> Any:
         matrix = x.k.dtype, x.g.shape[1], BT, BT
-        return matrix, matrix, (torch.float32, x.g.shape[1], 2, BT)
+        return GDNTiles(C=matrix, A=matrix, gates=(torch.float32, x.g.shape[1], 2, BT))
 
     def launch_prepare(self, given: Given, tiles: GDNTiles) -> None:
         x, numbers = given.x, given.numbers
@@ -149,16 +148,18 @@ def _gradients(
     dq, dk = (x.q.new_empty(T, HV, K) for _ in range(2))
     dg, dbeta = x.g.new_empty(x.g.shape), x.beta.new_empty(x.beta.shape)
     d_gate = x.k.new_empty(2, 0 if x.A_log is None else NT, HV, dtype=torch.float32)
-    written = dq, dk, dg, dbeta, d_gate
     if K == V and gdn_hopper.fits(x.k, V):
-        gdn_hopper.launch_gradients(given, (h, dh, y, dv), written)
+        gdn_hopper.launch_gradients(
+            given, h=h, dh=dh, y=y, dv=dv, dq=dq, dk=dk, dg=dg, dbeta=dbeta, d_gate=d_gate
+        )
     else:
         chosen = _sliced("gdn gradients", x.k, HV, V)
         BV, chosen["BETA_RANGE"] = chosen["BV"], numbers.beta_range or None
         kernels.gradients_kernel[(NT * HV,)](
             rows(x.q), rows(x.k), ragged_tiles(x.k, K), ragged_tiles(given.do, BV), ragged_tiles(y, BV),
             ragged_tiles(dv, BV), chunk_tiles(h, BV, K), chunk_tiles(dh, BV, K), tiles.gates, rows(x.g), x.A_log,
-            x.dt_bias, given.initial, given.d_final, *written, given.chunks, numbers.scale, HV, NT, **chosen,
+            x.dt_bias, given.initial, given.d_final, dq, dk, dg, dbeta, d_gate, given.chunks, numbers.scale, HV, NT,
+            **chosen,
         )  # fmt: skip
     # Value heads that share a key head add up their dq and dk.
     if HV > H:

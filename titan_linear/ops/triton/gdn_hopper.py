@@ -549,13 +549,15 @@ def gradients_kernel(
     tma.store_wait(0)
 
 
-def launch_gradients(given: Given, read: tuple[Tensor, ...], written: tuple[Tensor, ...]) -> None:
-    """Launch the gradients. read: h, dh, y and dv. written: dq, dk, dg, dbeta and d_gate."""
-    x, n, (h, dh, y, dv), (dq, dk, *of_gates) = given.x, given.numbers, read, written
+def launch_gradients(
+    given: Given, *, h: Tensor, dh: Tensor, y: Tensor, dv: Tensor, dq: Tensor, dk: Tensor, dg: Tensor, dbeta: Tensor,
+    d_gate: Tensor,
+) -> None:  # fmt: skip
+    x, n = given.x, given.numbers
     NT, HV, K, _ = h.shape
     gradients_kernel[(NT * HV,)](
         *(swizzled(t, K) for t in (x.q, x.k, given.do, y, dv)), *(swizzled(t, K, BT.value) for t in (h, dh)),
         swizzled(dq, K), swizzled(dk, K), given.tiles.gates, rows(x.g), x.A_log, x.dt_bias, given.initial,
-        given.d_final, *of_gates, given.chunks, n.scale, HV, NT, HV // x.k.shape[1], BETA_RANGE=n.beta_range or None,
-        num_warps=4,
+        given.d_final, dg, dbeta, d_gate, given.chunks, n.scale, HV, NT, HV // x.k.shape[1],
+        BETA_RANGE=n.beta_range or None, num_warps=4,
     )  # fmt: skip

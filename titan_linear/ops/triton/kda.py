@@ -6,7 +6,6 @@ between forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -97,10 +96,18 @@ class KDAStages(Stages):
     def any_gate(self, numbers: KDAScalars) -> bool:
         return not numbers.safe_gate
 
-    def tile_shapes(self, x: Inputs, numbers: KDAScalars) -> Sequence[tuple[Any, ...]]:
+    def tile_shapes(self, x: Inputs, numbers: KDAScalars) -> Any:
         (_, HV, K), C, dtype = x.g.shape, CHUNK, compute_dtype(x.q.dtype)
         keys, matrix = (dtype, HV, K, C), (dtype, HV, C, C)
-        return keys, keys, keys, (torch.float32, HV, K), (torch.float32, HV, C), matrix, matrix
+        return KDATiles(
+            qg=keys,
+            kn=keys,
+            kg=keys,
+            decay=(torch.float32, HV, K),
+            b=(torch.float32, HV, C),
+            Aqk=matrix,
+            Gn=matrix,
+        )
 
     def launch_prepare(self, given: Given, tiles: KDATiles) -> None:
         x, n = given.x, given.numbers
@@ -200,10 +207,14 @@ def _gradients(
     BF = config("kda gradient safe", x.q, K, **limits)["BK"]
     fast = None if n.safe_gate else x.g.new_empty(NT, HV, K // BF, dtype=torch.int32)
     constants = _of_gates(x, n) | {"V": V, "BF": BF}
-    sums = None if x.A_log is None else dA_part, None if x.dt_bias is None else dbias_part
+    dA_sums = None if x.A_log is None else dA_part
+    dbias_sums = None if x.dt_bias is None else dbias_part
     passes = _passes(n.safe_gate, "kda gradient safe", "kda gradient")
     if kda_hopper.fits(x):
-        kda_hopper.launch_gradient(given, (r, y, h, dh, dA, dK), (dq, dk, dg), *sums, fast)
+        kda_hopper.launch_gradient(
+            given, r=r, y=y, h=h, dh=dh, dA=dA, dK=dK, dq=dq, dk=dk, dg=dg, dA_part=dA_sums,
+            dbias_part=dbias_sums, fast=fast,
+        )  # fmt: skip
         passes = passes[1:]
     for kernel, safe in passes:
         chosen = config(kernel, x.q, K, **limits)
@@ -211,8 +222,8 @@ def _gradients(
         assert BF % BK == 0, "a program reads one flag"
         kernels.gradient_kernel[NT * HV * (K // BK),](
             rows(x.q), rows(x.k), rows(x.g), ragged_tiles(given.do, BV), chunk_tiles(r, C, BV), chunk_tiles(y, C, BV),
-            chunk_tiles(h, BK, BV), chunk_tiles(dh, BK, BV), x.A_log, x.dt_bias, tiles.b, dA, dK, dq, dk, dg, *sums,
-            fast, given.chunks, n.scale, n.lower_bound, SAFE=safe, **constants, **chosen,
+            chunk_tiles(h, BK, BV), chunk_tiles(dh, BK, BV), x.A_log, x.dt_bias, tiles.b, dA, dK, dq, dk, dg,
+            dA_sums, dbias_sums, fast, given.chunks, n.scale, n.lower_bound, SAFE=safe, **constants, **chosen,
         )  # fmt: skip
     # Add up the value heads' shares, and the chunks' partial sums.
     if HV != H:

@@ -9,7 +9,6 @@ two, 128 bytes per token and head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +65,7 @@ class RWKV7Stages(Stages):
     def numbers_of(self, x: DPLRInputs, options: DPLROptions) -> RWKV7Scalars:
         return RWKV7Scalars(options.scale, options.rate)
 
-    def tile_shapes(self, x: DPLRInputs, numbers: RWKV7Scalars) -> Sequence[tuple[Any, ...]]:
+    def tile_shapes(self, x: DPLRInputs, numbers: RWKV7Scalars) -> Any:
         (_, H, K), V, C, dtype = x.q.shape, x.v.shape[2], CHUNK, compute_dtype(x.q.dtype)
         return RWKV7Tiles(
             P=(dtype, H, K, K),

@@ -26,7 +26,6 @@ read twice from L2, and 0.20 (0.29).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, float32
@@ -157,7 +156,7 @@ def _launch_boundary(
 ) -> None:
     """Compute the last states of the listed entries from zero states, or of the first n of
     the `parts` of all entries."""
-    (F, HV, _, V), (gates,) = S_ext.shape, given.tiles
+    (F, HV, _, V), gates = S_ext.shape, given.tiles.gates
     chosen = _sliced("ssd boundary", x, y, gates) | {"REVERSE": M is None}
     tiles, grid = (_fetched(x), _fetched(y, chosen["BV"])), (F * HV * blocks_of(V, chosen["BV"]),)
     kernels.boundary_kernel[grid](
@@ -187,11 +186,11 @@ class SSDStages(Stages):
         parts = 2 if x.q.dtype == float32 else 1
         return SSDScalars(options.scale, options.dt_softplus, low, high, parts)
 
-    def tile_shapes(self, x: DecayInputs, numbers: SSDScalars) -> Sequence[tuple[Any, ...]]:
-        return ((float32, x.g.shape[1], 1 + int(numbers.parts), BT),)
+    def tile_shapes(self, x: DecayInputs, numbers: SSDScalars) -> Any:
+        return SSDTiles(gates=(float32, x.g.shape[1], 1 + int(numbers.parts), BT))
 
     def launch_prepare(self, given: Given, tiles: SSDTiles) -> None:
-        x, (gates,), n = given.x, tiles, given.numbers
+        x, gates, n = given.x, tiles.gates, given.numbers
         NT, HV, parts, _ = gates.shape
         constants = _of_decays(n, parts)
         kernels.prepare_kernel[(NT * blocks_of(HV, BH),)](
