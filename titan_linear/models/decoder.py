@@ -79,7 +79,8 @@ class Block(nn.Module):
         self.mlp = None
         # Modules for predicting a further token.
         if options.joins:
-            self.enorm, self.hnorm = norm_of(config), norm_of(config)
+            self.enorm = norm_of(config)
+            self.hnorm = norm_of(config)
             self.eh_proj = projection(2 * config.dim, config.dim)
             self.float8 = (("eh_proj",),)
         if options.ends:
@@ -140,7 +141,8 @@ class Block(nn.Module):
         self, x: Tensor, plan: BatchPlan, cache: LayerCache | None, values: Tensor | None
     ) -> Output:
         """Return the sum of the mixers' outputs, and the values that one of them hands on."""
-        outputs, handed_on = [], None
+        outputs = []
+        handed_on = None
         for name, mixer, takes in zip(self.mixer_names, self.mixers, self.takes):
             taken = (values,) if takes else ()
             out = as_output(mixer(x, plan, of_branch(cache, name), *taken))
@@ -333,7 +335,8 @@ class Decoder(nn.Module):
         # predict.
         learns = loss is not None and torch.is_grad_enabled()
         later = plan.later if learns else None
-        count, embedded = len(tokens), []
+        count = len(tokens)
+        embedded = []
         if later is not None:
             tokens = torch.cat([tokens, later.tokens])
         x = self.embedded(tokens)

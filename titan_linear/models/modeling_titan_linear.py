@@ -34,10 +34,14 @@ class TitanLinearDecoderLayer(nn.Module):
 
     def __init__(self, model, layer):
         super().__init__()
-        (mixer,), mlp = model.layers[layer].mixers, model.layers[layer].mlp
-        self.growing, self.post_norm = mixer.growing, mixer.name in model.post_norm
-        self.attn_norm, self.mlp_norm = norm_of(model), norm_of(model)
-        self.attn, self.mlp = mixer.build(model, layer), mlp.build(model.dim)
+        (mixer,) = model.layers[layer].mixers
+        mlp = model.layers[layer].mlp
+        self.growing = mixer.growing
+        self.post_norm = mixer.name in model.post_norm
+        self.attn_norm = norm_of(model)
+        self.mlp_norm = norm_of(model)
+        self.attn = mixer.build(model, layer)
+        self.mlp = mlp.build(model.dim)
         # Convolution weights have three dimensions in checkpoints.
         for module in self.attn.modules():
             if isinstance(module, ConvWeight):
@@ -82,7 +86,8 @@ class TitanLinearModel(nn.Module):
 
     def forward(self, x, attention_mask, caches):
         """Run the layers: x [B, T, dim] -> [B, T, dim]."""
-        T, device = x.shape[1], x.device
+        T = x.shape[1]
+        device = x.device
         is_text = None
         if attention_mask is not None and not attention_mask.all():
             is_text = attention_mask.to(device) != 0

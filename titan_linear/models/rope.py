@@ -119,8 +119,10 @@ class RopeScaling:
             half * math.log(context / (2 * math.pi * turns)) / math.log(theta) for turns in ends
         )
         if self.truncate:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, 2 * half - 1)
+            first = math.floor(first)
+            last = math.ceil(last)
+        first = max(first, 0)
+        last = min(last, 2 * half - 1)
         # A linear ramp between the two.
         channels = torch.arange(half, device=frequencies.device, dtype=frequencies.dtype)
         return 1 - ((channels - first) / (last - first or 1e-3)).clamp(0, 1)

@@ -317,7 +317,8 @@ def _summed(
     If gradients are wanted, write the gradient of x to `dx`, and add the gradient of the
     weight to `dweight`.
     """
-    x, ids = of.x, of.ids
+    x = of.x
+    ids = of.ids
     wide = torch.promote_types(x.dtype, torch.float32)
     row_statistics, logits_gradient = CROSS_ENTROPY.load(name)
     total = x.new_zeros((), dtype=wide)

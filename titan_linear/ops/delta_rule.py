@@ -76,7 +76,9 @@ def _run(
 def _check_inputs(inputs: Inputs, options: DeltaRuleOptions) -> None:
     """Raise ValueError for shapes and switches that do not fit; the message has the remedy."""
     # Shapes of tensors per token; g has a channel dimension for KDA only.
-    g, beta, A_log = inputs.g, inputs.beta, inputs.A_log
+    g = inputs.g
+    beta = inputs.beta
+    A_log = inputs.A_log
     B, T, HV, K, _ = check_queries(inputs.q, inputs.k, inputs.v)
     for name, x, shape in (
         ("g", g, (B, T, HV) if g.dim() == 3 else (B, T, HV, K)),

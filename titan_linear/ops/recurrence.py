@@ -185,7 +185,8 @@ class _Recurrence(torch.autograd.Function):
         inputs = call.inputs(*tensors)
         keep = call.options.disable_recompute and any(ctx.needs_input_grad)
         ran = _forward(call, inputs, initial_state, keep)
-        ctx.call, ctx.rule = call, ran.rule
+        ctx.call = call
+        ctx.rule = ran.rule
         states = initial_state if call.starts is None else ran.entering
         ctx.save_for_backward(*Saved(inputs, states, ran.M, ran.kept).tensors())
         ctx.set_materialize_grads(False)
@@ -253,7 +254,9 @@ def _forward(
 ) -> Ran:
     """Run forward up to the final states. `keep` returns the rule too."""
     rule = call.implementation(inputs, call.options, call.boundaries, differentiable=keep)
-    states, entering, M = initial_state, None, None
+    states = initial_state
+    entering = None
+    M = None
     # States enter from parent entries, from other ranks, or from the caller.
     if tree := call.boundaries.tree:
         S_ext, M = rule.boundary(tree.points)
@@ -290,13 +293,15 @@ def run(
     """
     # Check the arguments that all recurrences have.
     check_floats(**{recurrence.named(name): x for name, x in arguments._asdict().items()})
-    q, v = arguments.q, arguments.v
+    q = arguments.q
+    v = arguments.v
     cu_seqlens, cp_context = of_trees(
         sequences.parents, sequences.cu_seqlens, sequences.cp_context, q.device
     )
     if sequences.cp_method not in ("kcp", "ulysses"):
         raise ValueError(f"cp_method = {sequences.cp_method!r} is unknown; use 'kcp' or 'ulysses'")
-    initial_state, output_final_state = sequences.initial_state, sequences.output_final_state
+    initial_state = sequences.initial_state
+    output_final_state = sequences.output_final_state
     if cp_context is not None:
         check_cp(
             recurrence.named("q"), q, initial_state, output_final_state, cu_seqlens, cp_context

@@ -93,7 +93,8 @@ class AttentionMixer(nn.Module):
         "width" normalizes before the split, "head" after it.
         """
         if self.qk_norm == "width":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         q = q.unflatten(-1, (-1, self.head_dim))
         k = k.unflatten(-1, (-1, self.head_dim))
         return (self.q_norm(q), self.k_norm(k)) if self.qk_norm == "head" else (q, k)

@@ -76,7 +76,8 @@ class DeltaOptions(RecurrentOptions):
         applying them, where the inverse of the second counts as a product. Chunks count as
         full squares, as kernels compute them.
         """
-        K, V = self.head_dim, self.v_head_dim
+        K = self.head_dim
+        V = self.v_head_dim
         return self.v_heads * (6 * K * V * documents.tokens + 4 * (K + V) * documents.chunk_pairs)
 
     def scan_programs(self, ranks: int) -> int:
@@ -184,16 +185,19 @@ class KDAMixer(DeltaMixer):
             f_proj, g_proj = (
                 nn.Sequential(projection(config.dim, rank), second) for second in (f_proj, g_proj)
             )
-        self.f_proj, self.g_proj = f_proj, g_proj
+        self.f_proj = f_proj
+        self.g_proj = g_proj
         self.A_log = nn.Parameter(torch.empty(options.v_heads))
         self.dt_bias = nn.Parameter(torch.empty(gate_dim))
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         f = g = x
-        f_out, g_out = self.f_proj, self.g_proj
+        f_out = self.f_proj
+        g_out = self.g_proj
         if self.low_rank_gates:
             f, g = project_each(x, f_out[0], g_out[0])
-            f_out, g_out = f_out[1], g_out[1]
+            f_out = f_out[1]
+            g_out = g_out[1]
         return f_out(f).unflatten(-1, (-1, self.head_dim)), self.b_proj(x), g_out(g)
 
     def _log_decay(self, inputs: Inputs) -> Tensor:

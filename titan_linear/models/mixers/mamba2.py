@@ -46,7 +46,8 @@ class GroupedRMSNorm(nn.Module):
     def __init__(self, dim: int, groups: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
-        self.width, self.eps = dim // groups, eps
+        self.width = dim // groups
+        self.eps = eps
         self.initial = {"weight": ones}
         # Ranks of tensor parallelism.
         self.ranks: Ranks | None = None
@@ -221,7 +222,8 @@ class Mamba2(RecurrentOptions):
         tokens in a chunk takes 2 N for each group's C Bᵀ, and 2 P for each head's use of
         it.
         """
-        inner, N = self.heads * self.head_dim, self.state_dim
+        inner = self.heads * self.head_dim
+        N = self.state_dim
         return (
             4 * inner * N * documents.tokens + 2 * (self.groups * N + inner) * documents.chunk_pairs
         )

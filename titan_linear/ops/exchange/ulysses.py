@@ -149,7 +149,8 @@ def _all_to_all(parts: Tensor, group: str) -> Tensor:
 
     If there are fewer parts than ranks, they belong to the ranks of this rank's node.
     """
-    ranks, parts = group_named(group), parts.contiguous()
+    ranks = group_named(group)
+    parts = parts.contiguous()
     if len(parts) < ranks.size():
         sizes = [0] * ranks.size()
         first = ranks.rank() // len(parts) * len(parts)

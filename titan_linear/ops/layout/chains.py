@@ -64,10 +64,12 @@ def chains(fragments: Fragments, ranks: RankGroup, entries: ndarray, *, reverse:
         entries: [slots, 2], the first and last entry of each fragment of this rank.
     """
     # The fragments that fold into each fragment, and the ones that this rank receives.
-    rank, world_size = ranks.rank, ranks.world_size
+    rank = ranks.rank
+    world_size = ranks.world_size
     chain = _walks(fragments, reverse)
     own = [i for i, f in enumerate(fragments) if f.rank == rank]
-    slots, blocks = len(own), len(fragments) // len(own)
+    slots = len(own)
+    blocks = len(fragments) // len(own)
     received = _received(fragments, chain, own, world_size)
     place: dict[tuple[int, int], int] = {}
     for kind in range(2):
@@ -131,9 +133,11 @@ def _walks(fragments: Fragments, reverse: bool) -> list[range]:
     These are adjacent fragments, so each result is a range.
     """
     order = range(len(fragments))
-    walks, first = [range(0)] * len(fragments), 0
+    walks = [range(0)] * len(fragments)
+    first = 0
     for i in reversed(order) if reverse else order:
-        f, before = fragments[i], i + 1 if reverse else i - 1
+        f = fragments[i]
+        before = i + 1 if reverse else i - 1
         if f.leaves if reverse else f.enters:
             first = first if fragments[before].through else before
             walks[i] = range(first, i, -1 if reverse else 1)

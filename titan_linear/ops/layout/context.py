@@ -104,7 +104,8 @@ class CPContext:
 
         The fragments that a node's ranks hold in one slot form one fragment of the node.
         """
-        slots, ranks = self.cut.slots, range(self.ranks.node_size)
+        slots = self.cut.slots
+        ranks = range(self.ranks.node_size)
         mirrored = [self.layout == "zigzag" and slot % 2 for slot in range(slots)]
         return tuple(
             r * slots + s for s in range(slots) for r in (ranks[::-1] if mirrored[s] else ranks)

@@ -43,7 +43,8 @@ class QueryRuns(NamedTuple):
 def entries(cut: Cut) -> QueryRuns:
     """Cut documents at fragment boundaries. Returns the part of each document in each
     fragment, in global order."""
-    fragments, (documents, begins) = cut.fragments, cut.trees.chains
+    fragments = cut.fragments
+    documents, begins = cut.trees.chains
     size = fragments[0].end
     cuts = np.arange(len(fragments)) * size
     at = np.searchsorted(documents, cuts)
@@ -100,7 +101,8 @@ class Spans(NamedTuple):
 
     def rows(self) -> Iterator[tuple[slice, slice]]:
         """Return the query rows and the key rows of each span."""
-        queries, keys = pairwise(self.q_cpu.tolist()), pairwise(self.k_cpu.tolist())
+        queries = pairwise(self.q_cpu.tolist())
+        keys = pairwise(self.k_cpu.tolist())
         for (a, b), (c, d) in zip(queries, keys, strict=True):
             yield slice(a, b), slice(c, d)
 
@@ -223,7 +225,8 @@ def _key_routes(
     spans, in order.
     """
     world_size, slots, _ = blocks.shape
-    fragments, owners = cut.fragments, cut.owners
+    fragments = cut.fragments
+    owners = cut.owners
     size = fragments[0].end
     tokens = slots * size
     received, sent = needed.traffic(blocks)
@@ -295,7 +298,8 @@ def _bounds(lengths: ndarray) -> ndarray:
 def _by_fragment(start: ndarray, end: ndarray, size: int) -> tuple[ndarray, ...]:
     """Cut ranges of global tokens at fragment boundaries. Returns the index of each piece's
     range and of its fragment, and its start and end."""
-    first, after = start // size, -(-end // size)
+    first = start // size
+    after = -(-end // size)
     i = np.repeat(np.arange(len(start)), after - first)
     n = np.repeat(after - np.cumsum(after - first), after - first) + np.arange(len(i))
     return i, n, np.maximum(start[i], n * size), np.minimum(end[i], (n + 1) * size)

@@ -145,7 +145,8 @@ def attend_spans(
     else:
         parts = [attend(q[:, i], k[:, j], v[:, j], scale, causal) for i, j in spans.rows()]
         outputs, sums = zip(*parts, strict=True)
-        o, lse = torch.cat(outputs, dim=1), torch.cat(sums, dim=2)
+        o = torch.cat(outputs, dim=1)
+        lse = torch.cat(sums, dim=2)
     # In prefix trees, merge the keys above each span.
     for i, j in spans.rectangles():
         o = o.contiguous()

@@ -100,7 +100,8 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) 
 
 
 def _cudnn_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
-    Tq, Tk = q.shape[1], k.shape[1]
+    Tq = q.shape[1]
+    Tk = k.shape[1]
     q, k, v, do, o = _heads_first(*_two_widths(q, k, v, do, o))
     lse = lse.contiguous().unsqueeze(-1)  # [B, Hq, Tq, 1]
     # no dropout: neither seed nor offset is read
@@ -148,7 +149,8 @@ def _batch_varlen(q: Tensor, k: Tensor) -> Varlen:
 
     The boundaries are made on the device, without a copy.
     """
-    (B, Tq), Tk = q.shape[:2], k.shape[1]
+    B, Tq = q.shape[:2]
+    Tk = k.shape[1]
     cu_q, cu_k = (
         torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device) for T in (Tq, Tk)
     )
@@ -194,7 +196,8 @@ TILE = 128  # rows of queries that are computed at a time
 def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
     acc = accumulator_dtype(q.dtype)
     k, v = (x.transpose(1, 2).to(acc) for x in (k, v))  # [B, Hkv, Tk, D]
-    outputs, lses = [], []
+    outputs = []
+    lses = []
     for i in range(0, q.shape[1], TILE):
         rows = q[:, i : i + TILE]
         scores = _tile_scores(rows, k, scale, i if causal else None)  # [B, Hkv, G·t, keys]
@@ -207,7 +210,8 @@ def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) 
 
 @without_autocast
 def _tiled_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
-    acc, Hkv = accumulator_dtype(q.dtype), k.shape[2]
+    acc = accumulator_dtype(q.dtype)
+    Hkv = k.shape[2]
     k, v = (x.transpose(1, 2).to(acc) for x in (k, v))
     dk = torch.zeros_like(k)
     dv = torch.zeros_like(v)
@@ -235,7 +239,8 @@ def _tile_scores(q: Tensor, k: Tensor, scale: float, first: int | None) -> Tenso
 
     `first` is the tile's row in a causal square; None: without a mask.
     """
-    t, Hkv = q.shape[1], k.shape[1]
+    t = q.shape[1]
+    Hkv = k.shape[1]
     if first is None:
         return _fold_groups(q.to(k.dtype), Hkv) @ k.mT * scale
     # Only keys up to the tile's last row; mask its own triangle.

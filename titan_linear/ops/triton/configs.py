@@ -213,7 +213,8 @@ def decay_needs() -> tuple[Check, ...]:
 
 
 def whole_states(t: Target) -> str | None:
-    K, V = t.dims["K"], t.dims["V"]
+    K = t.dims["K"]
+    V = t.dims["V"]
     if K > 64 and V <= 32 and t.dtype in HALF:  # ptxas 12.8 miscompiles the gradients' descriptors
         return f"K = {K}, V = {V}: in 16 bits V is above 32 where K is above 64"
     if K >= 16 and K & (K - 1) == 0 and V % 16 == 0:

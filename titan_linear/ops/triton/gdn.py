@@ -68,10 +68,12 @@ class GDNStages(Stages):
         return GDNTiles(C=matrix, A=matrix, gates=(torch.float32, x.g.shape[1], 2, BT))
 
     def launch_prepare(self, given: Given, tiles: GDNTiles) -> None:
-        x, numbers = given.x, given.numbers
+        x = given.x
+        numbers = given.numbers
         if gdn_hopper.prepares(x.k):
             return gdn_hopper.launch_prepare(given, tiles)
-        (_, H, K), (NT, HV, _, _) = x.k.shape, tiles.C.shape
+        _, H, K = x.k.shape
+        NT, HV, _, _ = tiles.C.shape
         streams = *map(rows, (x.q, x.k, x.g, x.beta)), x.A_log, x.dt_bias
         constants = {"R": HV // H, "K": K, "BETA_RANGE": numbers.beta_range or None} | config(
             "gdn prepare", x.k, K
@@ -86,8 +88,10 @@ class GDNStages(Stages):
         )
 
     def launch_scan(self, given: Given, **outputs: Any) -> None:
-        x, tiles = given.x, given.tiles
-        (_, HV, V), K = x.v.shape, x.k.shape[2]
+        x = given.x
+        tiles = given.tiles
+        _, HV, V = x.v.shape
+        K = x.k.shape[2]
         if "M" not in outputs and gdn_hopper.fits(x.k, V):
             return gdn_hopper.launch_scan(given, **outputs)
         kernel = "gdn boundary" if "M" in outputs else "gdn states"
@@ -96,7 +100,8 @@ class GDNStages(Stages):
             outputs |= {"q_desc": ragged_tiles(x.q, K), "A_desc": chunk_tiles(tiles.A)}
         chosen = _sliced(kernel, x.k, HV, V)
         # Slices of the transition's columns follow the slices of V.
-        columns, BV = V + K if "M" in outputs else V, chosen["BV"]
+        columns = V + K if "M" in outputs else V
+        BV = chosen["BV"]
         programs = given.listed_entries * HV * (columns // BV)
         kernels.scan_kernel[(programs,)](
             ragged_tiles(x.k, K), ragged_tiles(x.v, BV), chunk_tiles(tiles.C), tiles.gates, given.initial,
@@ -104,8 +109,10 @@ class GDNStages(Stages):
         )  # fmt: skip
 
     def launch_reverse(self, given: Given, d_initial: Pair, **outputs: Tensor) -> None:
-        x, tiles = given.x, given.tiles
-        (_, HV, V), K = given.do.shape, x.k.shape[2]
+        x = given.x
+        tiles = given.tiles
+        _, HV, V = given.do.shape
+        K = x.k.shape[2]
         if outputs and gdn_hopper.fits(x.k, V):
             return gdn_hopper.launch_reverse(given, d_initial, **outputs)
         # Scan in Triton, slice by slice of V.
@@ -119,7 +126,9 @@ class GDNStages(Stages):
 
     def launch_backward(self, given: Given, d_initial: Tensor | None) -> tuple[Tensor | None, ...]:
         x = given.x
-        (NT, HV, _, _), (_, _, K), V = given.tiles.C.shape, x.k.shape, x.v.shape[2]
+        NT, HV, _, _ = given.tiles.C.shape
+        _, _, K = x.k.shape
+        V = x.v.shape[2]
         h, dh = (x.k.new_empty(NT, HV, K, V) for _ in range(2))
         y, dv = (x.v.new_empty(x.v.shape) for _ in range(2))
         # Recompute the states, then scan their gradients in reverse.
@@ -131,7 +140,8 @@ class GDNStages(Stages):
     def room(self, x: Inputs) -> int:
         """Return the bytes of each chunk's states, their gradients and y, and of dq and dk
         per value head where value heads share keys."""
-        (T, HV, V), (_, H, K) = x.v.shape, x.k.shape
+        T, HV, V = x.v.shape
+        _, H, K = x.k.shape
         shared = 2 * K if HV > H else 0
         return T * HV * (2 * K * V // BT + V + shared) * x.v.element_size()
 
@@ -143,10 +153,14 @@ def _gradients(
     given: Given, h: Tensor, dh: Tensor, y: Tensor, dv: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Return dq, dk, dg, dbeta, dA_log and ddt_bias."""
-    x, tiles, numbers = given.x, given.tiles, given.numbers
-    (T, H, K), (NT, HV, _, V) = x.k.shape, h.shape
+    x = given.x
+    tiles = given.tiles
+    numbers = given.numbers
+    T, H, K = x.k.shape
+    NT, HV, _, V = h.shape
     dq, dk = (x.q.new_empty(T, HV, K) for _ in range(2))
-    dg, dbeta = x.g.new_empty(x.g.shape), x.beta.new_empty(x.beta.shape)
+    dg = x.g.new_empty(x.g.shape)
+    dbeta = x.beta.new_empty(x.beta.shape)
     d_gate = x.k.new_empty(2, 0 if x.A_log is None else NT, HV, dtype=torch.float32)
     if K == V and gdn_hopper.fits(x.k, V):
         gdn_hopper.launch_gradients(
@@ -154,7 +168,8 @@ def _gradients(
         )
     else:
         chosen = _sliced("gdn gradients", x.k, HV, V)
-        BV, chosen["BETA_RANGE"] = chosen["BV"], numbers.beta_range or None
+        BV = chosen["BV"]
+        chosen["BETA_RANGE"] = numbers.beta_range or None
         kernels.gradients_kernel[(NT * HV,)](
             rows(x.q), rows(x.k), ragged_tiles(x.k, K), ragged_tiles(given.do, BV), ragged_tiles(y, BV),
             ragged_tiles(dv, BV), chunk_tiles(h, BV, K), chunk_tiles(dh, BV, K), tiles.gates, rows(x.g), x.A_log,
@@ -163,6 +178,7 @@ def _gradients(
         )  # fmt: skip
     # Value heads that share a key head add up their dq and dk.
     if HV > H:
-        dq, dk = sum_groups(dq, x.q), sum_groups(dk, x.k)
+        dq = sum_groups(dq, x.q)
+        dk = sum_groups(dk, x.k)
     dA_log, ddt_bias = d_gate.sum(1)
     return dq, dk, dg, dbeta, gradient_like(x.A_log, dA_log), gradient_like(x.dt_bias, ddt_bias)

@@ -131,7 +131,10 @@ def prepares(k: Tensor) -> bool:
 
 
 def launch_prepare(given: Given, tiles: Any) -> None:
-    x, n, (NT, HV, _, _), (_, H, K) = given.x, given.numbers, tiles.C.shape, given.x.k.shape
+    x = given.x
+    n = given.numbers
+    NT, HV, _, _ = tiles.C.shape
+    _, H, K = given.x.k.shape
     prepare_kernel[(NT * HV,)](
         swizzled(x.q, K), swizzled(x.k, K), *(swizzled(t, BT.value, BT.value) for t in (tiles.A, tiles.C)), rows(x.g),
         rows(x.beta), x.A_log, x.dt_bias, tiles.gates, given.chunks, n.scale, HV, HV // H, K=K,
@@ -353,7 +356,9 @@ def _launch(
 ) -> None:
     """Launch the scan. states: the chunks' states to write, or None. ends: the entries'
     states to read and to write."""
-    x, tiles, (_, HV, V) = given.x, given.tiles, v.shape
+    x = given.x
+    tiles = given.tiles
+    _, HV, V = v.shape
     read: tuple[TensorDescriptor | None, ...] = None, None
     if BACK or states is None:
         read = swizzled(x.q, K.value), swizzled(tiles.A, BT.value, BT.value)
@@ -553,7 +558,8 @@ def launch_gradients(
     given: Given, *, h: Tensor, dh: Tensor, y: Tensor, dv: Tensor, dq: Tensor, dk: Tensor, dg: Tensor, dbeta: Tensor,
     d_gate: Tensor,
 ) -> None:  # fmt: skip
-    x, n = given.x, given.numbers
+    x = given.x
+    n = given.numbers
     NT, HV, K, _ = h.shape
     gradients_kernel[(NT * HV,)](
         *(swizzled(t, K) for t in (x.q, x.k, given.do, y, dv)), *(swizzled(t, K, BT.value) for t in (h, dh)),

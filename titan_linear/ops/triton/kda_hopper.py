@@ -267,7 +267,9 @@ def prepares(x: Inputs, safe_gate: float, gate: float) -> bool:
 
 
 def launch_prepare(given: Given, tiles: Any) -> None:
-    x, n, (NT, HV, *_) = given.x, given.numbers, tiles.qg.shape
+    x = given.x
+    n = given.numbers
+    NT, HV, *_ = tiles.qg.shape
     prepare_kernel[(NT * HV,)](
         *(swizzled(t, C.value) for t in (x.q, x.k, x.g)),
         *(None if t is None else swizzled(t, C.value, C.value) for t in (*tiles[:3], tiles.Aqk, tiles.Gn)),
@@ -423,7 +425,8 @@ def launch_gradient(
     given: Given, *, r: Tensor, y: Tensor, h: Tensor, dh: Tensor, dA: Tensor, dK: Tensor, dq: Tensor, dk: Tensor,
     dg: Tensor, dA_part: Tensor | None, dbias_part: Tensor | None, fast: Tensor | None,
 ) -> None:  # fmt: skip
-    x, n = given.x, given.numbers
+    x = given.x
+    n = given.numbers
     NT, HV, K, _ = given.tiles.qg.shape
     gradient_kernel[(NT * HV * (K // C.value),)](
         *(swizzled(t, C.value) for t in (x.q, x.k, x.g, given.do)), swizzled(r, C.value, C.value),

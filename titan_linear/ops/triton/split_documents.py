@@ -73,7 +73,8 @@ class SplitDocuments:
         if kept:
             self.states, self.M, *rest = kept
             tables = len(Segments._fields)
-            self.segments, tiles = Segments(*rest[:tables]), rest[tables:]
+            self.segments = Segments(*rest[:tables])
+            tiles = rest[tables:]
         else:
             self.segments = find()
         s = self.segments

@@ -53,7 +53,8 @@ STAGES = constexpr(3)
 
 def fits(x: DecayInputs) -> bool:
     """Return whether this kernel supports heads and dtypes like x's."""
-    (_, H, _), (_, HV, V) = x.k.shape, x.v.shape
+    _, H, _ = x.k.shape
+    _, HV, V = x.v.shape
     shaped = BV.value == V and HV // H % 2 == 0 and fits_gdn(x.k, V)
     return shaped and (x.D is None or x.D.numel() == HV)
 

@@ -279,7 +279,9 @@ class TritonRule:
         chunks: Chunks,
         kept: Sequence[Tensor],
     ):
-        self.stages, self.inputs, self.chunks = stages, inputs, chunks
+        self.stages = stages
+        self.inputs = inputs
+        self.chunks = chunks
         self.numbers = [float(n or 0) for n in stages.numbers_of(inputs, options)]
         # Start from the kept tiles, and compute the rest.
         none = stages.tiles(*[None] * len(stages.tiles._fields))
