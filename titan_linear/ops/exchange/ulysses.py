@@ -55,7 +55,9 @@ def ulysses_attention(
     head is sent to each rank that has queries for it, and autograd sums its gradients.
     """
     k, v = (_copied(x, "ulysses", q.shape[2], cp.ranks.world_size) for x in (k, v))
-    q, k, v = (tokens_to_heads(x, cp) for x in (q, k, v))
+    q = tokens_to_heads(q, cp)
+    k = tokens_to_heads(k, cp)
+    v = tokens_to_heads(v, cp)
     return heads_to_tokens(local_attention(q, k, v, scale, causal, cp.stream), cp)
 
 

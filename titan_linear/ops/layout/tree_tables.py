@@ -53,7 +53,8 @@ def paths_of(trees: PrefixTrees) -> PathTables:
         order = np.argsort(rows, kind="stable")
         copied = rows, order, np.searchsorted(rows[order], np.arange(edges[-1]))
     longest = (np.diff(x).max(keepdims=True) for x in (edges, k))
-    q, k = (x.astype(np.int32) for x in (edges, k))
+    q = edges.astype(np.int32)
+    k = k.astype(np.int32)
     spans = Spans(*map(torch.from_numpy, (q, k, q, k, *longest, two_or_more(below))))
     return PathTables(spans, *map(torch.from_numpy, copied))
 

@@ -163,7 +163,8 @@ def _batch_varlen(q: Tensor, k: Tensor) -> Varlen:
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
     Tq = q.shape[1]
     groups = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
+    k = k.repeat_interleave(groups, dim=2)
+    v = v.repeat_interleave(groups, dim=2)
     q, k, v = _heads_first(*_equal_width(q, k, v, multiple=4))
     o, lse = aten._scaled_dot_product_efficient_attention(
         q, k, v, None, True, 0.0, causal, scale=scale

@@ -73,7 +73,8 @@ def widths(D: int, Dv: int, grouped: bool = False) -> tuple[int, int]:
     """Return the padded head dims: multiples of 8, and equal except for MLA's (192, 128)
     where heads are not grouped.
     """
-    D, Dv = (-(-x // 8) * 8 for x in (D, Dv))
+    D = -(-D // 8) * 8
+    Dv = -(-Dv // 8) * 8
     return (D, Dv) if (D, Dv) == (192, 128) and not grouped else 2 * (max(D, Dv),)
 
 
@@ -167,7 +168,8 @@ def _exact(
     sees = ((span_q[:, None] == span_k) & (to_end_q[:, None] <= to_end_k)).to(q.device)
     # Forward, then the gradients of softmax attention.
     groups = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
+    k = k.repeat_interleave(groups, 2)
+    v = v.repeat_interleave(groups, 2)
     q, do, k, v = (x.transpose(1, 2) for x in (q, do, k, v))
     p = (q @ k.mT * scale).masked_fill(~sees, -torch.inf).softmax(-1)  # [B, Hq, Tq, Tk]
     dp = do @ v.mT
