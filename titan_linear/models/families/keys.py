@@ -280,15 +280,16 @@ def rope(theta: float, fraction: float | None = None) -> Row:
 
 def write_rope(attention: Attention) -> Json:
     """Write `rope_parameters`, and the context length of YaRN."""
-    positions = dict(
-        rope_theta=attention.rope_theta, partial_rotary_factor=attention.rotary_fraction
-    )
+    positions = {
+        "rope_theta": attention.rope_theta,
+        "partial_rotary_factor": attention.rotary_fraction,
+    }
     if (rope := attention.rope_scaling) is None:
-        return dict(rope_parameters=dict(rope_type="default", **positions))
+        return {"rope_parameters": {"rope_type": "default", **positions}}
     used = {name: x for name in USES[rope.rope_type] if (x := getattr(rope, name)) is not None}
     reached = rope.reached if rope.rope_type == "yarn" else None
     longest = {"max_position_embeddings": round(reached)} if reached else {}
-    return dict(rope_parameters=used | positions, **longest)
+    return {"rope_parameters": used | positions, **longest}
 
 
 # A limit may be an object that stands for Infinity.
@@ -299,7 +300,7 @@ def _read_time_step_limit(key: Keys) -> Json:
         raise ValueError(
             f"config.json: time_step_limit = {limits}; give the lower limit, then the upper one"
         )
-    return dict(dt_min=limits[0], dt_max=limits[1])
+    return {"dt_min": limits[0], "dt_max": limits[1]}
 
 
 def _write_time_step_limit(mamba: Mamba2) -> Json:
@@ -314,9 +315,9 @@ TIME_STEP_LIMIT = Row(_read_time_step_limit, _write_time_step_limit)
 
 
 def write_layer_types(model: ModelConfig, linear: str = "linear_attention") -> Json:
-    return dict(
-        layer_types=[linear if x.mixers[0].linear else "full_attention" for x in model.layers]
-    )
+    return {
+        "layer_types": [linear if x.mixers[0].linear else "full_attention" for x in model.layers]
+    }
 
 
 def layer_types(

@@ -65,7 +65,7 @@ def adamw(
     constants = group["weight_decay"], *group["betas"], group["eps"], *logs
     to = p if copy is None else copy
     n = p.numel()
-    adamw_kernel[(blocks_of(n, BLOCK),)](
+    adamw_kernel[blocks_of(n, BLOCK),](
         p,
         to,
         g,

@@ -434,7 +434,7 @@ def conv1d(
         **shape,
     )
     if output_final_state and W > 1:
-        conv1d_final_state_kernel[(blocks_of(D, 256) * N,)](
+        conv1d_final_state_kernel[blocks_of(D, 256) * N,](
             x, initial, final_state, cu_seqlens, D, x.stride(0), W=W, BD=256, num_warps=1
         )
     return outputs
@@ -485,7 +485,7 @@ def conv1d_backward(
     shape, blocks = _blocks(widths, BACKWARD_CONFIG, norm_dim)
     sizes = D, *[*widths, 0][:2], blocks, x.stride(0), _padded([dy.stride(0) for dy in dys])
     grads = d_final, dx, d_weight, d_bias, d_state
-    conv1d_bwd_kernel[(NT * blocks,)](
+    conv1d_bwd_kernel[NT * blocks,](
         x, weight.contiguous(), bias, (state, state_index), _padded(dys), *grads, cu_seqlens, chunk_index, *sizes,
         W=W, BT=BT, SILU=silu, **shape,
     )  # fmt: skip

@@ -55,7 +55,7 @@ def top_k(scores: Tensor, k: int) -> Tensor:
     BE = triton.next_power_of_2(E)
     BN = max(TILE // BE, 1)
     if N:
-        top_k_kernel[(blocks_of(N, BN),)](scores, experts, N, E, K=k, BN=BN, BE=BE, num_warps=4)
+        top_k_kernel[blocks_of(N, BN),](scores, experts, N, E, K=k, BN=BN, BE=BE, num_warps=4)
     return experts
 
 

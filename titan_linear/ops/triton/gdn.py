@@ -78,12 +78,12 @@ class GDNStages(Stages):
         constants = {"R": HV // H, "K": K, "BETA_RANGE": numbers.beta_range or None} | config(
             "gdn prepare", x.k, K
         )
-        kernels.prepare_kernel[(NT * HV,)](
+        kernels.prepare_kernel[NT * HV,](
             *streams, tiles, given.chunks, numbers.scale, HV, **constants
         )
         # Solve the chunks' triangular systems in place, from N to C.
         beta = tiles.gates[:, :, 1]
-        solve_kernel[(NT * HV,)](
+        solve_kernel[NT * HV,](
             beta, tiles.C, STRIDE_B=2 * BT, SCALED=True, **config("solve", x.k, K)
         )
 
@@ -103,7 +103,7 @@ class GDNStages(Stages):
         columns = V + K if "M" in outputs else V
         BV = chosen["BV"]
         programs = given.listed_entries * HV * (columns // BV)
-        kernels.scan_kernel[(programs,)](
+        kernels.scan_kernel[programs,](
             ragged_tiles(x.k, K), ragged_tiles(x.v, BV), chunk_tiles(tiles.C), tiles.gates, given.initial,
             given.listed, given.chunks, given.numbers.scale, HV, **outputs, **chosen,
         )  # fmt: skip
@@ -118,7 +118,7 @@ class GDNStages(Stages):
         # Scan in Triton, slice by slice of V.
         chosen = _sliced("gdn reverse" if outputs else "gdn boundary", x.k, HV, V)
         programs = given.listed_entries * HV * (V // chosen["BV"])
-        kernels.reverse_kernel[(programs,)](
+        kernels.reverse_kernel[programs,](
             ragged_tiles(x.q, K), ragged_tiles(x.k, K), ragged_tiles(given.do, chosen["BV"]), chunk_tiles(tiles.C),
             chunk_tiles(tiles.A), tiles.gates, given.d_final, d_initial, given.listed, given.chunks,
             given.numbers.scale, HV, **outputs, **chosen,
@@ -170,7 +170,7 @@ def _gradients(
         chosen = _sliced("gdn gradients", x.k, HV, V)
         BV = chosen["BV"]
         chosen["BETA_RANGE"] = numbers.beta_range or None
-        kernels.gradients_kernel[(NT * HV,)](
+        kernels.gradients_kernel[NT * HV,](
             rows(x.q), rows(x.k), ragged_tiles(x.k, K), ragged_tiles(given.do, BV), ragged_tiles(y, BV),
             ragged_tiles(dv, BV), chunk_tiles(h, BV, K), chunk_tiles(dh, BV, K), tiles.gates, rows(x.g), x.A_log,
             x.dt_bias, given.initial, given.d_final, dq, dk, dg, dbeta, d_gate, given.chunks, numbers.scale, HV, NT,

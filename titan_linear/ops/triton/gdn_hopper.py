@@ -135,7 +135,7 @@ def launch_prepare(given: Given, tiles: Any) -> None:
     n = given.numbers
     NT, HV, _, _ = tiles.C.shape
     _, H, K = given.x.k.shape
-    prepare_kernel[(NT * HV,)](
+    prepare_kernel[NT * HV,](
         swizzled(x.q, K), swizzled(x.k, K), *(swizzled(t, BT.value, BT.value) for t in (tiles.A, tiles.C)), rows(x.g),
         rows(x.beta), x.A_log, x.dt_bias, tiles.gates, given.chunks, n.scale, HV, HV // H, K=K,
         BETA_RANGE=n.beta_range or None, num_warps=4,
@@ -366,7 +366,7 @@ def _launch(
         None if states is None else swizzled(states, BV.value, K.value),
         swizzled(rows, BV.value),
     )
-    scan_kernel[(given.listed_entries * HV * (V // BV.value),)](
+    scan_kernel[given.listed_entries * HV * (V // BV.value),](
         swizzled(x.k, K.value), swizzled(v, BV.value), swizzled(tiles.C, BT.value, BT.value), *read, *written,
         tiles.gates, *ends, given.listed, given.chunks, given.numbers.scale, HV, HV // x.k.shape[1],
         V=V, STAGES=4 if read[0] is None else 3, BACK=BACK, num_warps=4, maxnreg=168,
@@ -561,7 +561,7 @@ def launch_gradients(
     x = given.x
     n = given.numbers
     NT, HV, K, _ = h.shape
-    gradients_kernel[(NT * HV,)](
+    gradients_kernel[NT * HV,](
         *(swizzled(t, K) for t in (x.q, x.k, given.do, y, dv)), *(swizzled(t, K, BT.value) for t in (h, dh)),
         swizzled(dq, K), swizzled(dk, K), given.tiles.gates, rows(x.g), x.A_log, x.dt_bias, given.initial,
         given.d_final, dg, dbeta, d_gate, given.chunks, n.scale, HV, NT, HV // x.k.shape[1],

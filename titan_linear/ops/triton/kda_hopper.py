@@ -270,7 +270,7 @@ def launch_prepare(given: Given, tiles: Any) -> None:
     x = given.x
     n = given.numbers
     NT, HV, *_ = tiles.qg.shape
-    prepare_kernel[(NT * HV,)](
+    prepare_kernel[NT * HV,](
         *(swizzled(t, C.value) for t in (x.q, x.k, x.g)),
         *(None if t is None else swizzled(t, C.value, C.value) for t in (*tiles[:3], tiles.Aqk, tiles.Gn)),
         rows(x.beta), x.A_log, x.dt_bias, tiles.decay, tiles.b, given.chunks, n.scale, n.lower_bound, HV,
@@ -428,7 +428,7 @@ def launch_gradient(
     x = given.x
     n = given.numbers
     NT, HV, K, _ = given.tiles.qg.shape
-    gradient_kernel[(NT * HV * (K // C.value),)](
+    gradient_kernel[NT * HV * (K // C.value),](
         *(swizzled(t, C.value) for t in (x.q, x.k, x.g, given.do)), swizzled(r, C.value, C.value),
         *(swizzled(t, C.value, K) for t in (y, h, dh)), *(swizzled(t, C.value, C.value) for t in (dA, dK)),
         *(swizzled(t, C.value) for t in (dq, dk, dg)), x.A_log, x.dt_bias, given.tiles.b, dA_part, dbias_part, fast,

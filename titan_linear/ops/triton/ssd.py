@@ -110,7 +110,7 @@ def _scores(q: Tensor, k: Tensor, NT: int, chunks: tuple[Tensor, ...]) -> Tensor
     """Compute q kᵀ of each chunk, [NT, H, BT, BT]."""
     _, H, K = k.shape
     scores = k.new_empty(NT, H, BT, BT)
-    kernels.scores_kernel[(NT * H,)](
+    kernels.scores_kernel[NT * H,](
         rows(q), rows(k), scores, chunks, H, K=K, **config("ssd groups", k, K)
     )
     return scores
@@ -199,7 +199,7 @@ class SSDStages(Stages):
         n = given.numbers
         NT, HV, parts, _ = gates.shape
         constants = _of_decays(n, parts)
-        kernels.prepare_kernel[(NT * blocks_of(HV, BH),)](
+        kernels.prepare_kernel[NT * blocks_of(HV, BH),](
             rows(x.g), x.A, x.dt_bias, gates, given.chunks, n.low, n.high, HV, **constants
         )
 
@@ -234,7 +234,7 @@ class SSDStages(Stages):
             return ssd_hopper.launch_scan(x, scores, o, programs, *more)
         scores = chunk_tiles(scores) if _fetches(x.k) else scores
         tiles = _fetched(x.q), _fetched(x.k), _fetched(x.v, chosen["BV"]), scores
-        kernels.scan_kernel[(programs * slices,)](*tiles, o, *more, WIDE=_wide(x.D, HV), **chosen)
+        kernels.scan_kernel[programs * slices,](*tiles, o, *more, WIDE=_wide(x.D, HV), **chosen)
 
     def transition(self, K: int) -> tuple[int, ...]:
         return (1,)
@@ -277,7 +277,7 @@ def _states(given: Given, d_initial: Tensor | None) -> tuple[Tensor, Tensor]:
     h, dh = (x.v.new_empty(NT, HV, K, V) for _ in range(2))
     chosen = _sliced("ssd states", x.k, x.v, gates)
     BV = chosen["BV"]
-    kernels.states_kernel[(2 * given.all_entries * HV * blocks_of(V, BV),)](
+    kernels.states_kernel[2 * given.all_entries * HV * blocks_of(V, BV),](
         _fetched(x.q), _fetched(x.k), _fetched(x.v, BV), _fetched(given.do, BV), gates, given.initial, given.d_final,
         h, dh, d_initial, given.chunks, ALL, given.numbers.scale, HV, **chosen,
     )  # fmt: skip
@@ -333,12 +333,12 @@ def _chunk_gradients(given: Given, h: Tensor, dh: Tensor) -> ChunkGradients:
     heads = R // splits
     # dv and dE come from pairs of tokens; then dq and dk from dE and the states.
     tiles = _tiles(x.v, do, of_pairs["BV"], K, dh)
-    kernels.pairs_kernel[(programs,)](
+    kernels.pairs_kernel[programs,](
         rows(x.q), rows(x.k), *tiles, gates, x.D, grads.dv, grads.dE, grads.own, grads.sums, grads.dD, given.chunks,
         scale, HV, heads, WIDE=wide, **of_pairs,
     )  # fmt: skip
     tiles = _tiles(x.v, do, BV, BK, h, dh)
-    kernels.carried_kernel[(programs * (K // BK),)](
+    kernels.carried_kernel[programs * (K // BK),](
         rows(x.q), rows(x.k), *tiles, gates, grads.dE, grads.dq, grads.dk, grads.passed, grads.products, given.chunks,
         scale, T, HV, heads, **of_carried,
     )  # fmt: skip
@@ -362,7 +362,7 @@ def _gate_gradients(given: Given, chunk: ChunkGradients) -> tuple[Tensor, Tensor
         "SLICES": chunk.sums.shape[2],
     }
     constants = {"R": HV // H, "K": K, "V": V} | slices | _of_decays(n, parts)
-    kernels.gates_kernel[(NT * blocks_of(HV, BH),)](
+    kernels.gates_kernel[NT * blocks_of(HV, BH),](
         rows(x.g), x.A, x.dt_bias, gates, chunk.passed, chunk.products, chunk.sums, chunk.own, given.initial,
         given.d_final, dg, d_heads, given.chunks, n.low, n.high, HV, NT, **constants,
     )  # fmt: skip

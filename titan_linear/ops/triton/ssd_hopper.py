@@ -223,4 +223,4 @@ def scan_kernel(
 def launch_scan(x: DecayInputs, scores: Tensor, o: Tensor, programs: int, *more: Any) -> None:
     """Launch the scan. programs: one per head."""
     tiles = *(swizzled(t, K.value) for t in (x.q, x.k, x.v)), swizzled(scores, BT.value, BT.value)
-    scan_kernel[(programs // 2,)](*tiles, swizzled(o, BV.value), *more, num_warps=4, maxnreg=168)
+    scan_kernel[programs // 2,](*tiles, swizzled(o, BV.value), *more, num_warps=4, maxnreg=168)

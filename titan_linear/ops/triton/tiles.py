@@ -195,7 +195,7 @@ def sum_groups(x: Tensor, like: Tensor) -> Tensor:
     T, H, K = like.shape
     y = like.new_empty(T, H, K)
     B = 2048
-    sum_groups_kernel[(blocks_of(T * H * K, B),)](x, y, T * H * K, R=x.shape[1] // H, K=K, B=B)
+    sum_groups_kernel[blocks_of(T * H * K, B),](x, y, T * H * K, R=x.shape[1] // H, K=K, B=B)
     return y
 
 
