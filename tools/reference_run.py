@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from titan_linear.commands import command_parser
-from titan_linear.config import Config, check_config, config_to_toml, hf_weights, load_config
+from titan_linear.config import Config, check_config, config_to_toml, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.process import own_device, refusing, run_command
 from titan_linear.hooks.report import clock_and_power, peak_memory_gib
@@ -109,7 +109,7 @@ def train_fla(args: argparse.Namespace, keys: list[str]) -> None:
     model = model_config(config, build_tokenizer(tokenizer_path(config)))
     if not fla_has(model):
         raise ValueError(f"model.name = {config.model.name!r} is none of FLA's; use kda or gdn")
-    if hf_weights(config) or config.checkpoint.initial_load_path:
+    if config.hf_weights or config.checkpoint.initial_load_path:
         raise ValueError(
             "checkpoint.initial_load_path is set; leave it out: both models begin from drawn weights"
         )

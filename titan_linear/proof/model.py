@@ -16,7 +16,6 @@ from torch import Tensor
 
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.one_process import LocalDims
-from titan_linear.losses import build_loss
 from titan_linear.losses.loss import LocalBatch
 from titan_linear.models.decoder import Decoder
 from titan_linear.ops.layout.tables import to_device
@@ -113,7 +112,7 @@ def in_one_process(subject: ProofSubject, whole: Decoder) -> StepOutputs:
     # Forward and backward; the loss is per unit of weight.
     whole.use(subject.config.model.impl, device, subject.dtype).zero_grad(set_to_none=True)
     micro = with_reference(whole, micro, ComputeCopies(whole, subject.dtype))
-    of = partial(build_loss(subject.config), batch=micro)
+    of = partial(subject.loss, batch=micro)
     with (
         torch.autograd.set_multithreading_enabled(False),
         Trace(whole) as trace,
