@@ -156,7 +156,7 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
     _no_split_modules = ("Block",)
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}
     # Rounding to bfloat16 would change the decay.
-    _keep_in_fp32_modules_strict = ("A_log", "dt_bias")
+    _keep_in_fp32_modules_strict = "A_log", "dt_bias"
     _is_stateful = True  # states cannot be rolled back, as assisted generation would need
 
     def __init__(self, config):
@@ -195,7 +195,7 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(self, input_ids, **kwargs):
         caches = kwargs.get(CACHE)
         unread = input_ids if caches is None else input_ids[:, caches.length :]
-        names = (CACHE, "attention_mask", "use_cache", "logits_to_keep")
+        names = CACHE, "attention_mask", "use_cache", "logits_to_keep"
         return {"input_ids": unread, **{name: kwargs[name] for name in names if name in kwargs}}
 
     def forward(

@@ -28,7 +28,7 @@ from titan_linear.models.rope import RopeScaling
 
 Options = TypeVar("Options", MixerOptions, MoEConfig, RopeScaling)
 # Entries of a pattern that are not mixers.
-ALONE = (Dense.name, MoEConfig.name)
+ALONE = Dense.name, MoEConfig.name
 
 
 def _model(config: Mapping[str, Any], flavor: str) -> ModelConfig:
@@ -82,7 +82,7 @@ def resized(model: ModelConfig, keys: Mapping[str, Any]) -> ModelConfig:
             times.
     """
     # Sizes and experts.
-    names = ("vocab_size", "dim", "num_layers", "hidden_dim", "mtp_layers")
+    names = "vocab_size", "dim", "num_layers", "hidden_dim", "mtp_layers"
     sizes = {name: keys[name] for name in names if keys[name]}
     if keys["moe"]:
         sizes["moe"] = _with_options(MoEConfig, model.moe, keys["moe"], "model.moe")

@@ -26,7 +26,7 @@ from titan_linear.ops.torch.attention import local_attention
 
 BY_METHOD = ring_attention, allgather_attention, ulysses_attention, ulysses_ring_attention
 METHODS = dict(zip(SOFTMAX_METHODS, BY_METHOD, strict=True))
-IMPLS = ("auto", "torch")
+IMPLS = "auto", "torch"
 
 
 def attention(

@@ -153,7 +153,7 @@ class ChunkedLogits:
             # Each rank finds its k best; the best of all ranks' candidates follow from
             # these.
             if self.ranks:
-                of_ranks = (picked, its_ids + before)
+                of_ranks = picked, its_ids + before
                 of_ranks = (
                     gather_along(x.unsqueeze(0), 0, self.ranks.group, self.ranks.size)
                     for x in of_ranks

@@ -252,7 +252,7 @@ USUAL = (
     always("attention_bias", False),
     only("quantization_config", None),
 )
-COMMON = (names_of_model("rms_norm_eps"), *USUAL)
+COMMON = names_of_model("rms_norm_eps"), *USUAL
 # Heads of softmax attention.
 HEADS = plain(heads="num_attention_heads", kv_heads="num_key_value_heads")
 # Heads share the width unless a key differs.
@@ -304,7 +304,7 @@ def _read_time_step_limit(key: Keys) -> Json:
 
 
 def _write_time_step_limit(mamba: Mamba2) -> Json:
-    limits = (mamba.dt_min, mamba.dt_max)
+    limits = mamba.dt_min, mamba.dt_max
     shown = [{"__float__": "Infinity"} if math.isinf(x) else x for x in limits]
     return {} if limits == (0.0, math.inf) else {"time_step_limit": shown}
 

@@ -33,7 +33,7 @@ class AttentionMixer(nn.Module):
 
     # All are split by heads.
     split = {**{f"{x}_proj.weight": 0 for x in "qkvg"}, "o_proj.weight": 1}
-    float8 = (("q_proj",), ("k_proj",), ("v_proj",), ("o_proj",))
+    float8 = ("q_proj",), ("k_proj",), ("v_proj",), ("o_proj",)
 
     def __init__(self, options: Attention, config: ModelConfig, layer: int):
         super().__init__()
@@ -119,7 +119,7 @@ class Attention(MixerOptions):
 
     name = "attention"
     module = AttentionMixer
-    growing = ("k", "v")
+    growing = "k", "v"
 
     @property
     def ops(self) -> OpDims:

@@ -88,7 +88,7 @@ class DeltaMixer(RecurrentMixer):
     """Mixer with a delta rule. Its states are [B, HV, K, V]."""
 
     # Rounding to bfloat16 would change a document's decay.
-    kept_whole = ("A_log", "dt_bias")
+    kept_whole = "A_log", "dt_bias"
     # Split by heads; all heads share the output norm's weight.
     split = {
         **{f"{x}_{kind}.weight": 0 for x in "qkv" for kind in ("proj", "conv1d")},
@@ -97,7 +97,7 @@ class DeltaMixer(RecurrentMixer):
         "dt_bias": 0,
         "o_proj.weight": 1,
     }
-    float8 = (("q_proj", "k_proj", "v_proj"), ("o_proj",))
+    float8 = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
 
     def __init__(self, options: DeltaOptions, config: ModelConfig, activation: str, A_log: Draw):
         super().__init__(options)
@@ -106,7 +106,7 @@ class DeltaMixer(RecurrentMixer):
         key_dim = options.heads * self.head_dim
         value_dim = options.v_heads * self.v_head_dim
         # Projections and convolutions of q, k and v.
-        widths = (key_dim, key_dim, value_dim)
+        widths = key_dim, key_dim, value_dim
         self.q_proj, self.k_proj, self.v_proj = (projection(config.dim, w) for w in widths)
         self.q_conv1d, self.k_conv1d, self.v_conv1d = (
             ConvWeight(w, options.conv_size) for w in widths

@@ -70,7 +70,7 @@ class GroupedRMSNorm(nn.Module):
 class Mamba2Mixer(RecurrentMixer):
     """Mamba-2. Its states are [B, heads, P, N]."""
 
-    kept_whole = ("A_log", "D", "dt_bias")
+    kept_whole = "A_log", "D", "dt_bias"
     split = {
         **dict.fromkeys(
             (
@@ -92,7 +92,7 @@ class Mamba2Mixer(RecurrentMixer):
         super().__init__(options)
         self.head_dim = options.head_dim
         self.state_dim = options.state_dim
-        self.dt_limit = (options.dt_min, options.dt_max)
+        self.dt_limit = options.dt_min, options.dt_max
         self.z_factor = options.z_factor
         self.dt_factor = options.dt_factor
         self.out_factor = options.out_factor
@@ -129,7 +129,7 @@ class Mamba2Mixer(RecurrentMixer):
 
         The inputs are x [B, T, heads, P], dt [B, T, heads], B and C [B, T, G, N].
         """
-        projections = (self.x_proj, self.b_proj, self.c_proj, self.z_proj, self.dt_proj)
+        projections = self.x_proj, self.b_proj, self.c_proj, self.z_proj, self.dt_proj
         x_dim, b_dim, c_dim, z_dim, heads = (len(p.weight) for p in projections)
         xbc, z, dt = cut(project(x, *projections), x_dim + b_dim + c_dim, z_dim, heads)
         convolutions = [self.x_conv1d, self.b_conv1d, self.c_conv1d]

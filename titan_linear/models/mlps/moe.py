@@ -193,7 +193,9 @@ class Experts(nn.Module):
         E = config.num_experts
         hidden = config.hidden_dim
         self.gated = config.activation == "swiglu"
-        self.hidden_matrices = up, down = ("gate_up_proj" if self.gated else "up_proj", "down_proj")
+        up = "gate_up_proj" if self.gated else "up_proj"
+        down = "down_proj"
+        self.hidden_matrices = up, down
         # [experts, 2 if gated (gate, then up), hidden, dim]
         setattr(self, up, nn.Parameter(torch.empty(E, *[2] * self.gated, hidden, dim)))
         setattr(self, down, nn.Parameter(torch.empty(E, dim, hidden)))

@@ -174,7 +174,7 @@ class _Travelling:
     """
 
     def __init__(self, k: Tensor, v: Tensor, group: str, stride: int, hops: int):
-        self.own = (k, v)
+        self.own = k, v
         self.group = group
         self.stride = stride
         self.hops = hops

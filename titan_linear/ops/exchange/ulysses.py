@@ -106,7 +106,7 @@ class _ExchangeHeads(torch.autograd.Function):
             if in_node
             else (cp.cut.order, cp.ranks.world_size)
         )
-        ctx.where = (list(order), ranks, cp.ranks.group_name)
+        ctx.where = list(order), ranks, cp.ranks.group_name
         ctx.to_heads = to_heads
         return exchange_heads(x, *ctx.where, to_heads)
 

@@ -34,7 +34,7 @@ from titan_linear.ops.layout.rectangles import Rectangles, rectangles
 from titan_linear.ops.layout.spans import GatheredSpans, gathered_spans
 from titan_linear.ops.layout.tables import to_device
 
-SOFTMAX_METHODS = ("ring", "allgather", "ulysses", "ulysses+ring")
+SOFTMAX_METHODS = "ring", "allgather", "ulysses", "ulysses+ring"
 
 
 # Not frozen: torch 2.11 would compile a guard for every number in a frozen dataclass.

@@ -13,7 +13,7 @@ from torch import Tensor
 from titan_linear.ops.layout.prefix_trees import PrefixTrees, checked_nodes
 from titan_linear.ops.layout.tables import OnHost, table
 
-LAYOUTS = ("contiguous", "zigzag")
+LAYOUTS = "contiguous", "zigzag"
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from titan_linear.ops.runtime.costs import Cost
 
 # Modes of activation checkpointing; the first keeps the most.
-MODES = ("selective", "attention", "full")
+MODES = "selective", "attention", "full"
 _current: ContextVar[RegionPass | None] = ContextVar("run of a region", default=None)
 P = ParamSpec("P")
 R = TypeVar("R")

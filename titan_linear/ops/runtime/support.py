@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-IMPLS = ("auto", "torch", "triton")
-HALF = (torch.bfloat16, torch.float16)
+IMPLS = "auto", "torch", "triton"
+HALF = torch.bfloat16, torch.float16
 
 
 class Choice(NamedTuple):

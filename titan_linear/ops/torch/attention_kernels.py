@@ -39,7 +39,7 @@ Operator = Callable[..., tuple[Tensor, ...]]
 
 LSE_ROWS = 32  # the number of rows of the efficient kernel's LSE is a multiple of this
 # Kernels whose causal mask is aligned to the end, and that take all spans in one call.
-TO_THE_END = ("flash4", "flash")
+TO_THE_END = "flash4", "flash"
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -298,7 +298,7 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
 # --- The table ----------------------------------------------------------------------------
 
 # Compute capabilities on which cuDNN's attention is faster than PyTorch's flash.
-CUDNN = ((9, 0), (10, 0), (10, 3))
+CUDNN = (9, 0), (10, 0), (10, 3)
 FLASH4 = CUDNN  # capabilities for which FlashAttention-4 has specific kernels
 WITHOUT_FLASH4 = "packed documents take half as long again without it (docs/performance.md)"
 
@@ -355,7 +355,7 @@ def flash4_is_right(t: Target) -> str | None:
     return flash4.problem(t.dtype, t.dims["D"], t.dims["Dv"])
 
 
-IN_HALF = (on_gpu, dtype_in(*HALF))
+IN_HALF = on_gpu, dtype_in(*HALF)
 WIDE = dims_up_to(256, "D", "Dv")
 ATTENTION = Op(
     "attention",

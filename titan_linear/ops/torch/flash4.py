@@ -138,7 +138,7 @@ def _errors(device: str, dtype: torch.dtype, D: int, Dv: int) -> dict[str, float
     )
     q, k, v, do = (torch.randn(1, *s, generator=generator).to(device, dtype) for s in shapes)
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (rows, keys))
-    varlen = (cu_q, cu_k, 60, 72)
+    varlen = cu_q, cu_k, 60, 72
     scale = D**-0.5
     # Compare with exact attention in float64.
     o, lse = forward(q, k, v, scale, True, varlen)

@@ -181,7 +181,7 @@ def unmeasured(t: Target, _: Mapping[str, str | None]) -> str:
     return f"not measured on this GPU ({where}): its kernels, less those for 9.0, were compiled for it, never run"
 
 
-KERNELS = (on_gpu, triton_installed, known_generation, dtype_in(*HALF, torch.float32))
+KERNELS = on_gpu, triton_installed, known_generation, dtype_in(*HALF, torch.float32)
 
 
 def with_kernels(

@@ -417,7 +417,7 @@ def conv1d(
     initial = None if initial_state is None else initial_state.contiguous(), state_index
     # One program for each run of tokens and block of channels.
     shape, blocks = _blocks(widths, FORWARD_CONFIG, norm_dim)
-    sizes = (D, *[*widths, 0][:2], blocks, x.stride(0))
+    sizes = D, *[*widths, 0][:2], blocks, x.stride(0)
     parts = _padded(ys[: len(widths)])
     conv1d_fwd_kernel[(chunk_index.shape[0] * blocks,)](
         x,

@@ -194,7 +194,8 @@ def fold_segments(
     S, HV, _, V = S_ext.shape
     N = segment_offsets.shape[0] - 1
     out = torch.empty_like(S_ext)
-    states = (None if start is None else start.contiguous(), index)
+    start = None if start is None else start.contiguous()
+    states = start, index
     constants = _constants(S_ext, M, reverse)
     fold_segments_kernel[(N + 1) * HV * (V // constants["BV"]),](
         S_ext, M, states, segment_offsets, wanted, out, N, S, HV, **constants

@@ -100,8 +100,8 @@ class KDAStages(Stages):
         _, HV, K = x.g.shape
         C = CHUNK
         dtype = compute_dtype(x.q.dtype)
-        keys = (dtype, HV, K, C)
-        matrix = (dtype, HV, C, C)
+        keys = dtype, HV, K, C
+        matrix = dtype, HV, C, C
         return KDATiles(
             qg=keys,
             kn=keys,

@@ -161,7 +161,7 @@ def _launch_boundary(
     F, HV, _, V = S_ext.shape
     gates = given.tiles.gates
     chosen = _sliced("ssd boundary", x, y, gates) | {"REVERSE": M is None}
-    tiles = (_fetched(x), _fetched(y, chosen["BV"]))
+    tiles = _fetched(x), _fetched(y, chosen["BV"])
     grid = (F * HV * blocks_of(V, chosen["BV"]),)
     kernels.boundary_kernel[grid](
         *tiles, gates, S_ext, M, given.chunks, given.listed, scale, HV, n, parts, **chosen
