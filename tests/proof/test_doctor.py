@@ -26,6 +26,7 @@ from titan_linear.data import PackedStreams, StreamLoader
 from titan_linear.distributed import compiling, parallelize
 from titan_linear.models import plan
 from titan_linear.models.config import MoEConfig
+from titan_linear.models.init import count_parameters
 from titan_linear.models.mixers import MIXERS
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.models.presets import MODELS, OWN
@@ -853,6 +854,8 @@ def test_adapters_of_layers_that_are_cut_off_are_proved_on_the_others(corpus):
     late = {"model.flavor": "1.3B", "adapter.enable": "true", "adapter.targets": '["layers.20"]'}
     found = subject_of(load_config(arguments(corpus, **late)))
     assert found.model.adapter.targets == () and "adapter.targets → all" in found.said
+    # The frozen base is narrowed too.
+    assert count_parameters(found.model.base) <= proof_subject.MOST_PARAMETERS["cpu"]
 
 
 @pytest.mark.parametrize(("top_groups", "experts"), [(4, [32, 16, 64, 64]), (1, [32, 64, 64, 64])])

@@ -12,8 +12,18 @@ from tests.launches import Launch
 from tests.refusals import is_refused
 from tools.gpu_proof import __main__ as command
 from tools.gpu_proof import record
-from tools.gpu_proof.jobs import MERGED, STEPS, Setting, compared_rate, equal_runs, jobs, last_line
-from tools.gpu_proof.schedule import ROOT, Failed, Figure, Job, Result, Runner, run_jobs
+from tools.gpu_proof.jobs import (
+    DOCTORS,
+    MERGED,
+    STEPS,
+    Setting,
+    compared_rate,
+    jobs,
+    last_line,
+    resumed,
+)
+from tools.gpu_proof.schedule import Failed, Figure, Job, Kill, Result, Room, Runner, run_jobs
+from tools.harness import ROOT
 
 H200 = record.Gpus("NVIDIA H200", ["0", "1"], 140.0, "570.1")
 
@@ -42,7 +52,7 @@ class Fake(Runner):
 def test_jobs_wait_for_what_they_need_and_those_that_run_alone_for_all():
     given = [job("alone", alone=True), job("b", ("a",)), job("c", ("b",), gpus=2), job("a")]
     fake = Fake()
-    results = list(run_jobs(given, fake, [10.0, 10.0], at_once=3))
+    results = list(run_jobs(given, fake, [Room(10.0), Room(10.0)], at_once=3))
     assert [result.job.name for result in results] == ["a", "b", "c", "alone"]
     assert sorted(fake.gpus["c"]) == [0, 1] and fake.closed
 
@@ -55,11 +65,16 @@ def test_what_needs_a_failed_job_fails_too():
 
 
 def test_a_job_takes_the_emptiest_gpu_and_waits_for_room():
+    """The emptiest by its time, if its memory suffices."""
     fake = Fake()
-    free = [10.0, 20.0]
+    free = [Room(20.0), Room(10.0)]
     given = [job("a", gib=15), job("b", gib=15), job("c", gib=6)]
     assert len(list(run_jobs(given, fake, free, at_once=3))) == 3
-    assert fake.gpus == {"a": [1], "b": [1], "c": [0]} and free == [10.0, 20.0]
+    assert fake.gpus == {"a": [0], "b": [0], "c": [1]} and free == [Room(20.0), Room(10.0)]
+    assert (
+        len(list(run_jobs([job("d", share=0.5), job("e", share=0.6)], fake, free, at_once=2))) == 2
+    )
+    assert (fake.gpus["d"], fake.gpus["e"]) == ([0], [1])
 
 
 def test_every_line_comes_after_what_it_needs_and_parts_are_independent(tmp_path):
@@ -69,16 +84,25 @@ def test_every_line_comes_after_what_it_needs_and_parts_are_independent(tmp_path
         assert seen.issuperset(each.needs) and each.gib < 77
         seen.add(each.name)
     assert len(seen) == len(every)
-    parts = [command.chosen(every, command.parse(["--part", part])) for part in ("1/2", "2/2")]
-    assert sum(map(len, parts)) == len(every)
+    parts = [command.chosen(every, command.parse(["--part", part])) for part in command.PARTS]
+    names = [{each.name for each in part} for part in parts]
+    # What a doctor needs is made in the first part.
+    assert names[0] | names[1] | names[2] == seen and not names[0] & names[1]
+    assert names[2] >= {each.name for each in every if each.name.startswith("doctor-")}
     only = command.chosen(every, command.parse(["--only", "scores"]))
     assert [each.name for each in only] == [
-        "kda-killed",
+        "kda",
         "export",
-        "lora-killed",
+        "lora",
         "merge",
+        "score-base",
+        "score-lora",
         "scores",
     ]
+
+
+def test_every_shipped_configuration_has_a_doctor():
+    assert {*DOCTORS} == {file.stem for file in (ROOT / "train_configs").glob("*.toml")}
 
 
 def test_refusals(monkeypatch, capsys):
@@ -88,23 +112,27 @@ def test_refusals(monkeypatch, capsys):
     assert line.startswith("--only nothing: there is no such line")
 
 
-def metrics(folder, losses):
-    folder.mkdir()
-    lines = [{"step": n, "loss": x, "grad_norm": 1.0} for n, x in enumerate(losses)]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "metrics.jsonl").write_text(text)
-    return folder
+def metrics(file, losses):
+    lines = [{"step": n, "loss": x, "grad_norm": 1.0} for n, x in enumerate(losses, 1)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
 
 
-def test_runs_must_be_equal_to_the_last_bit(tmp_path):
-    losses = [float(n) for n in range(STEPS)]
-    whole = metrics(tmp_path / "whole", losses)
-    equal_runs(whole, metrics(tmp_path / "same", losses), [])
-    other = metrics(tmp_path / "other", [*losses[:-1], losses[-1] * (1 + 2**-52)])
+def test_a_resumed_run_repeats_its_steps_to_the_last_bit(tmp_path):
+    losses = [float(n) for n in range(1, STEPS + 1)]
+    before = metrics(tmp_path / "before", losses[:6])
+    after = metrics(tmp_path / "after", losses)
+    said = ["", "resuming from step 4\n"]
+    assert resumed(before, after, said).text.startswith("losses and gradient norms of steps 5 to 6")
+    with pytest.raises(Failed, match="does not resume from step 4"):
+        resumed(before, after, ["", "weights drawn"])
+    with pytest.raises(Failed, match="only 1 steps were taken between the save and the kill"):
+        resumed(metrics(tmp_path / "early", losses[:5]), after, said)
+    with pytest.raises(Failed, match="the run ends at step 7, not 8"):
+        resumed(before, metrics(tmp_path / "short", losses[:-1]), said)
+    losses[5] *= 1 + 2**-52
     with pytest.raises(Failed, match="losses or gradient norms differ by"):
-        equal_runs(whole, other, [])
-    with pytest.raises(Failed, match="8 and 7 steps"):
-        equal_runs(whole, metrics(tmp_path / "short", losses[:-1]), [])
+        resumed(before, metrics(tmp_path / "other", losses), said)
 
 
 @pytest.mark.parametrize(
@@ -141,24 +169,37 @@ def test_the_page_shows_the_committed_record():
     assert record.page(record.read(record.COMMITTED)) in page
 
 
-SLEEPING = 'timeit -n 1 -r 1 \'open("@begun", "w").close(); import time; time.sleep(600)\''
+def test_a_kill_waits_for_the_save_and_for_steps_after_it(tmp_path):
+    save, steps = tmp_path / "save", tmp_path / "steps"
+    kill = Kill(str(save), str(steps), 2, str(tmp_path / "copy"))
+    steps.write_text("1\n2\n")
+    assert not kill.is_due()
+    save.touch()
+    assert kill.is_due()
+    steps.write_text("1\n2")
+    assert not kill.is_due()
+
+
+SLEEPING = 'timeit -n 1 -r 1 \'open("@begun", "w").write("1\\n"); import time; time.sleep(600)\''
+AT = Kill("@begun", "@begun", 1, "@copy")
 
 
 @pytest.mark.parametrize(
-    "commands, kill_at, passed, figure",
+    "commands, kill, passed, figure",
     [
-        ([SLEEPING, "timeit -n 1 -r 1 pass"], "@begun", True, "1 loop"),
-        (["timeit -n 1 -r 1 pass"], "@begun", False, "it ended with 0 before it could be killed"),
-        (["timeit -n 1 -r 1 1/0", "timeit"], "", False, "exit code 1"),
+        ([SLEEPING, "timeit -n 1 -r 1 pass"], AT, True, "1 loop"),
+        (["timeit -n 1 -r 1 pass"], AT, False, "it ended with 0 before it could be killed"),
+        (["timeit -n 1 -r 1 1/0", "timeit"], None, False, "exit code 1"),
     ],
 )
-def test_a_command_is_killed_at_a_file_and_must_end_with_0(
-    commands, kill_at, passed, figure, tmp_path
+def test_a_command_is_killed_when_that_is_due_and_must_end_with_0(
+    commands, kill, passed, figure, tmp_path
 ):
-    given = replace(job("job"), commands=commands, kill_at=kill_at, check=last_line)
+    given = replace(job("job"), commands=commands, kill=kill, check=last_line)
     result = Runner(tmp_path, []).run(given, [])
     assert result.passed == passed and result.figure.text.startswith(figure)
     assert result.log.startswith("$ python -m timeit -n 1 -r 1")
+    assert (tmp_path / "copy").exists() == passed
 
 
 class Forked(Runner):
@@ -173,9 +214,8 @@ def test_some_lines_on_the_cpu(tmp_path, monkeypatch, capsys):
     argv = ["--cpu-rehearsal", "--only", "kda", "lora", "scores", "--out", str(tmp_path)]
     assert command.main(argv) == 0, capsys.readouterr().out
     lines = record.read(tmp_path / "gpu_proof.json")["0 × CPU"]["lines"]
-    names = ("kda-killed", "kda", "export", "lora-killed", "lora", "merge", "scores")
-    assert all(lines[name]["passed"] for name in names)
-    assert "resuming from step" in lines["kda-killed"]["figure"]
-    assert "8 steps differ by 0.0" in lines["lora"]["figure"]
+    assert set(lines) == {"kda", "export", "lora", "merge", "score-base", "score-lora", "scores"}
+    assert all(line["passed"] for line in lines.values())
+    assert "taken twice, differ by 0.0" in lines["lora"]["figure"]
     assert f"bound {MERGED:.1e}" in lines["scores"]["figure"]
     assert "===== merge" in (tmp_path / "logs.txt").read_text()

@@ -44,6 +44,8 @@ from titan_linear.run.preflight import check_float8, check_float8_device, check_
 LENGTH = {"cpu": 256, "cuda": 2048}
 # With this many parameters, a few float64 passes take seconds on two cores.
 CPU_PARAMETERS = 4_000_000
+# With this many parameters, frozen ones included, drawing and copying them takes seconds.
+MOST_PARAMETERS = {"cpu": 64_000_000, "cuda": 1_000_000_000}
 # Streams per data-parallel rank. Of all streams, every second one is cut into more
 # documents than the corpus has.
 STREAMS = 2
@@ -289,7 +291,7 @@ def fitting(
     if device.type == "cuda":
         # These are mostly gradients.
         most = torch.cuda.mem_get_info(device)[0] * ROOM / (24 + 8 * degrees.ranks)
-    thinner, factor = narrowed(model, config, most)
+    thinner, factor = narrowed(model, config, most, MOST_PARAMETERS[device.type])
     if device.type == "cuda" and (least := count_parameters(thinner)) > most:
         raise ValueError(
             f"model.name = {config.model.name!r}, model.flavor = {config.model.flavor!r}: this device has room for "
@@ -299,14 +301,18 @@ def fitting(
     return thinner, factor
 
 
-def narrowed(model: ModelConfig, config: Config, most: float) -> tuple[ModelConfig, int]:
+def narrowed(
+    model: ModelConfig, config: Config, trained: float, total: float = math.inf
+) -> tuple[ModelConfig, int]:
     """Return the model, narrowed until it is small enough, and the divisor.
 
-    It has then at most `most` parameters, or a dim of at most 128.
+    It has then a dim of at most 128, or at most this many trained parameters and, together
+    with frozen ones, at most `total`.
     """
     for factor in (1, 2, 4, 8, 16, 32):
         thinner = _thinner(model, factor, config)
-        if count_parameters(thinner) <= most or thinner.dim <= 128:
+        fits = count_parameters(thinner) <= trained and count_parameters(thinner.base) <= total
+        if fits or thinner.dim <= 128:
             break
     return thinner, factor
 

@@ -27,6 +27,7 @@ from titan_linear.models.mixers import (
     mla,
     rwkv7,
 )
+from titan_linear.models.mixers.recurrent import RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 
@@ -50,6 +51,13 @@ def build(mixer):
 def test_there_is_a_case_of_each():
     assert OPTIONS.keys() == MIXERS.keys()
     assert all(type(OPTIONS[name]) is kind and kind.name == name for name, kind in MIXERS.items())
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_recurrent_mixers_have_their_scans_planned(name):
+    """A scan without a plan has another graph for each number of documents."""
+    recurrent = isinstance(OPTIONS[name], RecurrentOptions)
+    assert (OPTIONS[name].scan_programs(1) is not None) == recurrent
 
 
 @pytest.mark.parametrize("name", MIXERS)
