@@ -117,7 +117,7 @@ def this_node() -> Node:
         raise ValueError(
             f"NODE_RANK = {rank} must be less than NNODES = {nodes}; nodes are numbered from 0"
         )
-    address = os.environ.get("MASTER_ADDR", "")
+    address = os.environ.get("MASTER_ADDR")
     if not address:
         raise ValueError(
             f"NNODES = {nodes} needs MASTER_ADDR, the address of node 0; set it, the same on every node"
@@ -152,7 +152,7 @@ def process_count() -> int:
 
 
 def _number(name: str, default: str, least: int) -> int:
-    value = os.environ.get(name, "") or default
+    value = os.environ.get(name) or default
     if not value.isdecimal() or int(value) < least:
         raise ValueError(f"{name} = {value!r} must be a number, {least} or more")
     return int(value)
