@@ -231,7 +231,7 @@ def test_choice_among_the_likeliest():
             choose(broken, Sampling(temperature), torch.Generator())
 
 
-def test_text():
+def test_texts_continue_their_prompts():
     model, options = (
         build(MODELS["bounded gates"]),
         {"max_new_tokens": 3, "sampling": Sampling(), "device": CPU},

@@ -75,7 +75,7 @@ from titan_linear.step.optimizer import (
         ({"lr_scheduler.warmup_steps": 200}, {100: 0.5}),
     ],
 )
-def test_learning_rate(keys, expected):
+def test_the_learning_rate_follows_its_keys(keys, expected):
     schedule = load_config(argv_of(keys)).lr_scheduler
     for step, factor in expected.items():
         assert learning_rate(step, 2.0, schedule, steps=100) == pytest.approx(2 * factor)

@@ -262,7 +262,7 @@ def test_the_written_configuration_starts_the_same_run(folder):
     )
 
 
-def test_manifest(folder):
+def test_the_manifest_records_versions_and_implementations(folder):
     write_manifest(
         run(folder),
         world_size=2,
