@@ -260,8 +260,12 @@ class Workers(threading.Thread):
         }
         # Several nodes meet at node 0's address.
         if node.count > 1:
-            options |= {"nnodes": node.count, "node-rank": node.rank}
-            options |= {"rdzv-endpoint": self.place, "rdzv-conf": f"timeout={PREPARE}"}
+            options |= {
+                "nnodes": node.count,
+                "node-rank": node.rank,
+                "rdzv-endpoint": self.place,
+                "rdzv-conf": f"timeout={PREPARE}",
+            }
         else:
             # A single node meets in a file of our own. Through a port, whoever reaches it
             # could make all workers start again, and data received through it is unpickled.
@@ -270,8 +274,8 @@ class Workers(threading.Thread):
                 "rdzv-backend": "c10d",
                 "rdzv-conf": "store_type=file",
                 "local-addr": "localhost",
+                "rdzv-endpoint": f"{folder}/rendezvous",
             }
-            options |= {"rdzv-endpoint": f"{folder}/rendezvous"}
             # Bind the port here and pass it on as an open socket, so that nobody else can
             # take it.
             listening = socket.create_server(("127.0.0.1", 0))
