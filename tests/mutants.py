@@ -218,8 +218,8 @@ MUTANTS = [
     ),
     Mutant("torch.heaviside(margin", "torch.heaviside(-margin", "test_losses.py: defined and DPO"),
     Mutant(
-        "weights * rows.entropy, clipped, kl]",
-        "weights * rows.entropy, clipped, 2 * kl]",
+        "clipped=clipped, kl=kl)",
+        "clipped=clipped, kl=2 * kl)",
         "test_losses.py: defined and GRPO",
     ),
     Mutant(

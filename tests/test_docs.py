@@ -27,7 +27,7 @@ from tests.refusals import exit_of, own_handlers, refused
 from tests.training import arguments, train_on_rank
 from titan_linear.commands import convert, generate, plan
 from titan_linear.commands import corpus as corpora
-from titan_linear.config import check_config, hf_weights, load_config
+from titan_linear.config import check_config, load_config
 from titan_linear.models.mixers import MIXERS
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset, resized
@@ -261,7 +261,7 @@ def starts(argv, ngpu, capfd):
     config = load_config(argv)
     p = config.parallelism
     check_config(config, int(ngpu or p.context_parallel_degree * p.tensor_parallel_degree))
-    assert not hf_weights(config) or config.optimizer.lr <= 1e-4, argv
+    assert not config.hf_weights or config.optimizer.lr <= 1e-4, argv
     assert config.job.dump_folder != "outputs/debug" or "train_configs/debug.toml" in argv[1], argv
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_linear.config import Config, load_config, micro_steps, schedule_steps
+from titan_linear.config import Config, load_config
 from titan_linear.distributed.ending import Ending, explain, report
 from titan_linear.distributed.groups import host_group, on_rank_0, process_group
 from titan_linear.distributed.hangs import Watch, watched
@@ -49,7 +49,8 @@ from titan_linear.hooks import (
     Telemetry,
 )
 from titan_linear.run.build import build_dims, build_model, build_passes
-from titan_linear.run.console import ended, write_down
+from titan_linear.run.console import finished, stopped, write_down
+from titan_linear.run.data import RunData
 from titan_linear.run.evaluate import Record, examine, open_prompts
 from titan_linear.run.export import export_last
 from titan_linear.run.generate import Validator
@@ -107,14 +108,16 @@ class Trainer:
             self.dims,
             self.device,
             iter(self.loader),
-            micro_steps=micro_steps(config, dist.get_world_size()),
+            micro_steps=config.micro_steps(dist.get_world_size()),
             watching=self.telemetry.watching,
         )
         self.feed = self.passes.feed
         self.update = Update(config, self.passes, self.dims, self.optimizer, self.telemetry)
 
         # Hooks that run in each step, and work that runs between steps.
-        self.spikes = Spikes(config, subject.streams)
+        self.spikes = Spikes(
+            config.job.dump_folder, config.training, subject.streams, config.metrics.spike_sigmas
+        )
         self.grace = Grace(
             config.checkpoint.grace_seconds,
             self.stop,
@@ -122,7 +125,9 @@ class Trainer:
             self.feed.micro_steps,
             self._save_seconds,
         )
-        self.compilation = Compilation(config, self.dims, self.host)
+        self.compilation = Compilation(
+            config.training, config.comm, self.dims, self.host, compiled=config.compile.enable
+        )
         self.hooks: list[Hook] = [self.spikes, self.telemetry, self.grace, self.compilation]
         # Exists on rank 0 only.
         self.exports: Exports | None = None
@@ -132,7 +137,8 @@ class Trainer:
         self.evaluation = Validator(reader, self.device, subject.held_out, self.passes.loss, ask)
         self.examine: Callable[..., list[Record]] | None = None
         if config.evaluation.freq:
-            self.examine = partial(examine, reader, open_prompts(config, subject.tokenizer), ask)
+            prompts = open_prompts(RunData(config, subject.tokenizer))
+            self.examine = partial(examine, reader, prompts, ask)
 
     @property
     def _ended(self) -> bool:
@@ -246,7 +252,8 @@ class Trainer:
         Before them, rank 0 writes the configuration and the description of the run.
         """
         config, first = self.config, dist.get_rank() == 0
-        hooks: list[Hook] = [MemorySnapshots(config)]
+        folder = config.job.dump_folder
+        hooks: list[Hook] = [MemorySnapshots(folder, config.profiling)]
         if first:
             write_down(config, self.model, self.dims, self.feed.cut, self.device, self.step)
         if first:
@@ -260,7 +267,8 @@ class Trainer:
         # The profiler comes after the report: the next step pays for the time of writing a
         # trace.
         if config.profiling.enable_profiling:
-            hooks.append(Profiler(config, self.step, self.feed.settle, self._between_steps))
+            starts = self.step, self.feed.settle, self._between_steps
+            hooks.append(Profiler(folder, config.profiling, *starts))
         return hooks
 
     def _between_steps(self) -> ExitStack:
@@ -301,7 +309,7 @@ class Trainer:
         progress = Progress(
             step=self.step,
             skipped=self.skipped,
-            total_steps=schedule_steps(self.config),
+            total_steps=self.config.schedule_steps,
             content=self.content,
         )
         self.checkpointer.save(
@@ -347,7 +355,9 @@ class Trainer:
             self.checkpointer.prune(self.step)
             self.exports.report(self.stop)
         if dist.get_rank() == 0:
-            print(ended(self.config, self.step, bool(self.stop.agreed)))
+            folder = self.config.checkpoint_folder if self.checkpointer else None
+            stops = self.stop.agreed
+            print(stopped(self.step, folder) if stops else finished(self.config, self.step))
 
 
 # --- One process of a run -----------------------------------------------------------------

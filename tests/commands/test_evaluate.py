@@ -29,7 +29,8 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.build import model_config, unallocated
-from titan_linear.run.evaluate import examine, open_prompts, recall, tiles
+from titan_linear.run.data import RunData
+from titan_linear.run.evaluate import LABEL, examine, open_prompts, recall, tiles
 from titan_linear.run.generate import Sampling, generate_tokens
 from titan_linear.run.preflight import check_evaluation
 from titan_linear.run.reading import open_reader
@@ -68,9 +69,8 @@ def tokenizers(tmp_path_factory):
 
 
 def prompts_of(keys, tokenizer, **more):
-    return open_prompts(
-        load_config(argv_of(keys, evaluation__tasks=["niah_single_2"], **more)), tokenizer
-    )
+    config = load_config(argv_of(keys, evaluation__tasks=["niah_single_2"], **more))
+    return open_prompts(RunData(config, tokenizer))
 
 
 # --- The reference: answers as a reader finds them in the text --------------------------------------------------------
@@ -126,9 +126,9 @@ REFERENCE |= {"mqar": paired, "induction": paired, "copy": follows}
 def test_a_reader_finds_the_answers(task, keys, tokenizers):
     for (name, tokenizer), length, number in product(tokenizers.items(), (1500, 3001), range(3)):
         prompts = prompts_of(keys, tokenizer)
-        tokens, *answers = prompts.prompt(TaskSample(task, length, number / 2, number)).T
+        rows = prompts.prompt(TaskSample(task, length, number / 2, number))
+        tokens, part, others = rows["token"], rows["answer"], rows["others"]
         assert len(tokens) == length
-        part, answers = answers[0], np.array(answers).T
         written = [tokenizer.decode(tokens[part == i]).strip() for i in range(part.max() + 1)]
         text = tokenizer.decode(tokens)
         asked = re.compile(r"\nWh|\nTo which").search(text)
@@ -139,14 +139,14 @@ def test_a_reader_finds_the_answers(task, keys, tokenizers):
         ) == written, name
         if task.startswith("niah"):
             assert all(context.count(answer) == 1 for answer in written)  # in its needle alone
-        first = [np.flatnonzero((part == i) & (answers[:, 1] != NONE)) for i in range(len(written))]
+        first = [np.flatnonzero((part == i) & (others[:, 0] != NONE)) for i in range(len(written))]
         for (at,) in first:  # at one token others are compared, which are different ones
-            candidates = answers[at, 1:][answers[at, 1:] != NONE]
+            candidates = others[at][others[at] != NONE]
             assert len({*candidates, tokens[at]}) == len(candidates) + 1 > 1
 
 
 def test_a_depth_is_told_where_one_needle_has_all_answers():
-    rows = np.array([[0, 1, 0, 1, -1, -2]])
+    rows = np.array([(0, 1, 0, True, -1, [-2, np.nan, np.nan])], LABEL)
     for task, make in TASKS.items():
         question = make(
             Draw(random.Random(0)), repeat("This line is longer than twenty characters.\n"), 0.5
@@ -158,7 +158,7 @@ def test_a_depth_is_told_where_one_needle_has_all_answers():
 def test_needles_lie_at_even_depths(keys):
     prompts = prompts_of(keys, ByteTokenizer(), evaluation__samples=11)
     for sample in prompts.samples:
-        text = ByteTokenizer().decode(prompts.prompt(sample)[:, 0])
+        text = ByteTokenizer().decode(prompts.prompt(sample)["token"])
         head, needle, *_ = re.split(r"(\nOne of the special.*\n)", text)
         before = len(head) - head.index("\n") - 1
         count = text.index("\nWhat are") - head.index("\n") - 1 - len(needle)
@@ -172,7 +172,7 @@ def test_needles_lie_at_even_depths(keys):
 def examined_by(rank, world_size, argv, know):
     """By a model that knows the next token, or to which all tokens are alike."""
     trainer = trainer_of(argv)
-    prompts = open_prompts(trainer.config, trainer.tokenizer)
+    prompts = open_prompts(RunData(trainer.config, trainer.tokenizer))
     size = trainer.tokenizer.vocab_size
 
     def model(tokens, plan, loss):
@@ -288,9 +288,9 @@ def test_what_cannot_be_evaluated_is_refused(more, said, keys, tmp_path):
     more = {key: tmp_path if value == "FOLDER" else value for key, value in more.items()}
     config = load_config(argv_of(keys | {"evaluation.tasks": "['niah_single_2']"} | more))
     with refused(said):
-        check_evaluation(
-            config, (OWN["hybrid"] | OWN_FLAVORS)[config.model.flavor], ByteTokenizer()
-        )
+        model = (OWN["hybrid"] | OWN_FLAVORS)[config.model.flavor]
+        data = RunData(config, ByteTokenizer())
+        check_evaluation(data, model, config.hf_assets)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path, capsys):
@@ -313,7 +313,7 @@ def test_sizes_are_read(capsys):
 
 
 def test_where_results_go_is_tried_first(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(evaluate, "checked", lambda path, keys: (None, None, None, None))
+    monkeypatch.setattr(evaluate, "checked", lambda path, keys: (load_config([]), None, None, None))
     monkeypatch.setattr(evaluate, "check_evaluation", lambda *_: None)
     monkeypatch.setattr(evaluate, "run_workers", lambda *_: 0)
     assert evaluate.main(["a", "-o", str(tmp_path / "new")]) == 0
@@ -356,19 +356,19 @@ def said(rank, world_size, argv, change):
     """Answers are the model's own, or differ from them in the last token."""
     OWN["hybrid"] |= OWN_FLAVORS
     reader = open_reader(load_config(argv))
-    prompts = open_prompts(reader.config, reader.tokenizer)
+    prompts = open_prompts(RunData(reader.config, reader.tokenizer))
 
     def prompt(sample):
         rows = asked(sample)
-        before = rows[: np.argmax(rows[:, 1] != NONE), 0].tolist()
+        before = rows["token"][: np.argmax(rows["answer"] != NONE)].tolist()
         options = {
             "max_new_tokens": sample.length - len(before),
             "sampling": Sampling(),
             "device": torch.device("cpu"),
         }
         (new,) = generate_tokens(reader.model, [before], **options, vocab_size=257)
-        rows[len(before) :, 0] = new
-        rows[-1, 0] = (new[-1] + change) % 256
+        rows["token"][len(before) :] = new
+        rows["token"][-1] = (new[-1] + change) % 256
         return rows
 
     asked, prompts.prompt = prompts.prompt, prompt
@@ -470,7 +470,7 @@ def test_a_user_asks_by_the_chat_template(keys, tokenizers, tmp_path):
     rows = prompts_of(keys, tokenizer, evaluation__chat="true").prompt(
         TaskSample("niah_single_1", 900, 0.5, 0)
     )
-    text = tokenizer.decode(rows[rows[:, 1] == NONE, 0], special=True)
+    text = tokenizer.decode(rows["token"][rows["answer"] == NONE], special=True)
     assert (
         len(rows) == 900 and text.startswith("<|user|>Some special") and text.count("<|bot|>") == 1
     )
@@ -494,7 +494,7 @@ def chatting(keys, tmp_path):
         tokenizer = build_tokenizer(str(tmp_path))
         prompts = prompts_of(keys, tokenizer, evaluation__chat="true")
         rows = prompts.prompt(TaskSample("niah_single_1", 900, 0.5, 0))
-        return tokenizer.decode(rows[:, 0], special=True)
+        return tokenizer.decode(rows["token"], special=True)
 
     return text_of
 
@@ -540,7 +540,9 @@ def test_models_that_are_compared_have_one_size_and_positions():
 
 def test_an_answer_is_compared_with_what_there_is():
     """One other or three, of which one is as likely."""
-    rows = np.array([[0, 1, 0, 1, -1, -2, np.nan, np.nan], [0, 2, 1, 0, -1, -3, -1, -2]])
+    one = (0, 1, 0, True, -1, [-2, np.nan, np.nan])
+    three = (0, 2, 1, False, -1, [-3, -1, -2])
+    rows = np.array([one, three], LABEL)
     found = recall(TaskSample("mqar", 3, 0.5, 0), rows)
     assert (found["score"], found["chance"], found["exact"], found["loss"]) == (0.75, 0.375, 0.5, 1)
 

@@ -65,7 +65,11 @@ def lines(config):
 
 
 def test_the_first_every_tenth_and_the_last_step_are_logged(config):
-    assert [step for step in range(1, 26) if is_logged(config, step)] == [1, 10, 20, 25]
+    assert [
+        step
+        for step in range(1, 26)
+        if is_logged(step, config.training.steps, config.metrics.log_freq)
+    ] == [1, 10, 20, 25]
 
 
 def test_a_step_is_a_flat_line(config, clock):

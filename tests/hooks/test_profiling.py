@@ -16,7 +16,7 @@ from titan_linear.hooks.profiling import MemorySnapshots, Profiler
 
 
 def profiler(config, done, between_steps=ExitStack):
-    return Profiler(config, done, lambda: None, between_steps)
+    return Profiler(config.job.dump_folder, config.profiling, done, lambda: None, between_steps)
 
 
 def test_a_trace_of_the_profiler(tmp_path, monkeypatch):
@@ -105,7 +105,7 @@ def test_a_signal_asks_for_a_memory_snapshot(tmp_path, monkeypatch, capsys):
     config = load_config(
         [f"--job.dump_folder={tmp_path}", "--profiling.enable_memory_snapshot=true"]
     )
-    with MemorySnapshots(config) as snapshots:
+    with MemorySnapshots(config.job.dump_folder, config.profiling) as snapshots:
         os.kill(os.getpid(), signal.SIGUSR1)
         if not torch.cuda.is_available():
             snapshots.after_step(SimpleNamespace(step=1))
@@ -120,7 +120,7 @@ def test_a_signal_asks_for_a_memory_snapshot(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("dumped")
     )
-    with MemorySnapshots(config) as snapshots:
+    with MemorySnapshots(config.job.dump_folder, config.profiling) as snapshots:
         snapshots.after_step(SimpleNamespace(step=1))
         os.kill(os.getpid(), signal.SIGUSR1)
         snapshots.after_step(SimpleNamespace(step=2))
@@ -159,7 +159,10 @@ def test_a_snapshot_when_memory_runs_out(full, tmp_path, monkeypatch, capsys):
     config = load_config(
         [f"--job.dump_folder={tmp_path}", "--profiling.enable_memory_snapshot=true"]
     )
-    with pytest.raises(torch.OutOfMemoryError), MemorySnapshots(config):
+    with (
+        pytest.raises(torch.OutOfMemoryError),
+        MemorySnapshots(config.job.dump_folder, config.profiling),
+    ):
         allocate()
     path, said = (
         tmp_path / "memory_snapshots" / "rank1_out_of_memory.pickle",
@@ -181,7 +184,10 @@ def test_a_gpus_snapshot_when_memory_runs_out(tmp_path, monkeypatch):
         [f"--job.dump_folder={tmp_path}", "--profiling.enable_memory_snapshot=true"]
     )
     try:
-        with pytest.raises(torch.OutOfMemoryError), MemorySnapshots(config):
+        with (
+            pytest.raises(torch.OutOfMemoryError),
+            MemorySnapshots(config.job.dump_folder, config.profiling),
+        ):
             held = torch.ones(3 << 20, dtype=torch.uint8, device="cuda")
             held.new_empty(1 << 50)
     finally:

@@ -29,9 +29,9 @@ from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.distributed.parts import Parts, local_tensor
 from titan_linear.distributed.process import be_deterministic
 from titan_linear.models.presets import OWN
+from titan_linear.run.folder import RunFolder
 from titan_linear.step.optimizer import build_optimizer, step_numbers, update
 from titan_linear.storage.hf_writing import gather
-from titan_linear.storage.rundir import check_resume
 from titan_linear.train import Trainer
 
 OFFLOAD = {"training.enable_cpu_offload": "true"}
@@ -113,7 +113,7 @@ def test_a_run_resumes_with_and_without(corpus, worlds, tmp_path):
             {"training.steps": steps, "job.dump_folder": tmp_path / folder},
         )
         (tmp_path / folder).mkdir(exist_ok=True)
-        check_resume(load_config(argv))
+        RunFolder(load_config(argv)).check_resume()
         return worlds(processes).run(train_on, argv)[0]
 
     _, want = train(1, 4, "whole", {})

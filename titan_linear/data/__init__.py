@@ -55,5 +55,4 @@ from titan_linear.data.streams.mixture import MixedStreams, Phase, Streams
 from titan_linear.data.streams.packing import IGNORE, Length, PackedStreams, Stream, Targets
 from titan_linear.data.streams.prompts import Prompts, Questions, TaskSample
 from titan_linear.data.streams.split import Side, split_corpus
-from titan_linear.data.streams.tree_streams import TreeStreams, streams_of
-from titan_linear.data.streams.whole import WholeStreams
+from titan_linear.data.streams.whole import TreeStreams, WholeStreams, streams_of

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from titan_linear.config import ActivationCheckpoint, Config, Parallelism, layer_checkpointing
+from titan_linear.config import ActivationCheckpoint, Config, Parallelism
 from titan_linear.distributed.experts import apply_ep
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parts import Parts
@@ -97,7 +97,7 @@ def apply_ac(model: Decoder, ac: ActivationCheckpoint, *, compiled: bool) -> Non
     parameters keep their names.
     """
     for i, layer in enumerate(model.layers):
-        mode = layer_checkpointing(ac, i)
+        mode = ac.mode_of(i)
         if mode == "none":
             continue
         keeping = partial(contexts, copied=compiled, mode=mode)

@@ -285,35 +285,28 @@ def run(
     Args:
         given: the caller's inputs, [B, T, ...].
     """
-    (
-        initial_state,
-        output_final_state,
-        state_v_first,
-        cu_seqlens,
-        cu_seqlens_cpu,
-        cp_context,
-        cp_method,
-        parents,
-    ) = sequences
     # Check the arguments that all recurrences have.
     check_floats(**{recurrence.named(name): x for name, x in given._asdict().items()})
     q, v = given.q, given.v
-    cu_seqlens, cp_context = of_trees(parents, cu_seqlens, cp_context, q.device)
-    if cp_method not in ("kcp", "ulysses"):
-        raise ValueError(f"cp_method = {cp_method!r} is unknown; use 'kcp' or 'ulysses'")
+    cu_seqlens, cp_context = of_trees(
+        sequences.parents, sequences.cu_seqlens, sequences.cp_context, q.device
+    )
+    if sequences.cp_method not in ("kcp", "ulysses"):
+        raise ValueError(f"cp_method = {sequences.cp_method!r} is unknown; use 'kcp' or 'ulysses'")
+    initial_state, output_final_state = sequences.initial_state, sequences.output_final_state
     if cp_context is not None:
         check_cp(
             recurrence.named("q"), q, initial_state, output_final_state, cu_seqlens, cp_context
         )
     B, T, _, K = q.shape
-    N = check_boundaries(B, T, cu_seqlens, cu_seqlens_cpu)
+    N = check_boundaries(B, T, cu_seqlens, sequences.cu_seqlens_cpu)
     name = recurrence.named("initial_state")
     check_floats(**{name: initial_state})
-    _check_state(name, initial_state, N, v.shape[2], K, v.shape[3], state_v_first)
-    initial_state = swapped(initial_state, state_v_first)
+    _check_state(name, initial_state, N, v.shape[2], K, v.shape[3], sequences.state_v_first)
+    initial_state = swapped(initial_state, sequences.state_v_first)
     # Ulysses: exchange tokens for heads, and run the whole stream.
     several = cp_context is not None and cp_context.ranks.world_size > 1
-    if several and cp_method == "ulysses":
+    if several and sequences.cp_method == "ulysses":
         return _over_heads(recurrence, given, options, cp_context, impl), None
     # Fold the batch into the tokens, and choose the implementation.
     inputs = _each(given, recurrence, lambda x: x.flatten(0, 1), lambda x: x.flatten().contiguous())
@@ -325,19 +318,12 @@ def run(
     if q.shape[1] == 1 and cu_seqlens is None and cp_context is None and not wants_grad:
         o, final = _decode(recurrence, inputs, options, initial_state)
     else:
-        boundaries = boundaries_of(q, cu_seqlens, cp_context, cu_seqlens_cpu)
-        call = RecurrenceCall(
-            type(given),
-            rule,
-            options,
-            boundaries,
-            cp_context if several else None,
-            output_final_state,
-        )
+        boundaries = boundaries_of(q, cu_seqlens, cp_context, sequences.cu_seqlens_cpu)
+        cp = cp_context if several else None
+        call = RecurrenceCall(type(given), rule, options, boundaries, cp, output_final_state)
         o, final = _function(rule)(call, initial_state, *inputs)
-    return o.unflatten(0, q.shape[:2]), swapped(
-        final, state_v_first
-    ) if output_final_state else None
+    o = o.unflatten(0, q.shape[:2])
+    return o, swapped(final, sequences.state_v_first) if output_final_state else None
 
 
 def _each(

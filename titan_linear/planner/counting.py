@@ -16,10 +16,12 @@ kept (`distributed/compiling.py`).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -154,14 +156,15 @@ def count(block: Block, x: Tensor, plan: BatchPlan, values: Tensor | None = None
     selected = [call for call in seen.forward.calls if "selective" in call.spec.kept_by]
     others = [call for call in selected if not call.spec.of_driver]
     attention = _bytes(call for call in selected if "attention" in call.spec.kept_by)
-    peaks = seen.peak(parameters, seen.lives), seen.peak(parameters, seen.compiled_lives)
-    plain = Memory(kept, selective + _bytes(others), attention, max(peaks[0] - kept, 0))
-    compiled = Memory(kept_compiled, _bytes(selected), attention, max(peaks[1] - kept_compiled, 0))
-    return LayerCounts(seen.forward, seen.backward, input=x.nbytes, plain=plain, compiled=compiled)
+    working = max(seen.peak(parameters, seen.lives) - kept, 0)
+    plain = Memory(kept, selective + _bytes(others), attention, working)
+    working = max(seen.peak(parameters, seen.compiled_lives) - kept_compiled, 0)
+    compiled = Memory(kept_compiled, _bytes(selected), attention, working)
+    return LayerCounts(seen.forward, seen.backward, x.nbytes, plain, compiled)
 
 
 def _bytes(calls: Iterable[OperatorCall]) -> int:
-    return sum(x.nbytes for call in calls for x in call.outputs)
+    return sum(x.nbytes for x in chain.from_iterable(call.outputs for call in calls))
 
 
 class _Seen(TorchDispatchMode):
@@ -175,7 +178,8 @@ class _Seen(TorchDispatchMode):
         self.forward = PassCounts()
         self.backward = PassCounts()
         # `place` is incremented at each product and operator.
-        self.work, self.place = self.forward, 0
+        self.work = self.forward
+        self.place = 0
         self.storages: dict[int, torch.UntypedStorage] = {}
         # Elementwise result → the tensors that it is computed from.
         self.made_of: dict[int, set[int]] = {}
@@ -191,7 +195,11 @@ class _Seen(TorchDispatchMode):
         self.turned = 0
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple = (), kwargs: Any = None
+        self,
+        function: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: Any = None,
     ) -> Any:
         out = function(*args, **(kwargs or {}))
         inputs = _tensors((args, kwargs))
@@ -238,7 +246,7 @@ class _Seen(TorchDispatchMode):
         # key.
         if self._first("written", key, self.turned):
             self.work.fused += x.nbytes
-            self._live(self.compiled_lives, key if not self.turned else -key)
+            self._live(self.compiled_lives, -key if self.turned else key)
         # Backward recomputes forward's results, and so reads what they are computed from.
         if key in self.of_forward:
             self._read(x)
@@ -326,14 +334,14 @@ class _Seen(TorchDispatchMode):
         for leaf in self.leaves([key]):
             self._live(self.compiled_lives, leaf)
             if self._first("read", leaf, self.place):
-                self.work.fused += (
-                    min(self.nbytes(leaf), x.nbytes) if leaf == key else self.nbytes(leaf)
-                )
+                # Of x itself, which may be a view, only its own bytes are read.
+                most = x.nbytes if leaf == key else math.inf
+                self.work.fused += min(self.nbytes(leaf), most)
 
     def _first(self, what: str, key: int, where: int) -> bool:
-        new = (what, key, where) not in self.done
+        before = len(self.done)
         self.done.add((what, key, where))
-        return new
+        return len(self.done) > before
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -347,7 +355,11 @@ class _OneKernelNorms(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple = (),
+        kwargs: Any = None,
     ) -> Any:
         if function is F.rms_norm:
             return _Norm.apply(args[0], kwargs["weight"])

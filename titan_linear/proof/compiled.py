@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_linear.config import changed
 from titan_linear.distributed.groups import host_group, of_all_ranks
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.one_process import LocalDims
@@ -83,7 +82,7 @@ def _steps(subject: ProofSubject, dims: ParallelDims | None, enable: bool) -> li
     torch.compiler.reset()
     # Under torchrun this process is one rank of the run.
     if dims is not None:
-        config = changed(subject.config, {"compile.enable": enable})
+        config = subject.config.changed({"compile.enable": enable})
         return [
             _measured(
                 passes_of_process(replace(subject, config=config), dims, micro_steps=1), BATCHES

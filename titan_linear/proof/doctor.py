@@ -37,7 +37,6 @@ from titan_linear.ops.runtime.support import short
 from titan_linear.proof import compiled, data, definitions, hf, model, ops, processes, resume
 from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.subject import ProofSubject, subject_of
-from titan_linear.proof.tree_leaves import trees
 from titan_linear.run.build import unallocated
 
 # Longest time that processes wait for each other.
@@ -48,11 +47,12 @@ def checks(subject: ProofSubject) -> Iterator[tuple[str, Callable[[], Findings]]
     """Yield the checks, by name and in order: the checks on which others rely come first."""
     for check in (data.labels, data.targets, data.cut, data.stream):
         yield check.__name__, lambda check=check: check(subject)
+    of_case = [ops.implementations, ops.split, ops.documents, ops.repeated]
+    if BACK in subject.streams[0].columns:
+        of_case.append(ops.trees)
     for case in ops.cases(subject):
-        for check in (ops.implementations, ops.split, ops.documents, ops.repeated):
+        for check in of_case:
             yield f"{check.__name__}, {case}", lambda check=check, case=case: check(subject, case)
-        if BACK in subject.streams[0].columns:
-            yield f"trees, {case}", lambda case=case: trees(subject, case)
     for check in (definitions.loss, definitions.positions, definitions.float8):
         yield check.__name__, lambda check=check: check(subject)
     for check in (model.split, model.documents, model.repeated, resume.resume, hf.logits):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from titan_linear.config import hf_assets, hf_weights
 from titan_linear.models.init import count_parameters
 from titan_linear.models.mixers.mamba2 import Mamba2
 from titan_linear.models.plan import BatchPlan
@@ -41,7 +40,7 @@ def logits(subject: ProofSubject) -> Findings:
 
     It must fit, and transformers must support it.
     """
-    folder = hf_weights(subject.run) or hf_assets(subject.run)
+    folder = subject.run.hf_weights or subject.run.hf_assets
     if not folder or not any(Path(folder).glob("*.safetensors")):
         return
     # Say why logits cannot be compared, if they cannot.
@@ -56,10 +55,8 @@ def logits(subject: ProofSubject) -> Findings:
     # For Mamba-2 transformers can be given our limit of the time step.
     told = {}
     if option == "dt_max":
-        least = max(
-            (mixer.dt_min for mixer in config.mixers if isinstance(mixer, Mamba2)), default=0.0
-        )
-        told["time_step_min"] = least or sys.float_info.min
+        least = [mixer.dt_min for mixer in config.mixers if isinstance(mixer, Mamba2)]
+        told["time_step_min"] = max(least, default=0.0) or sys.float_info.min
         yield Note(f"hugging face: transformers {departs}; compared with {told}")
     from transformers import AutoModelForCausalLM, logging
 
@@ -72,23 +69,14 @@ def logits(subject: ProofSubject) -> Findings:
     ours.use("torch", subject.device, torch.float32)
     bounds = torch.tensor([0, T], dtype=torch.int32, device=subject.device)
     got = ours(tokens, BatchPlan(torch.arange(T, device=subject.device), cu_seqlens=bounds))
-    theirs = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **told)
-        .to(subject.device)
-        .eval()
-    )
-    want = theirs(tokens, use_cache=False).logits
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **told)
+    want = theirs.to(subject.device).eval()(tokens, use_cache=False).logits
     bound = bound_of_model(torch.float32, config.num_layers)
     # The worst token, for the report.
     wrong = (got - want).abs().amax((0, 2))
     where = f"token {int(wrong.argmax())} of {T}"
-    yield Finding(
-        "hugging face",
-        f"logits of {family} against transformers', float32",
-        off(got, want),
-        bound,
-        where,
-    )
+    what = f"logits of {family} against transformers', float32"
+    yield Finding("hugging face", what, off(got, want), bound, where)
 
 
 def _reason_against(folder: Path, size: int, device: torch.device) -> str:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_linear.config import changed
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.one_process import Degrees, LocalDims, local_groups, take_turns
 from titan_linear.distributed.parallelize import parallelize, replicated_parameters
@@ -105,7 +104,7 @@ def model_of(
     # Restore what the constructor ties, then split the model as in the run.
     if whole.config.tie_embeddings:
         model.head.weight = model.embedding.weight
-    parallelize(model, dims, changed(subject.config, {"compile.enable": compiled}), subject.device)
+    parallelize(model, dims, subject.config.changed({"compile.enable": compiled}), subject.device)
     model.parts = getattr(model, "parts", Parts({}, None))
     return model
 

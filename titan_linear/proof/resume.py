@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_linear.config import Config, changed
+from titan_linear.config import Config
 from titan_linear.distributed.groups import host_group, of_all_ranks
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parts import local_tensor
@@ -118,7 +118,7 @@ def of_processes(subject: ProofSubject) -> Findings:
 def _resumed(
     check: str, subject: ProofSubject, dims: ParallelDims, host: dist.ProcessGroup
 ) -> Findings:
-    model, _ = narrowed(subject.model, subject.config, PARAMETERS)
+    model, _ = narrowed(subject.model, subject.config.parallelism, PARAMETERS)
     subject, config = replace(subject, model=model), subject.config
     with _shared_folder(host) as folder, repeatable():
         if folder is None:
@@ -211,7 +211,7 @@ def _new(subject: ProofSubject, dims: ParallelDims, host: dist.ProcessGroup) -> 
 def _on_one_rank(config: Config) -> Config:
     data = "data_parallel_replicate", "data_parallel_shard", "fsdp_shard"
     kinds = *data, "context_parallel", "tensor_parallel", "expert_parallel"
-    return _taken(changed(config, {f"parallelism.{name}_degree": 1 for name in kinds}), 1)
+    return _taken(config.changed({f"parallelism.{name}_degree": 1 for name in kinds}), 1)
 
 
 def _taken(config: Config, dp: int) -> Config:
@@ -221,4 +221,4 @@ def _taken(config: Config, dp: int) -> Config:
         "training.local_batch_size": 1,
         "training.num_workers": 0,
     }
-    return changed(config, batch | {"compile.enable": False})
+    return config.changed(batch | {"compile.enable": False})

@@ -15,14 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from titan_linear.config import (
-    BYTES,
-    Config,
-    data_parallel_degrees,
-    hf_assets,
-    hf_weights,
-    replicas_wait,
-)
+from titan_linear.config import BYTES, Config
 from titan_linear.data import Batch, Tokenizer, build_tokenizer
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
@@ -66,7 +59,7 @@ def tokenizer_path(config: Config) -> str | None:
     """
     if config.model.tokenizer_path == BYTES:
         return None
-    own = str(Path(hf_assets(config)) / "tokenizer.json") if hf_assets(config) else None
+    own = str(Path(config.hf_assets) / "tokenizer.json") if config.hf_assets else None
     return config.model.tokenizer_path or own
 
 
@@ -77,7 +70,7 @@ def open_tokenizer(config: Config) -> Tokenizer:
         ValueError: it, or the Hugging Face folder that brings it, is missing or cannot be
             used.
     """
-    folder, m = hf_assets(config), config.model
+    folder, m = config.hf_assets, config.model
     if folder and not m.tokenizer_path and not Path(folder).is_dir():
         key = "model.hf_assets_path" if m.hf_assets_path else "checkpoint.initial_load_path"
         raise ValueError(
@@ -104,7 +97,7 @@ def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
         what = f"model.vocab_size = {model.vocab_size}"
         remedy = f"model.vocab_size to at least {tokenizer.vocab_size}"
         if config.model.flavor == "hf":
-            what = f"the vocabulary of '{hf_assets(config)}/config.json', {model.vocab_size},"
+            what = f"the vocabulary of '{config.hf_assets}/config.json', {model.vocab_size},"
             remedy = "model.tokenizer_path (titan-linear generate: --tokenizer) to the tokenizer of this model"
         whose = repr(path) if (path := tokenizer_path(config)) else "of bytes"
         raise ValueError(
@@ -121,7 +114,7 @@ def model_without_tokenizer(config: Config) -> ModelConfig:
     # The sizes of a folder or a preset, with the keys that change them.
     if config.model.flavor == "hf":
         _, model = under_key(
-            "model.flavor = 'hf'", read_model, Path(hf_assets(config)), config.model.mtp_layers
+            "model.flavor = 'hf'", read_model, Path(config.hf_assets), config.model.mtp_layers
         )
     else:
         model = preset(config.model.name, config.model.flavor)
@@ -186,7 +179,7 @@ def family_of(
     Raises:
         ValueError: none does.
     """
-    folder = Path(like or hf_assets(config) or "/")
+    folder = Path(like or config.hf_assets or "/")
     if (folder / CONFIG).is_file():
         family, _ = read_model(folder)
         return family
@@ -195,7 +188,7 @@ def family_of(
 
 def follows_tokenizer(config: Config) -> bool:
     """Whether nothing fixes the vocabulary's size: neither a key nor a Hugging Face folder."""
-    return not (config.model.vocab_size or config.model.flavor == "hf" or hf_weights(config))
+    return not (config.model.vocab_size or config.model.flavor == "hf" or config.hf_weights)
 
 
 def balance_experts(model: ModelConfig, config: Config) -> ModelConfig:
@@ -249,7 +242,7 @@ def allocated(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> D
 
 def build_dims(config: Config, device: torch.device) -> ParallelDims:
     """Build the mesh over all ranks."""
-    replicate, shard = data_parallel_degrees(config, dist.get_world_size())
+    replicate, shard = config.parallelism.data_parallel_degrees(dist.get_world_size())
     p = config.parallelism
     return build_mesh(
         device.type,
@@ -335,8 +328,15 @@ def build_passes(
         device=device,
     )
     precision = mixed_precision(config, model, dims)
-    replicas_once = dims.replicas > 1 and replicas_wait(config.training)
-    return Passes(model, feed, precision, build_loss(config), watching, replicas_once)
+    replicas_once = dims.replicas > 1 and config.training.replicas_wait
+    return Passes(
+        model,
+        feed,
+        precision,
+        build_loss(config.loss.name, config.objective),
+        watching,
+        replicas_once,
+    )
 
 
 def mixed_precision(

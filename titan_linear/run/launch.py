@@ -183,7 +183,14 @@ def run_workers(
         os.environ.update(
             _environment(node.processes) | {LAUNCHER: str(os.getpid()), AGREED: str(agreed)}
         )
-        workers = Workers(node, config, folder, [module, "--job.config_file", str(checked), *more])
+        command = [module, "--job.config_file", str(checked), *more]
+        workers = Workers(
+            node,
+            folder,
+            command,
+            max_restarts=config.comm.max_restarts,
+            saves=config.checkpoint.enable,
+        )
         workers.run_to_end()
         # Another node may have received the signal.
         stopped_for = workers.stop or (int(agreed.read_text()) if agreed.exists() else 0)
@@ -244,13 +251,20 @@ class Workers(threading.Thread):
     node's failed workers, by rank.
     """
 
-    def __init__(self, node: Node, config: Config, folder: str, command: list[str]):
-        """folder: for torchrun's files. command: the module and its arguments."""
+    def __init__(
+        self, node: Node, folder: str, command: list[str], *, max_restarts: int, saves: bool
+    ):
+        """Prepare torchrun's `run`.
+
+        Args:
+            folder: for torchrun's files.
+            command: the module and its arguments.
+            saves: whether workers save before they stop.
+        """
         from torch.distributed import TCPStore  # slow to import
 
         super().__init__(daemon=True)
-        self.max_restarts = config.comm.max_restarts
-        self.saves = config.checkpoint.enable
+        self.max_restarts, self.saves = max_restarts, saves
         self.place = f"{node.address}:{node.port}"
         options = {
             "nproc-per-node": node.processes,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_linear.config import Config, changed, hf_assets, load_config
+from titan_linear.config import Config, load_config
 from titan_linear.data import Batch, Streams, Tokenizer, validation_batches
 from titan_linear.distributed.groups import gathered, host_group
 from titan_linear.distributed.mesh import ParallelDims
@@ -145,14 +145,14 @@ def config_for(path: Path, keys: list[str]) -> Config:
         ]
         # The run may have begun from a folder that gave its model and tokenizer. Name it
         # here, because weights no longer come from it.
-        first += ["--model.hf_assets_path", hf_assets(run)] if run.model.flavor == "hf" else []
+        first += ["--model.hf_assets_path", run.hf_assets] if run.model.flavor == "hf" else []
         first += ["--model.tokenizer_path", path_of] if (path_of := tokenizer_path(run)) else []
     first += ["--checkpoint.enable", "true", "--checkpoint.initial_load_path", str(path)]
     # The adapters that the run began from are part of its weights.
     first += ["--adapter.initial_load_path", ""]
     # A reader neither trains nor exports.
     others = {"loss.scores": "", "checkpoint.export_dtype": "float32"}
-    config = changed(load_config([*first, *keys]), others)
+    config = load_config([*first, *keys]).changed(others)
     if adapters := config.adapter.initial_load_path:
         raise ValueError(
             f"adapter.initial_load_path = {adapters!r} is for runs that train; titan-linear convert merge "

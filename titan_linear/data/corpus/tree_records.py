@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from titan_linear.data.corpus.chat import Ids, Record
-from titan_linear.data.corpus.columns import BACK, WEIGHTS, DocumentTokens, with_columns
+from titan_linear.data.corpus.chat import Ids, Record, RecordEncoder
+from titan_linear.data.corpus.columns import BACK, WEIGHTS, DocumentTokens, Problem, with_columns
 from titan_linear.data.corpus.tokenizer import Tokenizer
 
 SHARE = "share"
@@ -44,28 +44,27 @@ class PendingDocument(NamedTuple):
     document: DocumentTokens
 
 
-class TreeEncoder:
-    """Encoder of tree records; returns their tokens or a problem (`RecordEncoder`)."""
+class TreeEncoder(RecordEncoder):
+    """Encoder of tree records."""
 
     fingerprint = "tree-1"
 
     def __init__(self, tokenizer: Tokenizer, columns: Mapping[str, str]):
         self.columns = columns
-        self._tokenizer, self._ids = tokenizer, Ids(tokenizer)
+        self._tokenizer = tokenizer
+        self._ids = Ids(tokenizer)
         self._continuing = tokenizer.continuing()
-        self._eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
 
-    def encode_batch(self, records: Sequence[Record]) -> list[DocumentTokens | str]:
-        return [self._encode(record) for record in records]
-
-    def _encode(self, record: Record) -> DocumentTokens | str:
-        try:
-            return _joined([*self._nodes(record, "root", 0, {})], (BACK, WEIGHTS, *self.columns))
-        except ValueError as problem:
-            return str(problem)
+    def encode(self, record: Record) -> DocumentTokens:
+        nodes = list(self._nodes(record, "root", 0, {}))
+        return _joined(nodes, (BACK, WEIGHTS, *self.columns))
 
     def _nodes(
-        self, node: Any, place: str, back: int, widths: dict[str, int]
+        self,
+        node: Any,
+        place: str,
+        back: int,
+        widths: dict[str, int],
     ) -> Iterator[DocumentTokens]:
         """Yield a node and the nodes below it, depth first.
 
@@ -75,64 +74,63 @@ class TreeEncoder:
         """
         children = node.get("children") if isinstance(node, dict) else 0
         if not isinstance(children, list | None):
-            raise ValueError(
-                f"{place} is not an object, or its 'children' are not a list; correct it"
-            )
-        ids, columns = self._node(
-            node, place, self._tokens(node, place, back == 0, not children), widths
-        )
-        yield DocumentTokens(
-            ids, {**columns, BACK: np.append(back, np.ones(len(ids) - 1, dtype=np.int64))}
-        )
+            raise Problem(f"{place} is not an object, or its 'children' are not a list; correct it")
+        ids = self._tokens(node, place, root=back == 0, leaf=not children)
+        offsets = np.append(back, np.ones(len(ids) - 1, dtype=np.int64))
+        yield DocumentTokens(ids, {**self._columns(node, place, ids, widths), BACK: offsets})
+        # Children continue this node's last token, each one behind the nodes of the others.
         back = 1
         for n, child in enumerate(children or []):
             for below in self._nodes(child, f"{place}.children[{n}]", back, widths):
                 yield below
                 back += len(below.tokens)
 
-    def _node(
-        self, node: dict[str, Any], place: str, ids: np.ndarray, widths: dict[str, int]
-    ) -> DocumentTokens:
-        """Return the node's tokens with its columns, except omitted ones."""
-        numbers = {
-            name: node[name] for name in (WEIGHTS, *self.columns) if node.get(name) is not None
-        }
-        dtypes = {name: self.columns.get(name, "<f4") for name in numbers}
-        whole = DocumentTokens(ids, {WEIGHTS: np.ones(len(ids), dtype=np.float32)})
-        made = with_columns([whole], numbers, dtypes, self._tokenizer, widths)
-        if isinstance(made, str):
-            raise ValueError(f"{place}: {made}")
-        missing = [name for name in self.columns if name not in (WEIGHTS, *numbers)]
-        if missing and made[0].weights.any():
-            raise ValueError(
+    def _columns(
+        self,
+        node: dict[str, Any],
+        place: str,
+        ids: np.ndarray,
+        widths: dict[str, int],
+    ) -> Mapping[str, np.ndarray]:
+        """Return the node's columns, except omitted ones."""
+        names = [name for name in (WEIGHTS, *self.columns) if node.get(name) is not None]
+        dtypes = {name: self.columns.get(name, "<f4") for name in names}
+        counted = DocumentTokens(ids, {WEIGHTS: np.ones(len(ids), dtype=np.float32)})
+        try:
+            (made,) = with_columns([counted], node, dtypes, self._tokenizer, widths)
+        except Problem as problem:
+            raise Problem(f"{place}: {problem}") from None
+        missing = [name for name in self.columns if name not in (WEIGHTS, *names)]
+        if missing and made.weights.any():
+            raise Problem(
                 f"{place} has no {missing[0]!r} for tokens that count; give it, or 'weights': 0"
             )
-        return made[0]
+        return made.columns
 
     def _tokens(self, node: dict[str, Any], place: str, root: bool, leaf: bool) -> np.ndarray:
         text, ids = node.get("text"), node.get("tokens")
         if not isinstance(text, str | None) or (text is None) == (ids is None):
-            raise ValueError(f"{place} must have either 'text' or 'tokens'; give one")
+            raise Problem(f"{place} must have either 'text' or 'tokens'; give one")
         if text is not None:
-            ids = [
-                *map(int, (self._tokenizer if root else self._continuing).encode(text)),
-                *self._eos * leaf,
-            ]
-        (masked,) = self._ids.encode_batch([{"tokens": ids}])
-        if isinstance(masked, str):
-            raise ValueError(f"{place}: {'it is empty' if ids == [] else masked}")
-        return masked.tokens
+            tokenizer = self._tokenizer if root else self._continuing
+            ids = tokenizer.encode(text).tolist() + self._tokenizer.eos * leaf
+        if ids == []:
+            raise Problem(f"{place}: it is empty")
+        try:
+            return self._ids.encode({"tokens": ids}).tokens
+        except Problem as problem:
+            raise Problem(f"{place}: {problem}") from None
 
 
 def _joined(nodes: Sequence[DocumentTokens], names: Iterable[str]) -> DocumentTokens:
     """Concatenate nodes. Missing columns are 0, unless all nodes lack them."""
     columns = {}
-    for name in filter(set().union(*(node.columns for node in nodes)).__contains__, names):
-        of_nodes = [node.columns.get(name, np.zeros(len(node.tokens))) for node in nodes]
-        width = max(of_nodes, key=np.ndim).shape[1:]
-        columns[name] = np.concatenate(
-            [x if x.shape[1:] == width else np.zeros((len(x), *width)) for x in of_nodes]
-        )
+    for name in names:
+        widths = [node.columns[name].shape[1:] for node in nodes if name in node.columns]
+        if widths:
+            zeros = [np.zeros((len(node.tokens), *widths[0])) for node in nodes]
+            parts = [node.columns.get(name, x) for node, x in zip(nodes, zeros)]
+            columns[name] = np.concatenate(parts)
     return DocumentTokens(np.concatenate([node.tokens for node in nodes]), columns)
 
 
@@ -160,8 +158,9 @@ def agreeing(
     for now in order:
         # Compare with the previous document; on a difference, the sample of voters decides.
         while kept and (problem := _difference(kept[-1], now)):
-            votes = [sum(not _difference(x, y) for y in voters) for x in (kept[-1], now)]
-            if votes[0] >= votes[1]:
+            votes_before = sum(not _difference(kept[-1], voter) for voter in voters)
+            votes_now = sum(not _difference(now, voter) for voter in voters)
+            if votes_before >= votes_now:
                 problems.append(problem)
                 break
             problems.append(_difference(now, kept.pop()))
@@ -181,6 +180,7 @@ def trees_of(held: Sequence[PendingDocument], pair: bool) -> list[DocumentTokens
     for now in held:
         ids, columns = now.document
         common = shared(before.document.tokens, ids) if before else 0
+        # Begin a tree.
         if not trees or not (common or pair):
             trees.append([])
             path, count = path[:0], 0
@@ -189,7 +189,8 @@ def trees_of(held: Sequence[PendingDocument], pair: bool) -> list[DocumentTokens
         own = count + np.arange(len(ids) - common)
         back = np.ones(len(own), dtype=np.int64)
         back[0] = count - path[common - 1] if common else 0
-        path, count = np.append(path[:common], own), count + len(own)
+        path = np.append(path[:common], own)
+        count += len(own)
         columns = {name: column[common:] for name, column in columns.items()}
         trees[-1].append(DocumentTokens(ids[common:], columns | {BACK: back}))
         before = now
@@ -200,12 +201,13 @@ def _difference(a: PendingDocument, b: PendingDocument) -> str:
     """Return a problem of two documents whose shared tokens do not count the same, else ""."""
     common = shared(a.document.tokens, b.document.tokens)
     # Only tokens that count in either matter, and the first is never predicted.
-    counted = ((a.document.weights > 0)[:common] | (b.document.weights > 0)[:common]) & (
-        np.arange(common) > 0
-    )
+    weights = np.maximum(a.document.weights[:common], b.document.weights[:common])
+    counted = (weights > 0) & (np.arange(common) > 0)
     for name, column in a.document.columns.items():
-        x, y = column[:common], b.document.columns[name][:common]
-        if (differ := (x != y).reshape(common, -1).any(1) & counted).any():
+        x = column[:common]
+        y = b.document.columns[name][:common]
+        differ = (x != y).reshape(common, -1).any(1) & counted
+        if differ.any():
             at = int(differ.argmax())
             return (
                 f"{b.origin} shares its first {common} tokens with {a.origin}, and {name!r} of token {at} is {y[at]} "
