@@ -11,29 +11,32 @@ from titan_linear.config import load_config
 SHORT = {"model.name": "kda", "training.steps": 1, "lr_scheduler.warmup_steps": 0}
 
 
-def sampled(rank, world_size, argv):
-    """Threads that prefetch, whether saves are read back, and what validations begin their texts with."""
+def built(rank, world_size, argv):
+    """Threads that prefetch, whether saves are read back, how far outliers are, and what texts of validations begin
+    with."""
     trainer = train.Trainer(load_config(argv))
     prompts = []
     trainer.evaluation.text = lambda prompt, tokens: prompts.append((prompt, tokens)) or ""
     trainer.train()
-    return trainer.loader.num_workers, trainer.checkpointer.verify, prompts[0]
+    sigmas = trainer.spikes.outliers.sigmas
+    return trainer.loader.num_workers, trainer.checkpointer.verify, sigmas, prompts[0]
 
 
-def test_a_run_loads_saves_and_samples_as_its_keys_say(corpus, worlds, tmp_path):
+def test_a_run_is_built_from_its_keys(corpus, worlds, tmp_path):
     keys = {
         "job.dump_folder": tmp_path,
         "training.num_workers": 2,
         "checkpoint.enable": "true",
         "checkpoint.verify": "false",
+        "metrics.spike_sigmas": 2.5,
         "validation.enable": "true",
         "validation.freq": 1,
         "validation.steps": 1,
         "validation.sample_prompt": "import",
         "validation.sample_tokens": 3,
     }
-    (found,) = worlds(1).run(sampled, arguments(corpus, SHORT, keys))
-    assert found == (2, False, ("import", 3))
+    (found,) = worlds(1).run(built, arguments(corpus, SHORT, keys))
+    assert found == (2, False, 2.5, ("import", 3))
 
 
 class Joined(Exception):
