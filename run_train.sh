@@ -22,4 +22,4 @@ if [[ -z "${CONFIG_FILE:-}" && " $*" != *" --job.config_file"* ]]; then
   if ((${NGPU:-$(gpus)} % 2)); then set -- --parallelism.context_parallel_degree 1 "$@"; fi
 fi
 find_python
-exec "$PYTHON" -m titan_linear.launch --job.config_file "${CONFIG_FILE:-$ROOT/train_configs/debug.toml}" "$@"
+exec "$PYTHON" -m titan_linear.run.launch --job.config_file "${CONFIG_FILE:-$ROOT/train_configs/debug.toml}" "$@"

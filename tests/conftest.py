@@ -102,7 +102,7 @@ def isolated_test(isolated_file: None) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Documents of 1 to 200 bytes: many to a stream, some across several ranks."""
-    from tests.test_train import OWN_FLAVORS
+    from tests.training import OWN_FLAVORS
     from titan_linear.models.presets import OWN
 
     file, rng = tmp_path_factory.mktemp("corpus") / "corpus.jsonl", torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""What the processes of tests/test_hf_io.py run; here, so that they need not import transformers."""
+"""What the processes of tests/storage/test_hf_io.py run; here, so that they need not import transformers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from titan_linear.config import load_config
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
 from titan_linear.models import mixers
-from titan_linear.models.adapters import placements
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.hf_mapping import placements
 from titan_linear.models.init import owned
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset

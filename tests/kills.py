@@ -58,7 +58,13 @@ def start(folder: Path, keys: dict[str, object]) -> subprocess.Popen:
     keys = KEYS | {"training.dataset_path": folder.parent / "texts"} | keys
     argv = [f"--{key}={value}" for key, value in keys.items()]
     return subprocess.Popen(
-        [sys.executable, "-m", "titan_linear.launch", f"--job.dump_folder={folder / 'run'}", *argv],
+        [
+            sys.executable,
+            "-m",
+            "titan_linear.run.launch",
+            f"--job.dump_folder={folder / 'run'}",
+            *argv,
+        ],
         env=os.environ
         | {"NGPU": "2", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder.parent / "cache")},
         stdout=(folder / "output").open("a"),

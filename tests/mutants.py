@@ -34,14 +34,14 @@ class Mutant(NamedTuple):
 MUTANTS = [
     # prefix trees
     Mutant(
-        "*Documents.of(nodes.edges, nodes.depth)",
-        "*Documents.of(nodes.edges)",
-        "tests/test_trees.py",
+        "*Documents.of(trees.edges, trees.depth)",
+        "*Documents.of(trees.edges)",
+        "runs/test_trees.py",
     ),
-    Mutant("share[leaves][number] / share[node]", "np.ones(len(node))", "tests/test_trees.py"),
-    Mutant("self.positions > tokens", "self.positions >= tokens", "tests/test_trees.py"),
-    Mutant("inside = positions >= torch", "inside = positions > torch", "tests/test_trees.py"),
-    Mutant("most = min(len(a), len(b)) - 1", "most = min(len(a), len(b))", "tests/test_trees.py"),
+    Mutant("share[leaves][number] / share[node]", "np.ones(len(node))", "runs/test_trees.py"),
+    Mutant("self.positions > tokens", "self.positions >= tokens", "runs/test_trees.py"),
+    Mutant("inside = positions >= torch", "inside = positions > torch", "runs/test_trees.py"),
+    Mutant("most = min(len(a), len(b)) - 1", "most = min(len(a), len(b))", "runs/test_trees.py"),
     Mutant(
         "np.where(last, edges[run + 1], np.append(end[1:], 0))",
         "edges[run + 1]",
@@ -138,8 +138,8 @@ MUTANTS = [
     Mutant("low - begin, high - begin, ours", "low, high, ours", "test_families.py"),
     # --- data
     Mutant(
-        "np.append(nodes.back[1:], next",
-        "np.append(np.ones_like(nodes.back[1:]), next",
+        "np.append(trees.back[1:], next",
+        "np.append(np.ones_like(trees.back[1:]), next",
         "test_packing.py",
     ),
     Mutant("goes_on = end < self.corpus", "goes_on = end <= self.corpus", "test_packing.py"),
@@ -157,7 +157,9 @@ MUTANTS = [
     ),
     Mutant("(places[:, 0] < end) & (begin", "(places[:, 0] <= end) & (begin", "test_chat.py"),
     Mutant(
-        'column("weights", following)', 'column("weights", positions)', "data/test_chat.py: streams"
+        'column("weights", following)',
+        'column("weights", positions)',
+        "data/corpus/test_chat.py: streams",
     ),
     Mutant("np.minimum(document_ends, last) - begin", "document_ends - begin", "test_packing.py"),
     Mutant("math.ceil(holdout * 2**53)", "math.floor(holdout * 2**53)", "test_packing.py"),
@@ -216,21 +218,21 @@ MUTANTS = [
     ),
     Mutant("torch.heaviside(margin", "torch.heaviside(-margin", "test_losses.py: defined and DPO"),
     Mutant(
-        "weights * rows.entropy, clipped, kl]",
-        "weights * rows.entropy, clipped, 2 * kl]",
+        "clipped=clipped, kl=kl)",
+        "clipped=clipped, kl=2 * kl)",
         "test_losses.py: defined and GRPO",
     ),
     Mutant(
         "counted = ((a.document.weights > 0)[:common] | ",
         "counted = (",
-        "tests/test_trees.py: alone",
+        "runs/test_trees.py: alone",
     ),
     Mutant(
         "keep(folder, scores, min(n * each, end))",
         "keep(folder, scores, min((n + 1) * each, end))",
         "test_score.py: noted",
     ),
-    Mutant("if votes[0] >= votes[1]:", "if True:", "tests/test_trees.py: disagree"),
+    Mutant("if votes[0] >= votes[1]:", "if True:", "runs/test_trees.py: disagree"),
     Mutant("tau**2 *", "tau *", "test_losses.py: defined and distillation"),
     Mutant("(parts[:, 2] * shares).sum(0)", "parts[:, 2].mean(0)", "test_losses.py: gradients"),
     Mutant("return positions.copy()", "return positions - 1", "test_score.py: one and process"),
@@ -301,7 +303,7 @@ MUTANTS = [
     Mutant("loss <= mean + self.sigmas * sigma", "loss <= mean + sigma", "test_spikes.py"),
     Mutant("n * (n + 1) // 2", "n * (n - 1) // 2", "test_flops.py"),
     Mutant("optimizer = 2 * stored -", "optimizer = stored -", "test_memory.py"),
-    Mutant("3.5 * flops / both", "2.5 * flops / both", "tests/test_plan.py: what_was_measured"),
+    Mutant("3.5 * flops / both", "2.5 * flops / both", "commands/test_plan.py: what_was_measured"),
     Mutant("before < sampling.top_p", "before <= sampling.top_p", "test_generate.py"),
     # --- what is refused, and what is not left out
     Mutant("all(map(le, grid, GRID_LIMITS))", "True", "test_grids.py"),
@@ -309,7 +311,7 @@ MUTANTS = [
     Mutant(
         "target.is_file() and target.is_relative_to(within)",
         "target.exists()",
-        "tests/test_merge.py: copied",
+        "run/test_merge.py: copied",
     ),
     Mutant(
         "uniform(1 / math.sqrt(inputs))", "uniform(2 / math.sqrt(inputs))", "models/test_lora.py"
@@ -322,7 +324,7 @@ MUTANTS = [
     Mutant(
         "if adapters := config.adapter.initial_load_path:",
         "if adapters := False:",
-        "tests/test_merge.py",
+        "run/test_merge.py",
     ),
 ]
 

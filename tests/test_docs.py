@@ -21,11 +21,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.browser import chromium
+from tests.commands.pages import Page
 from tests.models.ours import initialised
 from tests.refusals import exit_of, own_handlers, refused
-from tests.test_report import Page
-from tests.test_train import arguments, train_on_rank
-from titan_linear import launch
+from tests.training import arguments, train_on_rank
 from titan_linear.commands import convert, generate, plan
 from titan_linear.commands import corpus as corpora
 from titan_linear.config import check_config, load_config
@@ -35,7 +34,7 @@ from titan_linear.models.presets import preset, resized
 from titan_linear.ops.reference.linear_attention import recurrent_simple_gla
 from titan_linear.planner.memory import parameters
 from titan_linear.proof import doctor
-from titan_linear.run import console
+from titan_linear.run import console, launch
 from titan_linear.run.build import model_without_tokenizer
 from titan_linear.run.console import finished
 from titan_linear.run.generate import decode, prefill

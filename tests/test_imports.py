@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.house import repeated_classes
+
 ROOT = Path(__file__).parents[1]
 
 # From the bottom. A module imports from lower layers, and from its own room: a file or a folder named here.
@@ -20,14 +22,11 @@ LAYERS = (
     ("hooks",),
     ("planner", "proof"),
     ("commands",),
-    ("train", "launch"),
-    ("score",),
-    ("evaluate",),
-    ("lm_eval",),
+    ("train",),
     ("__main__",),
     ("tools",),
 )
-FORBIDDEN = {"tools": ("train", "launch"), "commands": ("train", "launch"), "train": ("ops",)}
+FORBIDDEN = {"tools": {"train", "run.launch"}, "commands": {"train"}, "train": {"ops"}}
 EXCEPT = {
     ("tools.bench_train", "train"),  # measures the trainer itself
 }
@@ -81,13 +80,39 @@ def problems(root):
             here, there = room(name), room(other)
             if here != there and level.get(there, 0) >= level.get(here, len(LAYERS)):
                 said.append(f"{name} imports {other}, which is not below it")
-            if there in FORBIDDEN.get(here, ()) and _short(name, other) not in EXCEPT:
+            from_here, target = _short(name, other)
+            if {there, target} & FORBIDDEN.get(here, set()) and (from_here, target) not in EXCEPT:
                 said.append(f"{name} imports {other}, which is not for it")
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         said.append("a circle: " + " → ".join(reversed(error.args[1])))
     return said
+
+
+# Folders of tests that are of no one folder of the package: the matrix of runs on GPUs, whole runs, and tools/.
+OTHER_TESTS = {"matrix", "runs", "tools"}
+
+
+def test_tests_mirror_the_package():
+    tests = {file.relative_to(ROOT / "tests"): file for file in (ROOT / "tests").rglob("*.py")}
+    folders = {str(name.parent) for name in tests if name.name.startswith("test_")} - OTHER_TESTS
+    assert [folder for folder in folders if not (ROOT / PACKAGE / folder).is_dir()] == []
+    # What several files need is in modules without tests.
+    sources = {
+        (str(name), node.module)
+        for name, file in tests.items()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom)
+    }
+    assert [pair for pair in sources if ".test_" in (pair[1] or "")] == []
+
+
+def test_no_public_class_name_repeats():
+    trees = [ast.parse(file.read_text()) for file in (ROOT / PACKAGE).rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    assert repeated_classes(nodes) == []
+    assert repeated_classes([*nodes, ast.parse("class Decoder: ...").body[0]]) == ["Decoder"]
 
 
 def test_only_proofs_know_the_definitions():
@@ -118,12 +143,16 @@ def test_imports_flow_one_way():
             "titan_linear.models.a imports titan_linear.step, which is not below it",
         ),
         (
-            {"titan_linear/launch.py": "from titan_linear.train import x"},
-            "launch imports titan_linear.train, which",
+            {"titan_linear/run/launch.py": "from titan_linear.train import x"},
+            "run.launch imports titan_linear.train, which",
         ),
         (
             {"tools/a.py": "from titan_linear.train import x"},
             "tools.a imports titan_linear.train, which is not for",
+        ),
+        (
+            {"titan_linear/run/launch.py": "", "tools/a.py": "from titan_linear.run import launch"},
+            "tools.a imports titan_linear.run.launch, which is not for",
         ),
         (
             {"titan_linear/train.py": "from titan_linear.ops import x"},

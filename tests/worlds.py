@@ -44,7 +44,7 @@ COMPILER = [
     "sympy.tensor",
 ]
 mp.set_forkserver_preload(
-    ["titan_linear.train", "tests.hf_workers", "tests.test_checkpoint", *COMPILER]
+    ["titan_linear.train", "tests.hf_workers", "tests.storage.test_checkpoint", *COMPILER]
 )
 
 

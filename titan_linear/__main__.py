@@ -20,7 +20,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("titan_linear.launch", "start a run, or resume it"),
+    "train": Command("titan_linear.run.launch", "start a run, or resume it"),
     "doctor": Command(
         "titan_linear.proof.doctor",
         "prove a run before it costs a week: its split, kernels and data",
@@ -41,12 +41,15 @@ COMMANDS = {
         "titan_linear.commands.generate", "text from a run, a checkpoint or a Hugging Face folder"
     ),
     "score": Command(
-        "titan_linear.score", "log-probabilities of texts, as losses read them, or compared"
+        "titan_linear.commands.score",
+        "log-probabilities of texts, as losses read them, or compared",
     ),
     "evaluate": Command(
-        "titan_linear.evaluate", "what weights remember of long texts, by length and depth"
+        "titan_linear.commands.evaluate", "what weights remember of long texts, by length and depth"
     ),
-    "lm-eval": Command("titan_linear.lm_eval", "lm-evaluation-harness on weights, under any split"),
+    "lm-eval": Command(
+        "titan_linear.commands.lm_eval", "lm-evaluation-harness on weights, under any split"
+    ),
     "report": Command(
         "titan_linear.commands.report", "runs side by side: losses, rates, and the keys that differ"
     ),

@@ -1,5 +1,5 @@
-"""The trainer: `python -m titan_linear.train` in each process of a run (launch.py starts
-them).
+"""The trainer: `python -m titan_linear.train` in each process of a run (run/launch.py
+starts them).
 
 build   data and weights → mesh → model (meta → parallelize → allocate) → optimizer → weights → feed
 step    batch → forward → backward, summed over micro-batches → update: sums over ranks, clipping, optimizer
@@ -53,7 +53,7 @@ from titan_linear.run.console import finished, stopped, write_down
 from titan_linear.run.data import RunData
 from titan_linear.run.evaluate import Record, examine, open_prompts
 from titan_linear.run.export import export_last
-from titan_linear.run.generate import Evaluation
+from titan_linear.run.generate import Validator
 from titan_linear.run.preflight import cleared
 from titan_linear.run.reading import Reader
 from titan_linear.run.start import (
@@ -134,7 +134,7 @@ class Trainer:
         reads = self.model, self.dims, self.feed.cut, self.passes.precision, self.host
         reader = Reader(config, subject.tokenizer, *reads)
         ask = self.grace.ask_validating
-        self.evaluation = Evaluation(reader, self.device, subject.held_out, self.passes.loss, ask)
+        self.evaluation = Validator(reader, self.device, subject.held_out, self.passes.loss, ask)
         self.examine: Callable[..., list[Record]] | None = None
         if config.evaluation.freq:
             prompts = open_prompts(RunData(config, subject.tokenizer))

@@ -131,7 +131,11 @@ def fla(case: Case, cu: Tensor, layout: str) -> Callable[..., Tensor]:
 
     width = TAPS if case.op == "conv" else None
     context = context_of(
-        cu.cuda(), dist.group.WORLD, conv1d_kernel_size=width, cu_seqlens_cpu=cu, layout=layout
+        cu.cuda(),
+        dist.group.WORLD,
+        conv1d_kernel_size=width,
+        cu_seqlens_cpu=cu,
+        layout=layout,
     )
     return case.function(OPS[case.op].fla, cp_context=context)
 
@@ -142,12 +146,14 @@ def fla(case: Case, cu: Tensor, layout: str) -> Callable[..., Tensor]:
 def tflops(H: int, bounds: Tensor, ranks: int, times: Row) -> str:
     """TFLOP/s per GPU of attention, on the pairs that the mask leaves."""
     lengths = bounds.diff().long()
-    work = 4 * D * H * int((lengths * (lengths + 1) // 2).sum()) / ranks / 1e9
+    pairs = int((lengths * (lengths + 1) // 2).sum())
+    work = 4 * D * H * pairs / ranks / 1e9
     return f"{work / times[FORWARD]:.0f} / {3.5 * work / times[BOTH]:.0f} TFLOP/s"
 
 
 def add_rows(args: argparse.Namespace, case: Case, watch: Stopwatch, found: Table) -> None:
     """Add the rows of an op. The case has all tokens, of which each rank takes its part."""
+    # Layout "alone" has the documents of one rank's tokens.
     ranks = dist.get_world_size()
     for whose, documents, layout in rows(case.op, args.documents, args.layouts, args.peers):
         cu = boundaries(documents, case.T // ranks if layout == "alone" else case.T)
@@ -156,6 +162,7 @@ def add_rows(args: argparse.Namespace, case: Case, watch: Stopwatch, found: Tabl
             x = make_inputs(own)
         fn = fla(case, cu, layout) if whose else ours(case, cu, layout, args.node_size)
         times = TimedFunction(fn, x).times(watch)
+        # Attention's work is shared by the ranks that share the stream.
         sharing = ranks if layout in LAYOUTS else 1
         setting = {
             "op": case.op,
@@ -176,12 +183,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     ops = [*OPS, *METHODS]
     parser = op_parser("python -m tools.bench_cp", __doc__, ops, [32768], [(64, 64)])
     kinds = ["one", "packed", *LENGTHS]
-    parser.add_argument("--documents", nargs="+", default=kinds[:2], choices=kinds)
     layouts = [*LAYOUTS, "heads", "whole"]
-    parser.add_argument("--layouts", nargs="+", default=LAYOUTS, choices=layouts)
-    parser.add_argument(
-        "--node-size", type=int, help="ranks per node (default: as torchrun has them)"
-    )
+    option = parser.add_argument
+    option("--documents", nargs="+", default=kinds[:2], choices=kinds)
+    option("--layouts", nargs="+", default=LAYOUTS, choices=layouts)
+    option("--node-size", type=int, help="ranks per node (default: as torchrun has them)")
     return parser.parse_args(argv)
 
 

@@ -203,9 +203,12 @@ def candidates(case: Case, kernel: str, *texts: str) -> Iterator[tuple[str, Call
     gpu = architecture(torch.device("cuda"))
     shipped = CONFIGS[gpu][kernel]
     key = row(gpu, kernel, torch.bfloat16.itemsize, max(case.K, case.V))
-    names, choices = zip(*(text.split("=") for text in texts))
-    for values in product(*(choice.split(",") for choice in choices)):
-        chosen = dict(zip(names, map(int, values)))
+    choices = {}
+    for text in texts:
+        name, _, values = text.partition("=")
+        choices[name] = map(int, values.split(","))
+    for values in product(*choices.values()):
+        chosen = dict(zip(choices, values))
         # not in place: kernels may share a table
         CONFIGS[gpu][kernel] = shipped | {key: shipped[key] | chosen}
         yield str(chosen), OPS[case.op].fn
@@ -223,7 +226,8 @@ Library = Callable[[MoEConfig, Tensor, Tensor], Layer]
 def ours(c: MoEConfig, up: Tensor, down: Tensor) -> Layer:
     layer = Experts(down.shape[1], c)
     for name, matrix in zip(layer.hidden_matrices, (up, down), strict=True):
-        setattr(layer, name, nn.Parameter(matrix.view_as(getattr(layer, name))))
+        shape = getattr(layer, name).shape
+        setattr(layer, name, nn.Parameter(matrix.view(shape)))
 
     def run(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         return layer(*LocalDispatch(x, experts, weights, loads(experts, c.num_experts)).arrived())
@@ -261,7 +265,8 @@ def scattermoe(c: MoEConfig, up: Tensor, down: Tensor) -> Layer:
     else:
         layer = GLUMLP(*sizes)
         up = torch.cat(up.chunk(2, 1)[::-1], 1)  # gates last
-    layer.experts.weight, layer.output_experts.weight = nn.Parameter(up), nn.Parameter(down)
+    layer.experts.weight = nn.Parameter(up)
+    layer.output_experts.weight = nn.Parameter(down)
 
     def run(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         return layer(x, weights.to(x.dtype), experts)
@@ -274,9 +279,9 @@ LAYERS = {"TorchTitan": torchtitan, "ScatterMoE": scattermoe}
 
 def matrices(c: MoEConfig, dim: int) -> tuple[Tensor, Tensor]:
     """Up and down of all experts."""
-    rows = c.hidden_dim * (1 + (c.activation == "swiglu"))
-    shapes = (rows, dim), (dim, c.hidden_dim)
-    up, down = (randn(c.num_experts, *shape).mul_(0.02) for shape in shapes)
+    gates_too = 2 if c.activation == "swiglu" else 1
+    up = 0.02 * randn(c.num_experts, gates_too * c.hidden_dim, dim)
+    down = 0.02 * randn(c.num_experts, dim, c.hidden_dim)
     return up, down
 
 
@@ -325,6 +330,7 @@ class Comparison:
 
 def add_op(comparison: Comparison, args: argparse.Namespace, case: Case, documents: str) -> None:
     """Add rows of ours and of each of the others that can run the case."""
+    # The inputs, and the functions that take them.
     op = OPS[case.op]
     edges = PACKED if documents == "packed" else (0, case.T)
     cu = torch.tensor(edges, dtype=torch.int32, device=comparison.watch.device)
@@ -342,15 +348,19 @@ def add_op(comparison: Comparison, args: argparse.Namespace, case: Case, documen
         "dims": f"{case.K}×{case.V}",
         "documents": documents,
     }
+
+    def timed(fn: Callable[..., Any]) -> TimedFunction:
+        return TimedFunction(case.function(fn, cu_seqlens=cu), x)
+
     every = chain(functions.items(), tried)
-    comparison.add(
-        setting,
-        ((name, partial(TimedFunction, case.function(fn, cu_seqlens=cu), x)) for name, fn in every),
-    )
+    comparison.add(setting, ((name, partial(timed, fn)) for name, fn in every))
 
 
 def add_experts(
-    comparison: Comparison, model: str, T: int, libraries: Mapping[str, Library]
+    comparison: Comparison,
+    model: str,
+    T: int,
+    libraries: Mapping[str, Library],
 ) -> None:
     """Add rows of the experts of a model's layer."""
     config = preset(*model.split("/"))
@@ -409,7 +419,11 @@ def head_counts(text: str) -> tuple[int, int]:
 
 
 def op_parser(
-    prog: str, about: str, ops: list[str], tokens: list[int], heads: list[tuple[int, int]]
+    prog: str,
+    about: str,
+    ops: list[str],
+    tokens: list[int],
+    heads: list[tuple[int, int]],
 ) -> argparse.ArgumentParser:
     """Options of both benches of ops, with their defaults."""
     parser = command_parser(prog, about)
@@ -438,12 +452,14 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise ValueError("tools.bench_ops times the kernels of a GPU, and there is none here")
+    # Experts instead of ops, if asked for.
     comparison = Comparison()
     if args.experts is not None:
         libraries = {"ours": ours, **(LAYERS if args.peers else {})}
         for model, T in product(args.experts or EXPERTS, args.tokens):
             add_experts(comparison, model, T, libraries)
         return 0
+    # Packed documents have one length in all.
     for op, T, heads, dims in shapes(args):
         for documents in ["one"] + ["packed"] * (PACKED[-1] == T):
             add_op(comparison, args, Case(op, T, *heads, *dims), documents)

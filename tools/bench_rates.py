@@ -89,18 +89,21 @@ class Bench(Stopwatch):
 
 def bandwidths(bench: Bench) -> Figures:
     """Bytes read and written per second: by a copy, by operations one by one, by a compiled norm with its gate."""
-    x, y, z = (bench.randn(32768 if bench.gpu else 256, 4096) for _ in range(3))
-    weight = bench.randn(4096)
+    rows, width = 32768 if bench.gpu else 256, 4096
+    x, y, z = (bench.randn(rows, width) for _ in range(3))
+    weight = bench.randn(width)
 
     def one_by_one() -> None:
         F.silu(x).mul_(z)
         x.float().mul_(2.0)
 
     def gated_norm(x: Tensor, z: Tensor) -> Tensor:
-        normed = F.rms_norm(x.float(), (4096,), weight.float(), 1e-5)
+        normed = F.rms_norm(x.float(), (width,), weight.float(), 1e-5)
         return normed.mul(z.float().sigmoid()).to(x.dtype)
 
     compiled = torch.compile(gated_norm) if bench.gpu else gated_norm
+    # Tensors that `one_by_one` reads and writes: 2 and 3, then 1 and a float32 one, which is
+    # read and written again.
     wide = 4 / x.element_size()
     elementwise = (2 + 3 + 1 + wide + 2 * wide) * x.nbytes
     return {
@@ -123,11 +126,12 @@ def products(bench: Bench) -> Figures:
     def many(x: Tensor, weight: Tensor) -> object:
         return grouped.linear(x, weight, counts), grouped.outer(x, x, counts)
 
+    # The work with square weights of each width.
     def rates(work: Callable[..., object], rows: int, weights: int, widths: tuple[int, ...]) -> Any:
         found = []
         for width in widths if bench.gpu else (64, 128):
-            x, weight = bench.randn(rows, width), bench.randn(weights, width, width)
-            seconds = bench.seconds(lambda given=(x, weight): work(*given))
+            operands = bench.randn(rows, width), bench.randn(weights, width, width)
+            seconds = bench.seconds(partial(work, *operands))
             found.append((width, 4 * rows * width**2 / seconds / 1e12))
         return found
 
@@ -147,7 +151,7 @@ def float8_products(bench: Bench) -> list[tuple[int, float]] | None:
         x, scale = scaled_rows(bench.randn(bench.tokens, width))
         weight, scale_w = scaled_rows(bench.randn(width, width))
         operands = x, weight, scale, scale_w, bench.dtype, False
-        seconds = bench.seconds(lambda given=operands: scaled_product(*given))
+        seconds = bench.seconds(partial(scaled_product, *operands))
         rates.append((width, 2 * bench.tokens * width**2 / seconds / 1e12))
     return rates
 
@@ -173,6 +177,7 @@ def attentions(bench: Bench) -> Figures:
     document and several."""
     rates: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
     T, H = (32768, 8) if bench.gpu else (256, 2)
+    # Kernels of one document and of several, which may be the same.
     for D in (64, 128, 256) if bench.gpu else (32,):
         x = {name: bench.randn(1, T, H, D) for name in "qkv"}
         for documents in (1, 4):
@@ -183,8 +188,9 @@ def attentions(bench: Bench) -> Figures:
             context = context_of(bench, T, documents)
             passes = TimedFunction(partial(attention, cp_context=context), x)
             flops = 4 * D * H * documents * (T // documents) ** 2 / 2
-            forward, both = bench.seconds(passes.forward), bench.seconds(passes.both)
-            of_kernel[str(D)] = flops / forward / 1e12, 3.5 * flops / both / 1e12
+            forward = flops / bench.seconds(passes.forward) / 1e12
+            both = 3.5 * flops / bench.seconds(passes.both) / 1e12
+            of_kernel[str(D)] = forward, both
     return {"attention": rates}
 
 
@@ -203,13 +209,17 @@ class Operators(TorchDispatchMode):
         self.marks: list[tuple[str, Moment, Moment]] = []
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple = (), kwargs: Any = None
+        self,
+        function: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: Any = None,
     ) -> Any:
         if function.namespace != "titan_linear":
             return function(*args, **(kwargs or {}))
         begin = Moment(self.device)
         out = function(*args, **(kwargs or {}))
-        self.marks.append((function.name().rpartition("::")[2], begin, Moment(self.device)))
+        self.marks.append((function._opname, begin, Moment(self.device)))
         return out
 
     def seconds(self) -> dict[str, float]:
@@ -233,7 +243,11 @@ def by_operator(bench: Bench, whole: tuple[str, str], passes: TimedFunction) -> 
             end = Moment(bench.device)
         both = turn.since(begin), end.since(turn)
         rounds.append(seen.seconds() or dict(zip(whole, both, strict=True)))
-    return {name: median(seconds[name] for seconds in rounds[1:]) for name in rounds[0]}
+    # The first round compiles.
+    medians = {}
+    for name in rounds[0]:
+        medians[name] = median(seconds[name] for seconds in rounds[1:])
+    return medians
 
 
 def operators(bench: Bench) -> Figures:
@@ -244,9 +258,12 @@ def operators(bench: Bench) -> Figures:
         rule, *suffix = kind.split()
         dim = OPS[rule].dims[0]
         share = share_of(dim, dim)
-        many, few = (recurrence(bench, rule, options, H) for H in (bench.heads, bench.few))
-        for name in (name for name in many if name.startswith(rule)):
-            each = many[name] / tokens / bench.heads / share
+        many = recurrence(bench, rule, options, bench.heads)
+        few = recurrence(bench, rule, options, bench.few)
+        for name, seconds in many.items():
+            if not name.startswith(rule):
+                continue
+            each = seconds / tokens / bench.heads / share
             # What a token takes beyond its heads' share, where a scan waits for its own steps on an idle GPU.
             beyond = max(few[name] / tokens - each * bench.few * share, 0.0)
             beyond *= DIM / dim / (1 - bench.few * dim / 64 / PROGRAMS)
@@ -256,10 +273,9 @@ def operators(bench: Bench) -> Figures:
         # Some operators run only with segments or context parallelism.
         segments = recurrence(bench, rule, options, bench.few, may_split=True)
         for name in (f"{rule}_boundary", f"{rule}_boundary_bwd"):
-            if name not in segments:
-                continue
-            each = segments[name] / tokens / bench.few / share
-            rates[name] = each * 1e9, rates[f"{rule}_scan"][1]
+            if name in segments:
+                each = segments[name] / tokens / bench.few / share
+                rates[name] = each * 1e9, rates[f"{rule}_scan"][1]
     return {"operators": rates | convolution(bench)}
 
 
@@ -271,21 +287,27 @@ def convolution(bench: Bench) -> dict[str, tuple[float, float]]:
     def convolved(**x: Tensor) -> Tensor:
         return torch.cat(causal_conv1d(**x, **options)[0], -1)
 
-    seconds = by_operator(bench, ("conv1d", "conv1d_backward"), TimedFunction(convolved, x))
-    return {
-        name: (seconds[name] / x["x"].numel() * 1e9, 0.0) for name in ("conv1d", "conv1d_backward")
-    }
+    names = ("conv1d", "conv1d_backward")
+    seconds = by_operator(bench, names, TimedFunction(convolved, x))
+    return {name: (seconds[name] / x["x"].numel() * 1e9, 0.0) for name in names}
 
 
 def recurrence(
-    bench: Bench, rule: str, options: Mapping[str, Any], heads: int, *, may_split: bool = False
+    bench: Bench,
+    rule: str,
+    options: Mapping[str, Any],
+    heads: int,
+    *,
+    may_split: bool = False,
 ) -> dict[str, float]:
     """Seconds by operator for one document, with the rule called as mixers call it."""
     dim = OPS[rule].dims[0]
     case = Case(rule, bench.tokens, 1 if rule == "ssd" else heads, heads, dim, dim, raw=True)
     with bench.device:
         x = case.inputs()
-    x = {name: t.to(bench.dtype) if t.dtype == torch.bfloat16 else t for name, t in x.items()}
+    for name, t in x.items():
+        if t.dtype == torch.bfloat16:
+            x[name] = t.to(bench.dtype)
     context = one_document(bench, may_split)
 
     def forward(**x: Tensor) -> Tensor:
@@ -309,6 +331,7 @@ def links(bench: Bench) -> Figures:
     itself would also wait for the later rank, so those after it are timed."""
     if not dist.is_initialized():
         return {"node": None}
+    # Each rank sends `part` numbers to every other.
     W = dist.get_world_size()
     part = (32 << 20 if bench.gpu else 4096) // W
     sent, received = bench.randn(2, W * part)
@@ -320,23 +343,23 @@ def links(bench: Bench) -> Figures:
             dist.all_to_all_single(others, small)
             others.add_(1)  # as what is received is used before the next is sent
 
+    # The time of each message after the first.
     latency = max(bench.seconds(lambda: messages(9)) - bench.seconds(lambda: messages(1)), 0.0) / 8
 
     def rate(moved: int, exchange: Callable[[], object]) -> float:
         seconds = bench.seconds(exchange)
         return moved / max(seconds - latency, seconds / 2)
 
-    moved = sent[:part].nbytes * (W - 1)
-    return {
-        "node": {
-            "latency": latency,
-            "all_gather": rate(W * moved, lambda: dist.all_gather_into_tensor(every, sent)),
-            "reduce_scatter": rate(
-                moved, lambda: dist.reduce_scatter_tensor(received[:part], sent)
-            ),
-            "all_to_all": rate(moved, lambda: dist.all_to_all_single(received, sent)),
-        }
+    # Bytes per second of what a rank sends.
+    own = received[:part]
+    moved = own.nbytes * (W - 1)
+    rates = {
+        "latency": latency,
+        "all_gather": rate(W * moved, lambda: dist.all_gather_into_tensor(every, sent)),
+        "reduce_scatter": rate(moved, lambda: dist.reduce_scatter_tensor(own, sent)),
+        "all_to_all": rate(moved, lambda: dist.all_to_all_single(received, sent)),
     }
+    return {"node": rates}
 
 
 def offload(bench: Bench) -> Figures:
@@ -365,6 +388,7 @@ PARTS = (bandwidths, products, launches, links, offload, attentions, operators)
 
 def measured() -> Figures:
     """Measure all `Rates` (planner/machine.py). The first rank reports each part on stderr."""
+    # The device, or the host as one.
     bench = Bench()
     name = platform.processor() or platform.machine()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -374,13 +398,15 @@ def measured() -> Figures:
         name = properties.name
         memory = properties.total_memory
         peak = known_peak(name)
+    # Each part adds its figures.
     rates: Figures = {"gpu": name, "memory_gib": memory / GIB}
     for part in PARTS:
         begin = time.perf_counter()
         figures = part(bench)
-        rates |= figures
         seconds = time.perf_counter() - begin
+        rates |= figures
         say(f"{part.__name__}, {seconds:.0f} s: {json.dumps(figures)}", file=sys.stderr)
+    # Where they were measured.
     processes = dist.get_world_size() if dist.is_initialized() else 1
     how = f"{processes} processes, {torch.get_num_threads()} threads"
     fastest = max(rate for _, rate in rates["products"])
@@ -397,10 +423,12 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.out and not Path(args.out).parent.is_dir():
         raise ValueError(f"--out {args.out}: there is no such folder")
+    # Measure, under torchrun together with the other processes.
     ignore_warnings_of_torch()
     own_device()
     with process_group(timedelta(minutes=10)) if "RANK" in os.environ else nullcontext():
         rates = measured()
+    # Four digits are enough.
     digits = json.loads(json.dumps(rates), parse_float=lambda x: float(f"{float(x):.4g}"))
     text = json.dumps(digits, indent=1)
     if not args.out:

@@ -54,8 +54,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_linear import score
-from titan_linear.commands import command_parser
+from titan_linear.commands import command_parser, score
 from titan_linear.config import COLUMNS as DTYPES
 from titan_linear.config import Config, check_config, load_config
 from titan_linear.data import Streams, build_tokenizer, write_corpus
@@ -135,6 +134,7 @@ def write_random(corpus: Path, args: argparse.Namespace, streams: int, loss: str
     draw = np.random.default_rng(0)
     tokens = streams * args.seq_len
     length = args.seq_len if args.documents == "one" else int(args.documents)
+    # Several losses have the same documents, all of one length.
     lengths = np.full(tokens // length, length)
     if args.documents != "one" and len(args.losses) == 1:
         lengths = 1 + draw.exponential(length, size=2 + 2 * tokens // length).astype(int)
@@ -234,6 +234,7 @@ def measure(
 ) -> tuple[Row, Documents]:
     """Fields of a row, of the slowest or fullest rank, and the mean documents of a step. Launches, clock and power
     are this rank's."""
+    # The first step compiles; the others warm up.
     first = seconds(subject.step)
     for _ in range(args.warmup):
         subject.step()
@@ -252,6 +253,7 @@ def measure(
         times.append(end - begin)
         begin = end
     synchronise()
+    # Of all ranks, the slowest and the fullest.
     steps, documents = subject.documents()
     step, memory, first = largest(median(times), peak_memory_gib(), first)
     launches, busy = profiled(subject.last_step) if device.type == "cuda" else (None, step)
@@ -263,8 +265,9 @@ def measure(
         "first_step_seconds": first,
         "sm_clock_mhz": None,
         "power_watts": None,
-        **{name: mean(reading[name] for reading in readings) for name in readings[0]},
     }
+    for name in readings[0]:
+        row[name] = mean(reading[name] for reading in readings)
     return row, Documents(*(total / steps for total in documents))
 
 
@@ -280,7 +283,10 @@ def profiled(step: Callable[[], None]) -> tuple[int, float]:
 
 
 def configurations(
-    args: argparse.Namespace, keys: list[str], ranks: int, corpora: Mapping[str, list[str]]
+    args: argparse.Namespace,
+    keys: list[str],
+    ranks: int,
+    corpora: Mapping[str, list[str]],
 ) -> Iterator[tuple[str, str, Config]]:
     """(model, loss, configuration) of each row. ValueError: keys that do not fit together."""
     for model, mode, loss in product(args.models, args.checkpointing, args.losses):
@@ -307,6 +313,7 @@ def configurations(
 
 def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row | str]:
     """The rows, one after the other; where FLA gives none, its reason. Every rank calls this, in a process group."""
+    # A corpus of enough streams for the largest batch.
     ranks = dist.get_world_size()
     every = configurations(args, keys, ranks, {})
     streams = 4 * max(config.training.global_batch_size for *_, config in every)
@@ -319,6 +326,7 @@ def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row | str]:
             if args.score:
                 yield {"model": name} | scored(config)
                 continue
+            # Ours, and FLA's where it has this model.
             kinds: list[Kind] = [Ours]
             has_mode = config.activation_checkpoint.mode in FLA_MODES
             if args.fla and has_mode and fla_has(model_without_tokenizer(config)):
@@ -372,6 +380,7 @@ def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row
 
 def scored(config: Config) -> Row:
     """Tokens per second of all GPUs in passes without gradients."""
+    # The streams that each pass reads.
     reader = open_reader(config)
     size = config.training.local_batch_size
     data = RunData(config, reader.tokenizer)
@@ -425,6 +434,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def check(args: argparse.Namespace, keys: list[str], ranks: int) -> None:
     """ValueError: arguments or configurations that cannot be measured."""
+    # Documents and losses.
     length = int(args.documents) if args.documents.isdigit() else 0
     if args.documents not in ("one", "run") and not length:
         raise ValueError(

@@ -69,9 +69,8 @@ def say(text: str, **options: Any) -> None:
 
 def largest(*numbers: float) -> list[float]:
     """The largest of each number over all ranks."""
-    if not dist.is_initialized():
-        return list(numbers)
-    return [max(column) for column in zip(*of_all_ranks(numbers, dist.group.WORLD), strict=True)]
+    ranks = of_all_ranks(numbers, dist.group.WORLD) if dist.is_initialized() else [numbers]
+    return list(map(max, zip(*ranks)))
 
 
 # --- Timing ----------------------------------------------------------------------------------------------------------
@@ -197,8 +196,10 @@ def header() -> str:
 
 def cells(columns: Columns, row: Row) -> list[str]:
     """A row's figures as text, "–" for None."""
-    figures = [(row[name], form) for name, form in columns.items()]
-    return ["–" if figure is None else format(figure, form) for figure, form in figures]
+    texts = []
+    for name, form in columns.items():
+        texts.append("–" if row[name] is None else format(row[name], form))
+    return texts
 
 
 class Table:

@@ -2,8 +2,7 @@
 
     python -m tools.house                      sizes by folder, rooms, imports, and readability
 
-tokens      Python's NAME, OP, NUMBER and STRING (tokenize): independent of how code is laid out
-statements  nodes of the syntax tree, docstrings left out
+Tokens are Python's NAME, OP, NUMBER and STRING (tokenize): independent of how code is laid out.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "titan_linear"
 FOLDERS = ("titan_linear", "tools", "tests")
-SIZES = ("files", "lines", "tokens", "statements")
+SIZES = ("files", "lines", "tokens")
 COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 
 
@@ -34,12 +33,6 @@ def tokens(text: str) -> int:
     return len(counted) - trailing
 
 
-def statements(text: str) -> int:
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
-    strings = [n for n in nodes if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
-    return len(nodes) - len(strings)
-
-
 def room(file: Path) -> str:
     """titan_linear/ops/exchange/kcp.py → titan_linear/ops/exchange; titan_linear/train.py → titan_linear/train.py."""
     folder = file.relative_to(ROOT).parent
@@ -47,18 +40,12 @@ def room(file: Path) -> str:
 
 
 def sizes(folder: str) -> dict[str, Counter]:
-    """For each room below a folder of the repository: its files, lines, tokens, statements."""
+    """For each room below a folder of the repository: its files, lines and tokens."""
     rooms: dict[str, Counter] = defaultdict(Counter)
     for file in sorted((ROOT / folder).rglob("*.py")):
         text = file.read_text(encoding="utf-8")
-        rooms[room(file)].update(
-            dict(zip(SIZES, (1, text.count("\n"), tokens(text), statements(text))))
-        )
+        rooms[room(file)].update(files=1, lines=text.count("\n"), tokens=tokens(text))
     return rooms
-
-
-def words(*files: Path) -> int:
-    return sum(len(file.read_text(encoding="utf-8").split()) for file in files)
 
 
 # --- Imports ---------------------------------------------------------------------------------------------------------
@@ -72,7 +59,7 @@ def arrows() -> set[tuple[str, str]]:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("titan_linear"):
                 for name in node.names:
                     pairs.add((room(file), room(_file_of(node.module, name.name))))
-    return {(a, b) for a, b in pairs if a != b}
+    return {pair for pair in pairs if len({*pair}) == 2}
 
 
 def _file_of(module: str, name: str) -> Path:
@@ -86,11 +73,6 @@ def _file_of(module: str, name: str) -> Path:
     return next(file for file in candidates if file.is_file())
 
 
-def names_imported(file: Path) -> int:
-    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-    return sum(len(n.names) for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)))
-
-
 # --- Readability -----------------------------------------------------------------------------------------------------
 
 # Phrases that a reader has to decode.
@@ -102,10 +84,10 @@ PHRASES = re.compile(
 
 def density(files: list[Path]) -> tuple[float, float]:
     """Tokens per line, and comment lines per 1,000 lines. Blank lines do not count."""
-    texts = [file.read_text(encoding="utf-8") for file in files]
-    lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    lines = list(filter(None, map(str.strip, text.splitlines())))
     comments = sum(line.startswith("#") for line in lines)
-    return sum(map(tokens, texts)) / len(lines), 1000 * comments / len(lines)
+    return tokens(text) / len(lines), 1000 * comments / len(lines)
 
 
 def repeated_classes(nodes: list[ast.AST]) -> list[str]:
@@ -149,27 +131,19 @@ def readability() -> list[str]:
 
 
 def main() -> None:
-    line = "{:40} {:>6} {:>7} {:>8} {:>10}"
+    line = "{:40} {:>6} {:>7} {:>8}"
     print(line.format("", *SIZES))
     for folder in FOLDERS:
-        rooms = sizes(folder)
-        for name, counts in rooms.items() if folder == "titan_linear" else ():
-            print(line.format(name, *(counts[size] for size in SIZES)))
-        print(
-            line.format(
-                f"{folder}, all",
-                *(sum(counts[size] for counts in rooms.values()) for size in SIZES),
-            )
-        )
+        total: Counter = Counter()
+        for name, counts in sizes(folder).items():
+            total += counts
+            if folder == PACKAGE.name:
+                print(line.format(name, *map(counts.get, SIZES)))
+        print(line.format(f"{folder}, all", *map(total.get, SIZES)))
     between = arrows()
-    print(f"rooms {len({r for pair in between for r in pair})}, arrows between them {len(between)}")
-    print(f"names imported by train.py {names_imported(PACKAGE / 'train.py')}")
-    files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
-    print(
-        f"fmt: skip {sum(file.read_text(encoding='utf-8').count('# fmt: skip') for file in files)}"
-    )
+    rooms = set().union(*between)
+    print(f"rooms {len(rooms)}, arrows between them {len(between)}")
     print(*readability(), sep="\n")
-    print(f"words of Markdown {words(*ROOT.glob('*.md'), *(ROOT / 'docs').glob('*.md'))}")
 
 
 if __name__ == "__main__":

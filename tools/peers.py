@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from titan_linear.config import Config
 from titan_linear.data import IGNORE, Batch, StreamLoader, build_tokenizer
-from titan_linear.models.adapters import config_to_hf
 from titan_linear.models.config import Documents, ModelConfig
+from titan_linear.models.hf_mapping import config_to_hf
 from titan_linear.run.build import DTYPES, tokenizer_path
 from titan_linear.run.data import RunData
 from titan_linear.step.optimizer import HostCopy, StepNumbers, build_optimizer
@@ -59,14 +59,15 @@ def fla_model(
     """
     import fla.models as peers
 
+    # Its class and its configuration; weights from a folder or drawn.
     family = find_family(model)
     kind = getattr(peers, family)
     if weights is None:
-        fields = {
-            key: value for key, value in config_to_hf(family, model).items() if key not in OURS
-        }
+        fields = config_to_hf(family, model)
+        fields = {key: value for key, value in fields.items() if key not in OURS}
+        options = getattr(peers, family.replace("ForCausalLM", "Config"))
         with device:  # RWKV-7 draws orthogonal matrices, which takes minutes on a CPU
-            network = kind(getattr(peers, family.replace("ForCausalLM", "Config"))(**fields))
+            network = kind(options(**fields))
     else:
         network = kind.from_pretrained(weights, dtype=torch.float32)
     network = network.to(device).train()
@@ -141,6 +142,7 @@ class Peer:
 
     def train_step(self) -> HostCopy:
         """Do a step; its loss (nats per token) and gradient norm are on their way to the host."""
+        # The batches of a step, and the number of their labels.
         self.done += 1
         t = self.config.training
         batches = [next(self.batches) for _ in range(t.global_batch_size // t.local_batch_size)]
@@ -153,6 +155,7 @@ class Peer:
                 loss = self.loss(self.model, moved(batch, self.device)) / valid
             loss.backward()
             total += loss.detach()
+        # Clip, and step with the run's learning rate.
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), t.max_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate_at(self.config, self.done)

@@ -80,6 +80,7 @@ def train_peer(
 def timed_step(peer: Peer) -> dict[str, float]:
     """Do a step; its line of metrics.jsonl."""
     config, t = peer.config, peer.config.training
+    # The device's work is included.
     then = time.perf_counter()
     numbers = peer.train_step().wait()
     seconds = time.perf_counter() - then
@@ -102,6 +103,7 @@ def timed_step(peer: Peer) -> dict[str, float]:
 
 
 def train_fla(args: argparse.Namespace, keys: list[str]) -> None:
+    # Refuse what FLA cannot train, or not from the same weights.
     config = load_config(keys)
     check_config(config, 1)
     model = model_config(config, build_tokenizer(tokenizer_path(config)))
@@ -129,13 +131,14 @@ def train_fla(args: argparse.Namespace, keys: list[str]) -> None:
 
 def compared(runs: list[Path]) -> str:
     """How far apart two runs end, by the steps that both have."""
-    lines = [
-        [line for line in json_lines(run / METRICS, dict[str, float]) if "loss" in line]
-        for run in runs
-    ]
-    losses = [{line["step"]: line["loss"] for line in of_run} for of_run in lines]
+    # Losses of each run by step.
+    losses: list[dict[float, float]] = []
+    for run in runs:
+        lines = json_lines(run / METRICS, dict[str, float])
+        losses.append({line["step"]: line["loss"] for line in lines if "loss" in line})
     steps = sorted(losses[0].keys() & losses[1])[-LAST:]
-    ours, theirs = (mean(of_run[step] for step in steps) for of_run in losses)
+    ours = mean(losses[0][step] for step in steps)
+    theirs = mean(losses[1][step] for step in steps)
     apart = abs(ours / theirs - 1)
     return f"mean losses of the last {len(steps)} steps: {ours:.4f} and {theirs:.4f}, {apart:.2%} apart"
 

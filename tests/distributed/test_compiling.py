@@ -20,7 +20,7 @@ from tests.ops.inputs import boundaries
 from tests.refusals import refused
 from titan_linear.distributed.compiling import apply_compile, compile_kernels, compute_again
 from titan_linear.distributed.tensor_parallel import apply_tp
-from titan_linear.models.config import Adapter, ModelConfig
+from titan_linear.models.config import LoraConfig, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import GDN, KDA, RWKV7, Attention, Lightning
@@ -116,7 +116,7 @@ def test_a_layer_that_cannot_be_compiled_is_named():
 
 def test_layers_whose_inputs_and_weights_have_no_gradients(worlds):
     """As in the first layer of a frozen model, whose adapters alone are trained."""
-    assert worlds(1).run(graphs_of, [([100, 28], True)], 512, UNEQUAL[:1], Adapter(4, 1.0)) == [
+    assert worlds(1).run(graphs_of, [([100, 28], True)], 512, UNEQUAL[:1], LoraConfig(4, 1.0)) == [
         ([2], {})
     ]
 

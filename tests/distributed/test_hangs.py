@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.processes import until
-from tests.test_train import arguments
+from tests.training import arguments
 from tests.worlds import World
 from titan_linear.config import load_config
 from titan_linear.distributed.ending import peer_is_lost

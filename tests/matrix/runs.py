@@ -254,7 +254,7 @@ class Matrix:
 
 
 class Start:
-    """A start of a run: `NGPU=n python -m titan_linear.launch …`, or torchrun where ranks share a GPU."""
+    """A start of a run: `NGPU=n python -m titan_linear.run.launch …`, or torchrun where ranks share a GPU."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class Start:
         self.matrix, self.outcome, self.folder = matrix, outcome, matrix.folder / name
         self.output = matrix.folder / f"{name}.{len(outcome.commands) if outcome else 0}.txt"
         own = dict(EXTRAS[row.extra].environment) | {"NGPU": str(processes)}
-        command = [sys.executable, "-m", "titan_linear.launch", *argv]
+        command = [sys.executable, "-m", "titan_linear.run.launch", *argv]
         if gpus:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             names = visible.split(",") if visible else list(map(str, range(len(matrix.gpus.free))))

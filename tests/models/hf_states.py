@@ -8,8 +8,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from titan_linear.models.adapters import Shapes, placements
 from titan_linear.models.config import ModelConfig
+from titan_linear.models.hf_mapping import Shapes, placements
 
 
 def state_from_hf(

@@ -12,9 +12,9 @@ from transformers.dynamic_module_utils import check_imports
 from tests.models.ours import initialised, loss_of
 from tests.records import read_json, write_json
 from tests.refusals import refused
-from titan_linear.models.adapters import config_from_hf, config_to_hf
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.families.remote import MODELING
+from titan_linear.models.hf_mapping import config_from_hf, config_to_hf
 from titan_linear.models.mixers import KDA, MLA, Attention
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN, preset

@@ -317,6 +317,7 @@ def test_scans_of_gpus_are_planned_for():
         (preset("hybrid", "1.3B"), 2, 2, "kcp", (16,)),
         (preset("hybrid", "1.3B"), 2, 2, "ulysses", (8,)),
         (preset("olmo-hybrid", "7B"), 1, 1, "kcp", (90,)),
+        (preset("rwkv7", "0.4B"), 1, 1, "kcp", (16,)),
     ):
         over_heads = cp > 1 and linear == "ulysses"
         for device, expected in (("cuda", programs), ("cpu", ())):

@@ -14,8 +14,8 @@ from titan_linear.config import load_config
 from titan_linear.config.reading import toml_value
 from titan_linear.config.schema import NAMES
 from titan_linear.models import families
-from titan_linear.models.adapters import config_from_hf, config_to_hf, placements
 from titan_linear.models.config import MoEConfig, fingerprint, mistake
+from titan_linear.models.hf_mapping import config_from_hf, config_to_hf, placements
 from titan_linear.models.init import count_parameters
 from titan_linear.models.presets import MODELS, OWN, flavors, preset, resized
 from titan_linear.models.rope import RopeScaling

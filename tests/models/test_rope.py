@@ -14,9 +14,9 @@ from transformers import (
 from tests.models import hf_models
 from tests.records import read_json, write_json
 from tests.refusals import refused
-from titan_linear.models.adapters import config_from_hf, config_to_hf
 from titan_linear.models.config import fingerprint
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.hf_mapping import config_from_hf, config_to_hf
 from titan_linear.models.layers import angles, rotate
 from titan_linear.models.mixers import Attention
 from titan_linear.models.presets import preset

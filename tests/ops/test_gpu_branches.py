@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.ops.attention_cases import CASES, against_reference, make, run
 from tests.ops.inputs import boundaries
-from tests.ops.test_attention import CASES, against_reference, make, run
 from titan_linear.ops import cross_entropy as losses
 from titan_linear.ops import experts
 from titan_linear.ops.attention import attention

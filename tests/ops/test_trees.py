@@ -22,7 +22,7 @@ from tests.refusals import refused
 from titan_linear.distributed.one_process import run_ranks
 from titan_linear.ops import attention, build_cp_context, causal_conv1d
 from titan_linear.ops.attention import _chosen
-from titan_linear.ops.layout.trees import exchanged
+from titan_linear.ops.layout.tree_tables import exchanged
 
 TOLERANCE = 1e-12
 PARAMETERS = {"A_log", "A", "D", "dt_bias", "weight", "bias"}
@@ -155,7 +155,7 @@ def test_ranks(op, layout, world_size):
             check(op, name, world_size, layout, "allgather" if op == "attention" else None)
 
 
-@pytest.mark.parametrize("op", ["dplr", "attention"])
+@pytest.mark.parametrize("op", ["rwkv7", "attention"])
 def test_shared_heads(op):
     check(op, "over_ranks", 2, "zigzag", "ulysses")
 

@@ -1,6 +1,6 @@
 """Commands other than training, a file for each.
 
-The doctor is in proof/, and `titan-linear train` is in launch.py.
+The doctor is in proof/, and `titan-linear train` is in run/launch.py.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ import numpy as np
 from titan_linear.commands import command_parser
 from titan_linear.config import load_config
 from titan_linear.data import Stream, Streams, Tokenizer, build_tokenizer
-from titan_linear.data.corpus.trees import BACK
+from titan_linear.data.corpus.tree_records import BACK
 from titan_linear.distributed.process import refusing
 from titan_linear.run.build import tokenizer_path
 from titan_linear.run.data import RunData

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from titan_linear.commands import command_parser
 from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
-from titan_linear.models.adapters import Placement
+from titan_linear.models.hf_mapping import Placement
 from titan_linear.run.build import DTYPES
 from titan_linear.run.export import EXPORT_DTYPES, export_checkpoint, merge
 from titan_linear.storage.checkpoint import Checkpointer

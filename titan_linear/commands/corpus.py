@@ -110,10 +110,8 @@ def describe(cache: Path) -> str:
 
 def size(cache: Path) -> int:
     """Return the bytes of a cache and of its unfinished folder."""
-    folders = (cache, temporary_folder(cache))
-    return sum(
-        file.stat().st_size for folder in folders for file in folder.glob("*") if file.is_file()
-    )
+    files = [*cache.glob("*"), *temporary_folder(cache).glob("*")]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def days(cache: Path) -> float:
@@ -160,11 +158,8 @@ def prune(args: argparse.Namespace) -> int:
     for cache in [folder / name for name in args.names] or caches(folder):
         if args.older_than is None or days(cache) > args.older_than:
             freed = size(cache)
-            print(
-                f"removed {cache.name}, {freed / 2**20:,.1f} MiB"
-                if remove_cache(cache)
-                else f"in use: {cache.name}"
-            )
+            removed = f"removed {cache.name}, {freed / 2**20:,.1f} MiB"
+            print(removed if remove_cache(cache) else f"in use: {cache.name}")
     return 0
 
 

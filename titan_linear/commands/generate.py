@@ -28,8 +28,8 @@ from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.data.corpus.chat import Conversations
 from titan_linear.data.corpus.tokenizer import TOKENIZER
 from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
-from titan_linear.models.adapters import mtp_depth
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.hf_mapping import mtp_depth
 from titan_linear.run.build import DTYPES, allocated, model_config, open_tokenizer
 from titan_linear.run.data import other_tokenizer
 from titan_linear.run.generate import Drafts, Sampling, continuations, generate

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from titan_linear.commands import batch
 from titan_linear.config import load_config
 from titan_linear.data.tasks import LOSS
 from titan_linear.losses import LOSSES
-from titan_linear.losses.loss import Loss
+from titan_linear.losses.loss import LossFunction
 from titan_linear.run.evaluate import means, tiles
 from titan_linear.storage.files import Json
 from titan_linear.storage.rundir import CONFIG, EVALUATION, METRICS, SPIKES, TELEMETRY, json_lines
@@ -51,7 +51,7 @@ Points = Iterable[tuple[Any, Any]]
 Charts = list[tuple[str, Markup]]
 
 
-class Run(NamedTuple):
+class RunHistory(NamedTuple):
     folder: Path
     # Lines of metrics, and spikes, whose steps are not all logged.
     steps: list[Json]
@@ -79,32 +79,28 @@ def page(
 
     # The template lays out what these functions return.
     runs = [read(folder) for folder in folders]
-    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    return (
-        Environment(autoescape=True, trim_blocks=True)
-        .from_string(template)
-        .render(
-            runs={str(folder): to_hex(f"C{n}") for n, folder in enumerate(folders)},
-            tables={"Where they stand": standing, "Keys that differ": differences},
-            charts={
-                "Curves": curves(runs),
-                "Loss by position, further token and source": losses(runs),
-                "Recall": recall(runs),
-                "Inside, by layer": layers(runs),
-            },
-            texts={
-                "Spikes, with the documents of the worst first": {
-                    run.folder: spikes(run) for run in runs
-                },
-                "What the planner and the doctor said": {
-                    folder: words(folder) for folder in folders
-                },
-            },
-        )
+    charts = {
+        "Curves": curves(runs),
+        "Loss by position, further token and source": losses(runs),
+        "Recall": recall(runs),
+        "Inside, by layer": layers(runs),
+    }
+    last_spikes = {run.folder: spikes(run) for run in runs}
+    kept = {folder: words(folder) for folder in folders}
+    text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    template = Environment(autoescape=True, trim_blocks=True).from_string(text)
+    return template.render(
+        runs={str(folder): to_hex(f"C{n}") for n, folder in enumerate(folders)},
+        tables={"Where they stand": standing, "Keys that differ": differences},
+        charts=charts,
+        texts={
+            "Spikes, with the documents of the worst first": last_spikes,
+            "What the planner and the doctor said": kept,
+        },
     )
 
 
-def read(folder: Path) -> Run:
+def read(folder: Path) -> RunHistory:
     metrics, telemetry, spikes, scores = (
         json_lines(folder / name, Json) for name in (METRICS, TELEMETRY, SPIKES, EVALUATION)
     )
@@ -115,17 +111,17 @@ def read(folder: Path) -> Run:
             seen.setdefault(quantity, {}).update(line[quantity])
     steps = sorted(metrics + spikes, key=lambda line: line["step"])
     last = [line for line in scores if line["step"] == scores[-1]["step"]]
-    return Run(folder, steps, seen, spikes, last)
+    return RunHistory(folder, steps, seen, spikes, last)
 
 
-def loss_of(run: Path) -> type[Loss]:
+def loss_of(run: Path) -> type[LossFunction]:
     return LOSSES[load_config(["--job.config_file", str(run / CONFIG)]).loss.name]
 
 
 # --- Charts -------------------------------------------------------------------------------
 
 
-def curves(runs: Sequence[Run]) -> Charts:
+def curves(runs: Sequence[RunHistory]) -> Charts:
     kinds = dict.fromkeys(loss_of(run.folder) for run in runs)
     unit = " or ".join(dict.fromkeys(loss.unit for loss in kinds))
     captions = {"loss": f"training loss, {unit}", "validation_loss": f"validation loss, {unit}"}
@@ -134,13 +130,14 @@ def curves(runs: Sequence[Run]) -> Charts:
             captions |= {name: caption, f"validation_{name}": f"validation {caption}"}
     charts = []
     for key, caption in (captions | CURVES).items():
-        charts += drawn(
-            caption, "step", [[(line["step"], line.get(key)) for line in run.steps] for run in runs]
-        )
+        points = []
+        for run in runs:
+            points.append([(line["step"], line.get(key)) for line in run.steps])
+        charts += drawn(caption, "step", points)
     return charts
 
 
-def losses(runs: Sequence[Run]) -> Charts:
+def losses(runs: Sequence[RunHistory]) -> Charts:
     """Return charts of the last losses by position, by further token and by source.
 
     Positions are the first of a bin; further tokens are by how many tokens later.
@@ -149,49 +146,50 @@ def losses(runs: Sequence[Run]) -> Charts:
     for quantity, axis in SEEN.items():
         # "$" begins a formula in matplotlib.
         number = (lambda name: name.replace("$", r"\$")) if axis == SOURCE else int
-        points = [[(number(x), y) for x, y in run.seen.get(quantity, {}).items()] for run in runs]
+        points = []
+        for run in runs:
+            points.append([(number(x), y) for x, y in run.seen.get(quantity, {}).items()])
         charts += drawn("nats per token", axis, points)
     return charts
 
 
-def layers(runs: Sequence[Run]) -> Charts:
+def layers(runs: Sequence[RunHistory]) -> Charts:
     """Return charts of each layer's last telemetry: a dot for each head or expert.
 
     Runs are side by side.
     """
     charts = []
-    for quantity in sorted({quantity for run in runs for quantity in run.seen}):
-        # A layer's dots lie above its number, shifted a little for each run.
-        points = [
-            [
-                (int(layer[1]) + 0.1 * n, y)
-                for where, of in run.seen.get(quantity, {}).items()
-                if (layer := re.match(r"layers\.(\d+)", where))
-                for y in np.atleast_1d(of)
-            ]
-            for n, run in enumerate(runs)
-        ]
+    for quantity in sorted(set().union(*(run.seen for run in runs))):
+        points = []
+        for n, run in enumerate(runs):
+            dots = []
+            # A layer's dots lie above its number, shifted a little for each run.
+            for where, numbers in run.seen.get(quantity, {}).items():
+                if layer := re.match(r"layers\.(\d+)", where):
+                    x = int(layer[1]) + 0.1 * n
+                    dots += [(x, y) for y in np.atleast_1d(numbers)]
+            points.append(dots)
         charts += drawn(quantity.replace("_", " "), "layer", points)
     return charts
 
 
-def recall(runs: Sequence[Run]) -> Charts:
+def recall(runs: Sequence[RunHistory]) -> Charts:
     """Return charts of each task in the last evaluation.
 
     They show scores by length (of a text, by position), and each run's by length and depth.
     """
     charts = []
-    for task in dict.fromkeys(line["task"] for run in runs for line in run.scores):
+    every = chain.from_iterable(run.scores for run in runs)
+    for task in dict.fromkeys(line["task"] for line in every):
         by, axis = ("position", POSITION) if task == LOSS else ("length", LENGTH)
-        lines = [[line for line in run.scores if line["task"] == task] for run in runs]
-        charts += drawn(
-            task,
-            axis,
-            [sorted((x, y["score"]) for (x,), y in means(of, by).items()) for of in lines],
-        )
-        for run, of in zip(runs, lines, strict=True):
-            if any(line["depth"] is not None for line in of):
-                charts += tiled(f"{task}, {run.folder}", of)
+        points: list[Points] = []
+        tiles_of_runs: Charts = []
+        for run in runs:
+            lines = [line for line in run.scores if line["task"] == task]
+            points.append(sorted((x, y["score"]) for (x,), y in means(lines, by).items()))
+            if any(line["depth"] is not None for line in lines):
+                tiles_of_runs += tiled(f"{task}, {run.folder}", lines)
+        charts += drawn(task, axis, points) + tiles_of_runs
     return charts
 
 
@@ -201,17 +199,20 @@ def drawn(caption: str, axis: str, points: Sequence[Points]) -> Charts:
     A y that is not a finite number (null or text in a file) is left out. The axis is
     logarithmic if the numbers lie far apart.
     """
-    finite = [
-        [(x, float(y)) for x, y in of if y is not None and math.isfinite(float(y))] for of in points
-    ]
-    values = [y for of in finite for _, y in of]
+    finite, values = [], []
+    for of_run in points:
+        pairs = [(x, float(y)) for x, y in of_run if y is not None and math.isfinite(float(y))]
+        finite.append(pairs)
+        values += [y for _, y in pairs]
     if not values:
         return []
-    # Many points are drawn as a line alone.
     with axes_of(caption) as (axes, charts):
-        for of in finite:
-            style = "." if axis == "layer" else ".-" if len(of) < 33 else "-"
-            axes.plot([x for x, _ in of], [y for _, y in of], style)
+        for pairs in finite:
+            # Many points are drawn as a line alone.
+            style = ".-" if len(pairs) < 33 else "-"
+            if axis == "layer":
+                style = "."
+            axes.plot([x for x, _ in pairs], [y for _, y in pairs], style)
         axes.set_xlabel(axis)
         # Lengths and positions double from bin to bin.
         if axis in (POSITION, LENGTH):
@@ -253,28 +254,27 @@ def axes_of(caption: str) -> Iterator[tuple[Any, Charts]]:
     with style.context(Path(__file__).with_suffix(".mplstyle")):
         figure = Figure()
         yield figure.subplots(), charts
-        figure.savefig(
-            file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        )
+        metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(file, format="svg", metadata=metadata)
     # Ids of groups are the same in every chart, so they are removed from the page.
     svg = re.sub(r' id="[\w.]+_\d+"', "", file.getvalue())
-    charts.append((caption, Markup(svg[svg.index("<svg") :].replace("#010203", "currentColor"))))
+    svg = svg[svg.index("<svg") :].replace("#010203", "currentColor")
+    charts.append((caption, Markup(svg)))
 
 
 # --- Words --------------------------------------------------------------------------------
 
 
-def spikes(run: Run) -> list[str]:
+def spikes(run: RunHistory) -> list[str]:
     """Return the output of `titan-linear batch` for the run's last spikes, or its error.
 
     An error is usual, for example where the corpus is gone.
     """
     texts = []
     for number, spike in list(enumerate(run.spikes, 1))[-LAST_SPIKES:]:
+        argv = ["--spike", str(number), "--job.config_file", str(run.folder / CONFIG)]
         try:
-            lines = batch.lines_of(
-                ["--spike", str(number), "--job.config_file", str(run.folder / CONFIG)]
-            )
+            lines = batch.lines_of(argv)
             texts.append("\n".join(islice(lines, SPIKE_LINES)))
         except ValueError as error:
             texts.append(f"step {spike['step']}: {error}")

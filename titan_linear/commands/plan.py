@@ -37,8 +37,8 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.ops.layout.levels import H200
 from titan_linear.planner.machine import Machine, read_rates, shipped
 from titan_linear.planner.memory import GIB, PARTS, SPARE, Mean, PlannedRank, parameters
-from titan_linear.planner.splits import GPUs, Split, check, fitting, longest, refuse
-from titan_linear.planner.timing import Step, step
+from titan_linear.planner.splits import GPUs, PlannedSplit, check, fitting, longest, refuse
+from titan_linear.planner.timing import PlannedStep, step
 from titan_linear.run.build import model_config, model_without_tokenizer, tokenizer_path
 from titan_linear.run.console import model_name
 from titan_linear.run.data import RunData
@@ -264,7 +264,7 @@ def memory_table(rank: PlannedRank, machine: Machine) -> str:
     )
 
 
-def time_table(planned: Step, machine: Machine, budget: float | None) -> str:
+def time_table(planned: PlannedStep, machine: Machine, budget: float | None) -> str:
     rows = [(part, f"{1e3 * seconds:.1f}") for part, seconds in planned.parts.items()]
     rows.append(("step", f"{1e3 * planned.seconds:.1f}"))
     line = (
@@ -279,7 +279,7 @@ def time_table(planned: Step, machine: Machine, budget: float | None) -> str:
     return table(("time of a step, ms", machine.rates.gpu), rows) + f"\n{line}"
 
 
-def splits_table(splits: list[Split], budget: float | None) -> str:
+def splits_table(splits: list[PlannedSplit], budget: float | None) -> str:
     head = ["split", "checkpointing", "local batch", "GiB", "ms a step", "tokens/s/GPU", "MFU"]
     rows = []
     for rank, needed, planned in splits:
@@ -298,5 +298,5 @@ def splits_table(splits: list[Split], budget: float | None) -> str:
     return table([*head, *(["days"] if budget else [])], rows)
 
 
-def _days(planned: Step, budget: float) -> float:
+def _days(planned: PlannedStep, budget: float) -> float:
     return budget / planned.tokens_per_second / 86400

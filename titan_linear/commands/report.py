@@ -9,6 +9,7 @@ With --html, a page shows also their curves and spikes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median
 
@@ -25,7 +26,7 @@ NONE = "–"
 OWN = ("job.config_file", "job.dump_folder", "job.description")
 
 
-class Line(rundir.Line, extra="allow"):
+class ReportLine(rundir.MetricsLine, extra="allow"):
     """The fields of a line of metrics that are read; the loss's reports are further fields."""
 
     loss: float | None = None
@@ -38,7 +39,7 @@ class Line(rundir.Line, extra="allow"):
 
 
 def cell(
-    lines: Sequence[Line],
+    lines: Sequence[ReportLine],
     key: str,
     form: str = "{:.4f}",
     of: Callable[[list[float]], float] = min,
@@ -56,10 +57,11 @@ def standing(run: Path) -> dict[str, str]:
     """
     if not (run / METRICS).is_file():
         raise ValueError(f"'{run}' holds no {METRICS}; give the folder of a run (job.dump_folder)")
-    lines = json_lines(run / METRICS, Line)
+    lines = json_lines(run / METRICS, ReportLine)
     steps = [line for line in lines if "loss" in line.model_fields_set]
+    last = steps[-1:] or [ReportLine(step=0)]
     # The first step of a start compiles, so its rates are left out if there are more.
-    rated, last = steps[1:] or steps, (steps or [Line(step=0)])[-1:]
+    rated = steps[1:] or steps
     return {
         "run": str(run),
         "trained on": data_of(load_config(["--job.config_file", str(run / CONFIG)]).training),
@@ -72,7 +74,7 @@ def standing(run: Path) -> dict[str, str]:
         "MFU": cell(rated, "mfu", "{:.1%}", median),
         "GiB": cell(steps, "memory_gib", "{:.2f}", max),
         "skipped": cell(last, "skipped_steps", "{}"),
-        "spikes": str(len(json_lines(run / SPIKES, Line))),
+        "spikes": str(len(json_lines(run / SPIKES, ReportLine))),
     }
 
 
@@ -86,9 +88,12 @@ def data_of(training: Training) -> str:
 def differences(runs: Sequence[Path]) -> list[list[str]]:
     """Return a row for each key that differs between runs: the key, and each run's value."""
     keys = [load_config(["--job.config_file", str(run / CONFIG)]).flat_keys() for run in runs]
-    shown = [{key: toml_value(value) for key, value in each.items()} for each in keys]
-    rows = [[key, *(each[key] for each in shown)] for key in shown[0] if key not in OWN]
-    return [row for row in rows if len(set(row[1:])) > 1]
+    rows = []
+    for key in keys[0]:
+        values = [toml_value(of_run[key]) for of_run in keys]
+        if key not in OWN and len(set(values)) > 1:
+            rows.append([key, *values])
+    return rows
 
 
 @refusing
@@ -99,10 +104,13 @@ def main(argv: list[str]) -> int:
         "--html", type=Path, metavar="FILE", help="write a page, and print its size"
     )
     args = parser.parse_args(argv)
-    runs, keys = [standing(run) for run in args.runs], differences(args.runs)
+    runs = [standing(run) for run in args.runs]
+    keys = differences(args.runs)
     # There is a column for each property that any of the runs has.
-    head = [*dict.fromkeys(name for run in runs for name in run)]
-    rows = [[run.get(name, NONE) for name in head] for run in runs]
+    head = list(dict.fromkeys(chain.from_iterable(runs)))
+    rows = []
+    for run in runs:
+        rows.append([run.get(name, NONE) for name in head])
     if args.html:
         write_whole(args.html, page(args.runs, list(zip(head, *rows, strict=True)), keys))
         print(f"{args.html}: {args.html.stat().st_size / 1000:,.0f} kB")

@@ -28,7 +28,7 @@ from titan_linear.config.schema import (
     PRINT,
     SECTIONS,
     Config,
-    Rule,
+    KeyRule,
     Section,
     Training,
     keys_with,
@@ -73,7 +73,7 @@ def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
     given = _validate(_merged(tables, overrides), "configuration")
     # The saved configuration is explicit: home folders, and types that depend on the device.
     values = given.flat_keys()
-    expanded = {key: os.path.expanduser(values[key]) for key in keys_with(Rule.HOME)}
+    expanded = {key: os.path.expanduser(values[key]) for key in keys_with(KeyRule.HOME)}
     auto = _auto_types(given.training, cuda)
     config = given.changed(expanded | auto)
     if prints:

@@ -53,7 +53,6 @@ from titan_linear.data.streams.file_groups import FileGroups
 from titan_linear.data.streams.loader import Batch, StreamLoader, validation_batches
 from titan_linear.data.streams.mixture import MixedStreams, Phase, Streams
 from titan_linear.data.streams.packing import IGNORE, Length, PackedStreams, Stream, Targets
-from titan_linear.data.streams.prompts import Prompts, Questions, Sample
+from titan_linear.data.streams.prompts import Prompts, Questions, TaskSample
 from titan_linear.data.streams.split import Side, split_corpus
-from titan_linear.data.streams.trees import TreeStreams, streams_of
-from titan_linear.data.streams.whole import WholeStreams
+from titan_linear.data.streams.whole import TreeStreams, WholeStreams, streams_of

@@ -66,11 +66,9 @@ def _compiler(backend: str) -> Callable[..., Any]:
 
     They do not apply to any other graph of this process.
     """
-    options = (
-        {"config_patches": {"joint_custom_pre_pass": OwnOperators()}}
-        if backend == "inductor"
-        else {}
-    )
+    options = {}
+    if backend == "inductor":
+        options["config_patches"] = {"joint_custom_pre_pass": OwnOperators()}
     compile_graph = lookup_backend(backend)
 
     def compiler(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -154,10 +152,9 @@ def compile_kernels(graph: fx.Graph) -> None:
     """
     with unset_fake_temporarily():
         for node in filter(_own, graph.nodes):
-            if node.target.python.__module__.startswith("titan_linear.ops.triton."):
-                node.target.python(
-                    *map_arg(node.args, _stand_in), **map_arg(node.kwargs, _stand_in)
-                )
+            python = node.target.python
+            if python.__module__.startswith("titan_linear.ops.triton."):
+                python(*map_arg(node.args, _stand_in), **map_arg(node.kwargs, _stand_in))
 
 
 def _stand_in(node: fx.Node) -> Any:
@@ -168,9 +165,8 @@ def _stand_in(node: fx.Node) -> Any:
     x = node.meta["val"]
     if not isinstance(x, Tensor):
         return VARIES if isinstance(x, torch.SymInt) else x
-    size, stride = (
-        [VARIES if isinstance(n, torch.SymInt) else n for n in of] for of in (x.shape, x.stride())
-    )
+    size = [VARIES if isinstance(n, torch.SymInt) else n for n in x.shape]
+    stride = [VARIES if isinstance(n, torch.SymInt) else n for n in x.stride()]
     return torch.empty_strided(size, stride, dtype=x.dtype, device="meta")
 
 
@@ -179,9 +175,8 @@ def _joins_parameters(node: fx.Node) -> bool:
 
     If kept, the result would be a copy that FSDP cannot free.
     """
-    return node.target is torch.ops.aten.cat.default and all(
-        x.op == "placeholder" for x in node.args[0]
-    )
+    concatenates = node.target is torch.ops.aten.cat.default
+    return concatenates and all(x.op == "placeholder" for x in node.args[0])
 
 
 def _prepares(node: fx.Node) -> str | None:
@@ -190,6 +185,4 @@ def _prepares(node: fx.Node) -> str | None:
 
 
 def _own(node: fx.Node) -> bool:
-    return (
-        isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "titan_linear"
-    )
+    return getattr(node.target, "namespace", "") == "titan_linear"

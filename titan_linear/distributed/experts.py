@@ -85,8 +85,8 @@ class AllToAllDispatch:
         self.first = here * ranks.rank
         self.pending: list[dist.Work] = []
         self.choices, self.arriving = (
-            _Exchange.apply(spread(given, self.sent, impl), to, of, self.group, self.pending)
-            for given in (choices, x)
+            _Exchange.apply(spread(rows, self.sent, impl), to, of, self.group, self.pending)
+            for rows in (choices, x)
         )
 
     @torch.compiler.disable
@@ -148,7 +148,12 @@ class _Exchange(torch.autograd.Function):
         ctx.sizes, ctx.group = (receive, send), group
         out = x.new_empty(sum(receive), *x.shape[1:])
         work = dist.all_to_all_single(
-            out, x.contiguous(), receive, send, group=group_named(group), async_op=True
+            out,
+            x.contiguous(),
+            receive,
+            send,
+            group=group_named(group),
+            async_op=True,
         )
         pending.append(work)
         return out

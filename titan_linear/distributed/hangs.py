@@ -134,11 +134,9 @@ class Watch(threading.Thread):
             waiting = [rank for rank in self.ranks if rank not in missing]
             waited = (time.time_ns() - entry["time_created_ns"]) / 1e9
             when = f"step {self.step()}" if self.step() else "before the first step"
-            where = (
-                f"{_names(missing)} not there"
-                if missing
-                else "every rank waits, and not for the same"
-            )
+            where = "every rank waits, and not for the same"
+            if missing:
+                where = f"{_names(missing)} not there"
             print(
                 f"hang: {when}: {_names(waiting)} in {name} for {waited:.0f} of {entry['timeout_ms'] / 1e3:.0f} s, "
                 f"{where}; '{self.folder}' has what each did last",
@@ -180,10 +178,8 @@ def recorders() -> dict[str, Callable[..., bytes]]:
 
 def recorded() -> list[list[Collective]]:
     """Return the collectives in each of this process's recorders, oldest first."""
-    return [
-        pickle.loads(dump(includeStackTraces=False)).get("entries", [])
-        for dump in recorders().values()
-    ]
+    dumps = [pickle.loads(dump(includeStackTraces=False)) for dump in recorders().values()]
+    return [dump.get("entries", []) for dump in dumps]
 
 
 def late_collective(lists: list[list[Collective]], now: int) -> Collective | None:
@@ -199,16 +195,18 @@ def late_collective(lists: list[list[Collective]], now: int) -> Collective | Non
     waiting: dict[tuple[int, int], Collective] = {}
     for i, entries in enumerate(lists):
         for entry in entries:
+            group = i, entry["pg_id"]
             # Earlier collectives of the group have ended too, even if an NCCL batch never marks
             # them.
             if entry["retired"]:
-                waiting.pop((i, entry["pg_id"]), None)
+                waiting.pop(group, None)
             else:
-                waiting.setdefault((i, entry["pg_id"]), entry)
-    late = [
-        e for e in waiting.values() if now - e["time_created_ns"] > LATE * e["timeout_ms"] * 1e6
-    ]
-    return min(late, key=lambda entry: entry["time_created_ns"], default=None)
+                waiting.setdefault(group, entry)
+    # The first of them that is late, if any.
+    for entry in sorted(waiting.values(), key=lambda entry: entry["time_created_ns"]):
+        if now - entry["time_created_ns"] > LATE * entry["timeout_ms"] * 1e6:
+            return entry
+    return None
 
 
 def _names(ranks: list[int]) -> str:

@@ -10,9 +10,10 @@ which the receiving rank belongs, and go back to all copies.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 Apply = Callable[[list[Tensor]], list[Tensor]]
 
 
-class Part(NamedTuple):
+class MatrixShard(NamedTuple):
     """A rank's part of a stack of matrices."""
 
     # Number of the copy of the stack to which this part belongs.
@@ -42,7 +43,7 @@ class Matrix:
     # Its index in the stack.
     number: int
     shape: torch.Size  # [R, C]
-    parts: dict[int, Part]  # by rank
+    parts: dict[int, MatrixShard]  # by rank
     owner: int = 0
 
     @property
@@ -52,9 +53,8 @@ class Matrix:
     @property
     def sources(self) -> list[int]:
         """Ranks whose parts make up the copy to which the owner belongs."""
-        return [
-            rank for rank, part in self.parts.items() if part.copy == self.parts[self.owner].copy
-        ]
+        copy = self.parts[self.owner].copy
+        return [rank for rank, part in self.parts.items() if part.copy == copy]
 
 
 class WholeMatrices:
@@ -79,10 +79,17 @@ class WholeMatrices:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         # Which matrices are cut, and which are whole on this rank.
-        parts = [parts_of(name, stack, self.size) for name, stack in stacks.items()]
-        self.cut = [m for i, ranks in enumerate(parts) for m in _cut(i, self.shapes[i], ranks)]
-        self.first = [ranks[self.rank].matrices.start for ranks in parts]
-        self.whole = [i for i, ranks in enumerate(parts) if not _is_cut(self.shapes[i], ranks)]
+        self.cut: list[Matrix] = []
+        self.whole: list[int] = []
+        # For each stack, the first of its matrices of which this rank has a part.
+        self.first: list[int] = []
+        for i, (name, stack) in enumerate(stacks.items()):
+            parts = parts_of(name, stack, self.size)
+            self.first.append(parts[self.rank].matrices.start)
+            if _is_cut(self.shapes[i], parts):
+                self.cut += _cut(i, self.shapes[i], parts)
+            else:
+                self.whole.append(i)
         # The largest matrices first, each to the rank with the least work so far.
         loads = [0] * self.size
         for m in sorted(self.cut, key=lambda m: -m.work):
@@ -107,7 +114,7 @@ class WholeMatrices:
         """
         # Matrices that are whole here, then matrices gathered here.
         stacks = [_stacked(part.to(self.device)) for part in parts]
-        here = [matrix for i in self.whole for matrix in stacks[i]]
+        here = chain.from_iterable(stacks[i] for i in self.whole)
         results = iter(fn([*here, *self._gather(stacks)]))
         # Results go back in the same order.
         found = [torch.empty_like(stack) for stack in stacks]
@@ -123,7 +130,8 @@ class WholeMatrices:
         if not self.cut:
             return []
         # Send parts of this rank's copy to the owners; list the shapes that arrive.
-        sent, shapes = self._lists(), self._lists()
+        sent: list[list[Tensor]] = [[] for _ in range(self.size)]
+        shapes: list[list[torch.Size]] = [[] for _ in range(self.size)]
         for m in self.cut:
             if self.rank in m.sources:
                 sent[m.owner].append(self._part(stacks, m))
@@ -136,17 +144,18 @@ class WholeMatrices:
         for m in self.owned:
             matrix = torch.empty(m.shape, dtype=stacks[0].dtype, device=self.device)
             for rank in m.sources:
-                _, _, rows, columns = m.parts[rank]
-                matrix[rows, columns] = next(received[rank])
+                part = m.parts[rank]
+                matrix[part.rows, part.columns] = next(received[rank])
             matrices.append(matrix)
         return matrices
 
     def _scatter(self, matrices: list[Tensor], stacks: list[Tensor]) -> None:
         """Fill all ranks' parts from the matrices that this rank owns."""
-        sent, shapes = self._lists(), self._lists()
+        sent: list[list[Tensor]] = [[] for _ in range(self.size)]
+        shapes: list[list[torch.Size]] = [[] for _ in range(self.size)]
         for m, matrix in zip(self.owned, matrices, strict=True):
-            for rank, (_, _, rows, columns) in m.parts.items():
-                sent[rank].append(matrix[rows, columns])
+            for rank, part in m.parts.items():
+                sent[rank].append(matrix[part.rows, part.columns])
         held = [m for m in self.cut if self.rank in m.parts]
         for m in held:
             shapes[m.owner].append(_shape(m.parts[self.rank]))
@@ -157,11 +166,11 @@ class WholeMatrices:
     def _part(self, stacks: list[Tensor], m: Matrix) -> Tensor:
         return stacks[m.stack][m.number - self.first[m.stack]]
 
-    def _lists(self) -> list[list]:
-        return [[] for _ in range(self.size)]
-
     def _exchange(
-        self, sent: list[list[Tensor]], shapes: list[list[torch.Size]], dtype: torch.dtype
+        self,
+        sent: list[list[Tensor]],
+        shapes: list[list[torch.Size]],
+        dtype: torch.dtype,
     ) -> list[Iterator[Tensor]]:
         """Exchange tensors between all ranks.
 
@@ -172,44 +181,42 @@ class WholeMatrices:
         Returns:
             The tensors from each rank.
         """
+        # All numbers in one row, by receiver; none at all is a row too.
         none = torch.empty(0, dtype=dtype, device=self.device)
-        flat = torch.cat([none, *(x.flatten() for tensors in sent for x in tensors)])
-        sizes = [[shape.numel() for shape in of_rank] for of_rank in shapes]
-        received = flat.new_empty(sum(map(sum, sizes)))
-        dist.all_to_all_single(
-            received,
-            flat,
-            list(map(sum, sizes)),
-            [sum(x.numel() for x in tensors) for tensors in sent],
-        )
-        parts = iter(received.split([size for of_rank in sizes for size in of_rank]))
-        return [iter([next(parts).view(shape) for shape in of_rank]) for of_rank in shapes]
+        flat = torch.cat([none, *map(torch.flatten, chain.from_iterable(sent))])
+        to = [sum(map(torch.numel, tensors)) for tensors in sent]
+        # Numbers of each shape that comes, and of each rank.
+        sizes = [list(map(math.prod, of_rank)) for of_rank in shapes]
+        of = list(map(sum, sizes))
+        received = flat.new_empty(sum(of))
+        dist.all_to_all_single(received, flat, of, to)
+        parts = iter(received.split(list(chain.from_iterable(sizes))))
+        tensors = []
+        for of_rank in shapes:
+            tensors.append(iter([next(parts).view(shape) for shape in of_rank]))
+        return tensors
 
 
-def parts_of(name: str, stack: Tensor, ranks: int) -> dict[int, Part]:
+def parts_of(name: str, stack: Tensor, ranks: int) -> dict[int, MatrixShard]:
     """Return each rank's part of a parameter [..., R, C]."""
     # A plain tensor is whole on each rank.
     if not isinstance(stack, DTensor):
-        matrices = range(stack.shape[:-2].numel())
-        return {
-            rank: Part(rank, matrices, slice(0, stack.shape[-2]), slice(0, stack.shape[-1]))
-            for rank in range(ranks)
-        }
+        *leading, rows, columns = stack.shape
+        place = range(math.prod(leading)), slice(0, rows), slice(0, columns)
+        return {rank: MatrixShard(rank, *place) for rank in range(ranks)}
     # Each mesh dimension either copies the parameter or cuts one of its dimensions.
     mesh = stack.device_mesh.mesh
     each = stack.shape[1:-2].numel()
+    last = stack.dim() - 2, stack.dim() - 1
     parts = {}
     for where in product(*map(range, mesh.shape)):
-        bounds, copy = [(0, size) for size in stack.shape], 0
-        for i, (n, placement) in enumerate(zip(mesh.shape, stack.placements, strict=True)):
+        copy = 0
+        bounds = [(0, size) for size in stack.shape]
+        for n, i, placement in zip(mesh.shape, where, stack.placements):
             if isinstance(placement, Replicate):
-                copy = copy * n + where[i]
-            elif isinstance(placement, Shard) and placement.dim in (
-                0,
-                stack.dim() - 2,
-                stack.dim() - 1,
-            ):
-                bounds[placement.dim] = _chunk(*bounds[placement.dim], n, where[i])
+                copy = copy * n + i
+            elif isinstance(placement, Shard) and placement.dim in (0, *last):
+                bounds[placement.dim] = _chunk(*bounds[placement.dim], n, i)
             else:
                 raise ValueError(
                     f"optimizer.name = 'muon': {name} {list(stack.shape)} is cut by {placement}, so that no rank can "
@@ -217,7 +224,7 @@ def parts_of(name: str, stack: Tensor, ranks: int) -> dict[int, Part]:
                 )
         start, stop = bounds[0] if stack.dim() > 2 else (0, 1)
         rows, columns = (slice(*pair) for pair in bounds[-2:])
-        parts[int(mesh[where])] = Part(copy, range(start * each, stop * each), rows, columns)
+        parts[int(mesh[where])] = MatrixShard(copy, range(start * each, stop * each), rows, columns)
     return parts
 
 
@@ -230,14 +237,12 @@ def _chunk(start: int, stop: int, n: int, i: int) -> tuple[int, int]:
     return min(start + i * size, stop), min(start + (i + 1) * size, stop)
 
 
-def _is_cut(shape: torch.Size, parts: dict[int, Part]) -> bool:
+def _is_cut(shape: torch.Size, parts: dict[int, MatrixShard]) -> bool:
     return any(_shape(part) != shape for part in parts.values() if part.matrices)
 
 
-def _cut(stack: int, shape: torch.Size, parts: dict[int, Part]) -> list[Matrix]:
-    """Return the stack's matrices if ranks have cut them, else an empty list."""
-    if not _is_cut(shape, parts):
-        return []
+def _cut(stack: int, shape: torch.Size, parts: dict[int, MatrixShard]) -> list[Matrix]:
+    """Return the matrices of a stack that ranks have cut."""
     count = max(part.matrices.stop for part in parts.values())
     matrices = [Matrix(stack, i, shape, {}) for i in range(count)]
     for rank, part in parts.items():
@@ -246,7 +251,7 @@ def _cut(stack: int, shape: torch.Size, parts: dict[int, Part]) -> list[Matrix]:
     return matrices
 
 
-def _shape(part: Part) -> torch.Size:
+def _shape(part: MatrixShard) -> torch.Size:
     return torch.Size([part.rows.stop - part.rows.start, part.columns.stop - part.columns.start])
 
 

@@ -86,16 +86,13 @@ class ParallelDims:
     @property
     def tp_ranks(self) -> Ranks:
         """Ranks of `tp_group`, in the form that operators take."""
-        return Ranks(self.tp_group.group_name, self.tp, self.mesh.get_local_rank("tp"))
+        return Ranks(self.tp_group.group_name, self.tp, self.tp_group.rank())
 
     @property
     def ep_ranks(self) -> Ranks:
         """Ranks that share the experts, in the form that operators take."""
-        return Ranks(
-            self.expert_mesh.get_group("ep").group_name,
-            self.ep,
-            self.expert_mesh.get_local_rank("ep"),
-        )
+        group = self.expert_mesh.get_group("ep")
+        return Ranks(group.group_name, self.ep, group.rank())
 
     @property
     def groups(self) -> list[dist.ProcessGroup | None]:
@@ -127,14 +124,9 @@ class ParallelDims:
         """tp, then the dimensions of `fsdp_mesh`: the order in which parameters are cut."""
         sizes = [self.fsdp_mesh.size(dim) for dim in range(self.fsdp_mesh.ndim)]
         ranks = self.mesh.mesh.reshape(*sizes, self.tp).movedim(-1, 0)
-        return _mesh_of(
-            self.mesh.device_type,
-            ranks,
-            tp=self.mesh.get_group("tp"),
-            **dict(
-                zip(self.fsdp_mesh.mesh_dim_names, self.fsdp_mesh.get_all_groups(), strict=True)
-            ),
-        )
+        groups = {"tp": self.mesh.get_group("tp")}
+        groups |= zip(self.fsdp_mesh.mesh_dim_names, self.fsdp_mesh.get_all_groups())
+        return _mesh_of(self.mesh.device_type, ranks, groups)
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh:
@@ -142,9 +134,8 @@ class ParallelDims:
 
         If shards have copies, replicate comes before it.
         """
-        return self.expert_mesh[
-            "expert_shard" if self.replicas == 1 else ("replicate", "expert_shard")
-        ]
+        names = ("replicate", "expert_shard")
+        return self.expert_mesh[names if self.replicas > 1 else names[1]]
 
     @cached_property
     def expert_parameter_mesh(self) -> DeviceMesh:
@@ -152,18 +143,14 @@ class ParallelDims:
         ranks = self.expert_mesh.mesh.permute(3, 2, 0, 1)
         names = ("tp", "ep", *self.expert_fsdp_mesh.mesh_dim_names)
         ranks = ranks if self.replicas > 1 else ranks.squeeze(2)
-        return _mesh_of(
-            self.mesh.device_type,
-            ranks,
-            **{name: self.expert_mesh.get_group(name) for name in names},
-        )
+        groups = {name: self.expert_mesh.get_group(name) for name in names}
+        return _mesh_of(self.mesh.device_type, ranks, groups)
 
 
-def _mesh_of(device_type: str, ranks: Tensor, **groups: dist.ProcessGroup) -> DeviceMesh:
+def _mesh_of(device_type: str, ranks: Tensor, groups: dict[str, dist.ProcessGroup]) -> DeviceMesh:
     """Build a mesh of existing groups, one for each dimension."""
-    return DeviceMesh.from_group(
-        list(groups.values()), device_type, ranks.contiguous(), mesh_dim_names=tuple(groups)
-    )
+    names, ranks = tuple(groups), ranks.contiguous()
+    return DeviceMesh.from_group(list(groups.values()), device_type, ranks, mesh_dim_names=names)
 
 
 def build_mesh(

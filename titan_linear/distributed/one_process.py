@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, count
+from itertools import count
 from math import gcd
 from typing import Any, NoReturn, TypeVar
 
@@ -102,12 +102,11 @@ def take_turns(work: Sequence[Callable[[], T]]) -> list[T]:
 
     # Start the threads, run the last rank here, and wait for all.
     *others, last = range(len(work))
-    threads = [
-        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
-        for rank in others
-    ]
-    for thread in threads:
+    threads = []
+    for rank in others:
+        thread = threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
         thread.start()
+        threads.append(thread)
     turns.begin()
     copy_context().run(run, last)
     for thread in threads:
@@ -161,9 +160,9 @@ class Turns:
         After a failure, every rank continues to its end.
         """
         size = len(self.ready)
-        left = [
-            r % size for r in range(rank + 1, rank + 1 + size) if self.ready[r % size] is not None
-        ]
+        # The other ranks in order, then this one.
+        ranks = [r % size for r in range(rank + 1, rank + 1 + size)]
+        left = [r for r in ranks if self.ready[r] is not None]
         able = left if self.failed is not None else [r for r in left if self.ready[r]()]
         # Deadlock: end all ranks with an error.
         if left and not able:
@@ -210,9 +209,8 @@ class Degrees:
         return self.dp * self.cp * self.tp
 
     def __str__(self) -> str:
-        return f"dp {self.dp} × cp {self.cp} × tp {self.tp}" + (
-            f", ep {self.ep}" if self.ep > 1 else ""
-        )
+        experts = f", ep {self.ep}" if self.ep > 1 else ""
+        return f"dp {self.dp} × cp {self.cp} × tp {self.tp}{experts}"
 
 
 @dataclass(frozen=True)
@@ -286,8 +284,8 @@ class Shared:
         self.sent: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
 
 
-class Work:
-    """Stands in for torch's `Work`.
+class LocalWork:
+    """Stands in for `dist.Work`.
 
     `wait` lets other ranks run until `ready()`, then calls `then`.
     """
@@ -335,45 +333,48 @@ class LocalGroup(dist.ProcessGroup):
 
     # Collectives.
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> LocalWork:
         (x,) = tensors
-        return self.meet("all_reduce", x, x, None if opts is None else opts.reduceOp)
+        return self.meet("all_reduce", x, x, opts.reduceOp)
 
-    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, out: Tensor, x: Tensor, _: Any) -> LocalWork:
         return self.meet("all_gather", x, out)
 
-    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Work:
-        return self.meet("reduce_scatter", x, out, None if opts is None else opts.reduceOp)
+    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any) -> LocalWork:
+        return self.meet("reduce_scatter", x, out, opts.reduceOp)
 
     def all_to_all_single(
-        self, out: Tensor, x: Tensor, out_sizes: list[int], sizes: list[int], opts: Any = None
-    ) -> Work:
+        self,
+        out: Tensor,
+        x: Tensor,
+        out_sizes: list[int],
+        sizes: list[int],
+        _: Any,
+    ) -> LocalWork:
         return self.meet("all_to_all", x, out, (out_sizes, sizes))
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, opts: Any = None) -> LocalWork:
         nothing = torch.empty(0)
         return self.meet("barrier", nothing, nothing)
 
     # The same methods under the names that torch calls up to 2.12.
-    _allgather_base, _reduce_scatter_base, alltoall_base = (
-        all_gather_single,
-        reduce_scatter_single,
-        all_to_all_single,
-    )
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
 
     # Messages between two ranks.
 
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> LocalWork:
         # The sender may change it later.
         self._shared.sent[self._rank, to, tag].append(tensors[0].detach().clone())
-        return Work(lambda: True, "", lambda: None)
+        return LocalWork(lambda: True, "", lambda: None)
 
-    def recv(self, tensors: list[Tensor], of: int, tag: int) -> Work:
+    def recv(self, tensors: list[Tensor], of: int, tag: int) -> LocalWork:
         mail = self._shared.sent[of, self._rank, tag]
         what = f"waits for what rank {of} is to send it"
-        return Work(lambda: bool(mail), what, lambda: _fill(tensors[0], mail.popleft()))
+        return LocalWork(lambda: bool(mail), what, lambda: _fill(tensors[0], mail.popleft()))
 
-    def meet(self, kind: str, x: Tensor, out: Tensor, more: Any = None) -> Work:
+    def meet(self, kind: str, x: Tensor, out: Tensor, more: Any = None) -> LocalWork:
         """Join this rank's next collective; the last rank to come does the copies of all."""
         # Ranks must call the same collectives in the same order.
         shared, number = self._shared, self._count
@@ -381,12 +382,10 @@ class LocalGroup(dist.ProcessGroup):
         meeting = shared.meetings.setdefault(number, _Meeting(kind))
         if meeting.kind != kind:
             others = ", ".join(map(str, meeting.of_ranks))
-            _fail(
-                RuntimeError(
-                    f"collective {number} of a group of {shared.size}: rank {self._rank} calls {kind} where rank(s) "
-                    f"{others} called {meeting.kind}"
-                )
+            said = (
+                f"collective {number} of a group of {shared.size}: rank {self._rank} calls {kind}"
             )
+            _fail(RuntimeError(f"{said} where rank(s) {others} called {meeting.kind}"))
         # Leave this rank's tensors; the last rank to come copies.
         meeting.of_ranks[self._rank] = x, out, more
         if x.is_cuda:
@@ -396,7 +395,8 @@ class LocalGroup(dist.ProcessGroup):
             for event in meeting.events:
                 event.wait()
             try:
-                COPIES[kind]([meeting.of_ranks[r] for r in range(shared.size)])
+                with torch.no_grad():
+                    COPIES[kind]([meeting.of_ranks[r] for r in range(shared.size)])
             except Exception as error:
                 _fail(error)
             meeting.done = torch.cuda.current_stream(x.device).record_event() if x.is_cuda else True
@@ -407,7 +407,7 @@ class LocalGroup(dist.ProcessGroup):
 
         missing = [r for r in range(shared.size) if r not in meeting.of_ranks]
         what = f"waits in {kind} for rank(s) {', '.join(map(str, missing))}"
-        return Work(lambda: meeting.done is not False, what, then)
+        return LocalWork(lambda: meeting.done is not False, what, then)
 
 
 def _fail(error: Exception) -> NoReturn:
@@ -430,21 +430,18 @@ def _fill(out: Tensor, x: Tensor) -> None:
     out.detach().copy_(x.view_as(out))
 
 
-@torch.no_grad()
 def _all_gather(ranks: Given) -> None:
     whole = torch.cat([x.flatten() for x, *_ in ranks])
     for _, out, _ in ranks:
         _fill(out, whole)
 
 
-@torch.no_grad()
 def _all_reduce(ranks: Given) -> None:
     total = _reduced(ranks)
     for _, out, _ in ranks:
         _fill(out, total)
 
 
-@torch.no_grad()
 def _reduce_scatter(ranks: Given) -> None:
     for part, (_, out, _) in zip(_reduced(ranks).flatten().chunk(len(ranks)), ranks, strict=True):
         _fill(out, part)
@@ -452,35 +449,28 @@ def _reduce_scatter(ranks: Given) -> None:
 
 def _reduced(ranks: Given) -> Tensor:
     op = ranks[0][2]
-    if op is None or op == dist.ReduceOp.SUM:
-        total = ranks[0][0].clone()
-        for x, *_ in ranks[1:]:
-            total += x
-        return total
+    first, *others = (x for x, *_ in ranks)
+    # In rank order.
+    if op == dist.ReduceOp.SUM:
+        return sum(others, first.clone())
     if op == dist.ReduceOp.MAX:
-        return torch.stack([x for x, *_ in ranks]).amax(0)
+        return torch.stack([first, *others]).amax(0)
     raise NotImplementedError(
         f"a group in one process sums and takes maxima; it does not know {op}"
     )
 
 
-@torch.no_grad()
 def _all_to_all(ranks: Given) -> None:
     """Copy rows of the inputs, ordered by receiver, to outputs, ordered by sender."""
     W = len(ranks)
-    # By receiver and sender.
-    came: list[dict[int, Tensor]] = [{} for _ in ranks]
-    for sender, (x, _, (_, sizes)) in enumerate(ranks):
-        ends = accumulate(sizes or [len(x) // W] * W)
-        for receiver, (n, end) in enumerate(zip(sizes or [len(x) // W] * W, ends)):
-            if n:
-                came[receiver][sender] = x[end - n : end]
+    # By sender, each one's rows for every receiver.
+    parts = [x.split(sizes or [len(x) // W] * W) for x, _, (_, sizes) in ranks]
     for r, (_, out, (sizes, _)) in enumerate(ranks):
-        expected = {s: n for s, n in enumerate(sizes or [len(out) // W] * W) if n}
-        sent = {s: len(x) for s, x in came[r].items()}
+        came = [of_sender[r] for of_sender in parts]
+        expected = list(sizes or [len(out) // W] * W)
+        sent = list(map(len, came))
         assert sent == expected, f"rank {r} expects rows {expected} by sender, and {sent} come"
-        if sent:
-            out.detach().copy_(torch.cat(list(came[r].values())).view_as(out))
+        _fill(out, torch.cat(came))
 
 
 COPIES: dict[str, Callable[[Given], None]] = {

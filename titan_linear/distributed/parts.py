@@ -46,11 +46,12 @@ class Parts:
         # Then FSDP's cuts, if there are any.
         if isinstance(local, DTensor):
             sharding, local = local.placements, local.to_local()
-        placements = [*(Replicate() if dim is None else Shard(dim) for dim in dims), *sharding]
+        cuts = [Replicate() if dim is None else Shard(dim) for dim in dims]
+        placements = (*cuts, *sharding)
         whole = torch.empty(shape, device="meta")
         meta = TensorMeta(whole.shape, whole.stride(), local.dtype)
         # `from_local` would copy host memory to the device of the mesh.
-        return DTensor(local, DTensorSpec(mesh, tuple(placements), meta), requires_grad=False)
+        return DTensor(local, DTensorSpec(mesh, placements, meta), requires_grad=False)
 
 
 def whole(model: nn.Module, name: str, tensor: Tensor) -> Tensor:

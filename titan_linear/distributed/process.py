@@ -183,7 +183,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def under_launcher() -> bool:
-    """Whether this is a worker of `python -m titan_linear.launch`.
+    """Whether this is a worker of `python -m titan_linear.run.launch`.
 
     The launcher has done the checks and locked the folder.
     """

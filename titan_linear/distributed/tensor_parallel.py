@@ -53,17 +53,17 @@ def tensor_splits(model: nn.Module) -> dict[str, int]:
     split by columns.
     """
     own = dict(model.named_parameters())
-    stated = {
-        f"{prefix}.{name}".removeprefix("."): dim
-        for prefix, module in model.named_modules()
-        for name, dim in getattr(module, "split", {}).items()
-    }
-    splits = {name: dim for name, dim in stated.items() if name in own}
-    of_adapters = (
-        (lora_name(name, "A" if dim == own[name].dim() - 1 else "B"), dim)
-        for name, dim in splits.items()
-    )
-    return splits | {name: dim for name, dim in of_adapters if name in own}
+    splits, of_adapters = {}, {}
+    for prefix, module in model.named_modules():
+        for leaf, dim in getattr(module, "split", {}).items():
+            name = f"{prefix}.{leaf}".removeprefix(".")
+            if name not in own:
+                continue
+            splits[name] = dim
+            adapter = lora_name(name, "A" if dim == own[name].dim() - 1 else "B")
+            if adapter in own:
+                of_adapters[adapter] = dim
+    return splits | of_adapters
 
 
 def apply_tp(model: Decoder, ranks: Ranks) -> dict[str, int]:
@@ -148,15 +148,15 @@ def _embed(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
     rows, ranks = len(embedding.weight), embedding.ranks
     own = tokens - ranks.rank * rows
     elsewhere = (own < 0) | (own >= rows)
-    x = F.embedding(own.masked_fill(elsewhere, 0), embedding.weight).masked_fill(
-        elsewhere.unsqueeze(-1), 0
-    )
+    x = F.embedding(own.masked_fill(elsewhere, 0), embedding.weight)
+    x = x.masked_fill(elsewhere.unsqueeze(-1), 0)
     return torch.cat([_summed(row, ranks) for row in x.split(1)])
 
 
 def _before(before: nn.Module, x: Tensor, context: CPContext) -> Tensor:
     ranks: Any = before.ranks
-    return Before.forward(before, gather_tokens(x, ranks), context).chunk(ranks.size, 1)[ranks.rank]
+    out = Before.forward(before, gather_tokens(x, ranks), context)
+    return out.chunk(ranks.size, 1)[ranks.rank]
 
 
 def _norm_over_ranks(norm: RMSNorm, x: Tensor) -> Tensor:
@@ -164,7 +164,8 @@ def _norm_over_ranks(norm: RMSNorm, x: Tensor) -> Tensor:
     wide = widen(x)
     weight = widen(norm.weight)
     ranks = norm.ranks
-    mean = sum_over_ranks(wide.square().sum(-1, keepdim=True), ranks) / (x.shape[-1] * ranks.size)
-    return (wide * torch.rsqrt(mean + norm.eps) * (1 + weight if norm.zero_centred else weight)).to(
-        x.dtype
-    )
+    if norm.zero_centred:
+        weight = 1 + weight
+    squares = sum_over_ranks(wide.square().sum(-1, keepdim=True), ranks)
+    mean = squares / (x.shape[-1] * ranks.size)
+    return (wide * torch.rsqrt(mean + norm.eps) * weight).to(x.dtype)

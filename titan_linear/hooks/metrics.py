@@ -43,7 +43,7 @@ TAGS, CHARTS = json.loads(
 ).values()
 
 
-class Work(NamedTuple):
+class IntervalWork(NamedTuple):
     """Work of all ranks since the previous report."""
 
     # FLOPs of the model (flops.py).
@@ -120,7 +120,7 @@ class MetricsLogger(Hook):
         lr: float,
         tokens: int,
         memory_gib: float,
-        work: Work | None = None,
+        work: IntervalWork | None = None,
         **more: float,
     ) -> None:
         """Report a training step.
@@ -169,7 +169,7 @@ class MetricsLogger(Hook):
             ],
         )
 
-    def _rates(self, work: Work, seconds: float) -> dict[str, float]:
+    def _rates(self, work: IntervalWork, seconds: float) -> dict[str, float]:
         """Return the rates of the run.
 
         They are valid tokens per second of the whole run, TFLOP/s of one GPU, their share

@@ -14,7 +14,7 @@ import torch
 from titan_linear.config import Config
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.hooks.hook import StepResult
-from titan_linear.hooks.metrics import GIB, MetricsLogger, Work
+from titan_linear.hooks.metrics import GIB, IntervalWork, MetricsLogger
 from titan_linear.hooks.telemetry import Telemetry
 from titan_linear.models.config import ModelConfig
 from titan_linear.step.feed import FeedStats
@@ -80,7 +80,7 @@ class Report(MetricsLogger):
             moment=done.moment,
             tokens=self.config.training.tokens_at(done.step),
             memory_gib=peak_memory_gib(),
-            work=Work(training_flops(self.model, fed.documents), fed.valid, fed.waited),
+            work=IntervalWork(training_flops(self.model, fed.documents), fed.valid, fed.waited),
             **done.numbers,
             **more,
             **self.numbers(),

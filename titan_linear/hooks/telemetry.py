@@ -64,7 +64,7 @@ ACROSS = 4
 Observed = dict[str, dict[str, Any]]
 
 
-class Part(NamedTuple):
+class PartialSum(NamedTuple):
     """This rank's part of a sum over ranks."""
 
     # [n, m], this rank's values, on the device.
@@ -108,7 +108,7 @@ class Telemetry(Hook):
         # Observations in the last step.
         self.seen: Observed = {}
         # Parts by quantity and layer.
-        self._parts: dict[tuple[str, str], Part] = {}
+        self._parts: dict[tuple[str, str], PartialSum] = {}
         self._windowed = False
         # Parameters that this rank counts in a watched step, and the unit of each.
         self._counted: list[nn.Parameter] = []
@@ -176,7 +176,7 @@ class Telemetry(Hook):
             taken = inputs[3:] if takes else ()
             seen = mixer.watch(x, window, *taken) if hasattr(mixer, "watch") else {}
             self._parts |= {
-                (quantity, where): Part(torch.stack(pair), _by_head)
+                (quantity, where): PartialSum(torch.stack(pair), _by_head)
                 for quantity, pair in seen.items()
             }
 
@@ -241,7 +241,9 @@ class Telemetry(Hook):
         finish: Callable[[Tensor], Any] | None = None,
     ) -> None:
         """Add values [n, m] to the quantity's sums, by index [m] into names."""
-        new = Part(values.new_zeros(len(values), len(names)), finish or partial(_by_name, names))
+        new = PartialSum(
+            values.new_zeros(len(values), len(names)), finish or partial(_by_name, names)
+        )
         self._parts.setdefault((quantity, ""), new).values.index_add_(1, index, values)
 
     def gradients(self, counted: list[nn.Parameter]) -> None:
@@ -274,7 +276,7 @@ class Telemetry(Hook):
         # Loads of experts, relative to an equal share.
         for name, moe in self.experts.items():
             loads = moe.loads.double()
-            self._parts["router_load", name] = Part(
+            self._parts["router_load", name] = PartialSum(
                 torch.stack([loads, loads.mean().expand_as(loads)]), _means
             )
         # All parts travel in one collective.

@@ -4,24 +4,24 @@ A loss is called with a micro-batch and its chunked logits. The micro-batch has 
 columns: one or several numbers per token, which were cut with the tokens. The loss returns
 the sum of its terms on this rank. The sum over all ranks and micro-steps is divided by the
 step's weight (`loss.normalise`), a single number that does not depend on how the batch is
-split. reference.py defines each loss again, for whole logits in one process.
+split.
 """
 
 from titan_linear.config import Section
-from titan_linear.losses.cross_entropy import CrossEntropy
-from titan_linear.losses.distillation import Distillation
-from titan_linear.losses.dpo import DPO
-from titan_linear.losses.loss import Loss
-from titan_linear.losses.policy import Policy
+from titan_linear.losses.cross_entropy import CrossEntropyLoss
+from titan_linear.losses.distillation import DistillationLoss
+from titan_linear.losses.dpo import DPOLoss
+from titan_linear.losses.loss import LossFunction
+from titan_linear.losses.policy import PolicyLoss
 
-LOSSES: dict[str, type[Loss]] = {
-    "cross_entropy": CrossEntropy,
-    "distillation": Distillation,
-    "dpo": DPO,
-    "policy": Policy,
+LOSSES: dict[str, type[LossFunction]] = {
+    "cross_entropy": CrossEntropyLoss,
+    "distillation": DistillationLoss,
+    "dpo": DPOLoss,
+    "policy": PolicyLoss,
 }
 
 
-def build_loss(name: str, keys: Section) -> Loss:
+def build_loss(name: str, keys: Section) -> LossFunction:
     """Build a loss from its section of the configuration."""
     return LOSSES[name](keys)

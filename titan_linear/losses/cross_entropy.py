@@ -9,17 +9,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from titan_linear.config import schema
-from titan_linear.losses.loss import LocalBatch, Loss, column
-from titan_linear.ops.cross_entropy import ChunkedLogits, Rows, cross_entropy
+from titan_linear.losses.loss import LocalBatch, LossFunction, column
+from titan_linear.ops.cross_entropy import ChunkedLogits, LogitStatistics, cross_entropy
 
 
-class CrossEntropy(Loss):
+class CrossEntropyLoss(LossFunction):
     keys: schema.CrossEntropy
 
     def __call__(self, logits: ChunkedLogits, batch: LocalBatch) -> Tensor:
         smoothing, z_loss = self.keys.label_smoothing, self.keys.z_loss
 
-        def terms(rows: Rows, tokens: slice) -> Tensor:
+        def terms(rows: LogitStatistics, tokens: slice) -> Tensor:
             loss = cross_entropy(rows, tokens)
             if smoothing:
                 loss = (1 - smoothing) * loss + smoothing * (rows.lse - rows.mean)

@@ -15,24 +15,23 @@ import torch
 from torch import Tensor
 
 from titan_linear.config import schema
-from titan_linear.losses.loss import LocalBatch, Loss, column
-from titan_linear.ops.cross_entropy import ChunkedLogits, Rows, cross_entropy
+from titan_linear.losses.loss import LocalBatch, LossFunction, column
+from titan_linear.ops.cross_entropy import ChunkedLogits, LogitStatistics, cross_entropy
 
 # Largest number of teacher ids per token.
 MOST_IDS = 256
 
 
-class Distillation(Loss):
+class DistillationLoss(LossFunction):
     keys: schema.Distillation
-    columns = "teacher_ids", "teacher_logprobs"
-    most_numbers = MOST_IDS
+    columns = {"teacher_ids": MOST_IDS, "teacher_logprobs": MOST_IDS}
 
     def __call__(self, logits: ChunkedLogits, batch: LocalBatch) -> Tensor:
         tau = self.keys.temperature
         # Labels in column 0, then the teacher's ids.
         ids = torch.cat([batch.labels.int().unsqueeze(-1), batch.columns["teacher_ids"]], -1)[0]
 
-        def terms(rows: Rows, tokens: slice) -> Tensor:
+        def terms(rows: LogitStatistics, tokens: slice) -> Tensor:
             student = rows.logprobs[:, 1:]
             teacher = column(batch, "teacher_logprobs", student)[tokens]
             q = teacher.exp()

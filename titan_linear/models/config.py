@@ -205,7 +205,7 @@ class Factors:
 
 
 @dataclass(frozen=True)
-class Adapter:
+class LoraConfig:
     """Low-rank adapters of a frozen model (models/lora.py)."""
 
     rank: int
@@ -256,7 +256,7 @@ class ModelConfig(Factors):
     mtp_layers: Annotated[int, Field(ge=0, le=MOST_LAYERS)] = 0
     # Weight of the mean of their losses (multi-token prediction).
     mtp_weight: AtLeast0 = 0.1
-    adapter: Adapter | None = None
+    adapter: LoraConfig | None = None
 
     @property
     def base(self) -> ModelConfig:

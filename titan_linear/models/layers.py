@@ -61,7 +61,7 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
 
 
-class Adapted(NamedTuple):
+class LowRankUpdate(NamedTuple):
     """The low-rank adapter of a projection, which adds s (x Aᵀ) Bᵀ to its output.
 
     B [outputs, r] is the projection's `lora_B`. Projections that form one matrix in a
@@ -84,7 +84,7 @@ class Projection(nn.Linear):
     def __init__(self, inputs: int, outputs: int, bias: bool = False):
         super().__init__(inputs, outputs, bias)
         self.product: Product = F.linear
-        self.lora: Adapted | None = None
+        self.lora: LowRankUpdate | None = None
         self.register_parameter("lora_A", None)
         self.register_parameter("lora_B", None)
 

@@ -19,16 +19,16 @@ from typing import Any
 
 from torch import nn
 
-from titan_linear.models.config import Adapter
+from titan_linear.models.config import LoraConfig
 from titan_linear.models.draws import uniform, zeros
-from titan_linear.models.layers import Adapted, Projection, lora_name
+from titan_linear.models.layers import LowRankUpdate, Projection, lora_name
 from titan_linear.models.mlps.moe import Experts
 
 # Patterns of the default targets.
 ALL = ("layers",)
 
 
-def add_adapters(model: nn.Module, options: Adapter) -> None:
+def add_adapters(model: nn.Module, options: LoraConfig) -> None:
     """Freeze all parameters except `options.extra`, and add adapters to `options.targets`."""
     weights, others = adaptable(model)
     targets = fitting(weights, options.targets or ALL)
@@ -39,13 +39,13 @@ def add_adapters(model: nn.Module, options: Adapter) -> None:
         _add(model, name, first_of(name, options, targets), options)
 
 
-def first_of(name: str, options: Adapter, adapted: Collection[str]) -> str:
+def first_of(name: str, options: LoraConfig, adapted: Collection[str]) -> str:
     """Return the weight whose module holds A: the first adapted weight of those sharing it."""
     together = next((names for names in options.shared if name in names), (name,))
     return next(other for other in together if other in adapted)
 
 
-def _add(model: nn.Module, name: str, first: str, options: Adapter) -> None:
+def _add(model: nn.Module, name: str, first: str, options: LoraConfig) -> None:
     """Add B, and also A if the weight is `first_of` the weights that share it."""
     weight = model.get_parameter(name)
     *outer, outputs, inputs = weight.shape
@@ -57,7 +57,7 @@ def _add(model: nn.Module, name: str, first: str, options: Adapter) -> None:
     setattr(module, B, nn.Parameter(weight.new_empty(*outer, outputs, options.rank)))
     module.initial = getattr(module, "initial", {}) | {A: uniform(1 / math.sqrt(inputs)), B: zeros}
     if isinstance(module, Projection):
-        module.lora = Adapted(options.factor, model.get_submodule(first.rpartition(".")[0]))
+        module.lora = LowRankUpdate(options.factor, model.get_submodule(first.rpartition(".")[0]))
     else:
         module.lora[leaf] = options.factor
 
@@ -131,7 +131,7 @@ def described(model: nn.Module) -> str:
     return "\n".join(lines)
 
 
-def check_adapters(base: nn.Module, options: Adapter, multiple: int = 1) -> None:
+def check_adapters(base: nn.Module, options: LoraConfig, multiple: int = 1) -> None:
     """Raise ValueError if a pattern matches nothing, or the rank is too high.
 
     The rank must not exceed a projection's number of inputs.

@@ -29,7 +29,7 @@ class TitanLinearConfig(PretrainedConfig):
     model_type = "titan_linear"
 
 
-class Block(nn.Module):
+class TitanLinearDecoderLayer(nn.Module):
     """A layer of the package, with the parameter names of its checkpoints."""
 
     def __init__(self, model, layer):
@@ -71,11 +71,13 @@ class LayerCaches:
             self.lengths = self.lengths[beam_idx.to(self.lengths.device)]
 
 
-class Model(nn.Module):
+class TitanLinearModel(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.embeddings = nn.Embedding(model.vocab_size, model.dim)
-        self.layers = nn.ModuleList(Block(model, layer) for layer in range(model.num_layers))
+        self.layers = nn.ModuleList(
+            TitanLinearDecoderLayer(model, layer) for layer in range(model.num_layers)
+        )
         self.norm = norm_of(model)
 
     def forward(self, x, attention_mask, caches):
@@ -155,7 +157,7 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config):
         super().__init__(config)
         model = KEYS.read(Keys(config.to_dict()))
-        self.model = Model(model)
+        self.model = TitanLinearModel(model)
         self.lm_head = nn.Linear(model.dim, model.vocab_size, bias=False)
         self.post_init()
 

@@ -12,7 +12,6 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titan_linear.models.adapters import config_from_hf
 from titan_linear.models.config import (
     BESIDE,
     Entry,
@@ -22,6 +21,7 @@ from titan_linear.models.config import (
     mistake,
     mixers_of,
 )
+from titan_linear.models.hf_mapping import config_from_hf
 from titan_linear.models.mixers import MIXERS
 from titan_linear.models.mlps import Dense
 from titan_linear.models.rope import RopeScaling

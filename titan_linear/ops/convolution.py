@@ -185,7 +185,7 @@ def _check_parts(parts: list[int], D: int, norm_dim: int | None) -> None:
 # --- In plain PyTorch, differentiable by autograd -----------------------------------------
 
 
-class Rows(NamedTuple):
+class ConvolutionRows(NamedTuple):
     """Row numbers in a layout where each entry follows its W−1 earlier tokens."""
 
     past: Tensor  # [N·(W−1)] int64: rows of the entries' earlier tokens
@@ -193,7 +193,7 @@ class Rows(NamedTuple):
     last: Tensor  # [N, W−1]: last W−1 rows of each entry, earlier tokens included
 
 
-def lay_out(boundaries: Boundaries, W: int) -> Rows:
+def lay_out(boundaries: Boundaries, W: int) -> ConvolutionRows:
     # Entry n begins n·(W−1) rows later than in the stream; its own tokens another W−1 rows
     # later.
     edges = torch.tensor(boundaries.on_host())
@@ -204,7 +204,7 @@ def lay_out(boundaries: Boundaries, W: int) -> Rows:
     own = torch.arange(int(edges[-1])) + torch.repeat_interleave(
         torch.arange(1, N + 1), lengths
     ) * (W - 1)
-    return Rows(*(i.to(device) for i in (past.flatten(), own, past + lengths[:, None])))
+    return ConvolutionRows(*(i.to(device) for i in (past.flatten(), own, past + lengths[:, None])))
 
 
 # The compiler leaves it out because it works on the host.

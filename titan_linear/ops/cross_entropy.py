@@ -30,7 +30,7 @@ def tokens_at_once(chunk: int, rows: int) -> int:
     return chunk or max(2048, 1 << (2**28 // rows).bit_length() - 1)
 
 
-class Rows(NamedTuple):
+class LogitStatistics(NamedTuple):
     """Per-token statistics of the logits z [n, vocab], which the terms of a loss read."""
 
     picked: Tensor  # [n, k]: z of each token's ids, the label first
@@ -48,7 +48,7 @@ class Rows(NamedTuple):
 
 # Returns the terms of a slice of tokens: [n], or [n, m], of which only the first column is
 # a loss.
-Terms = Callable[[Rows, slice], Tensor]
+Terms = Callable[[LogitStatistics, slice], Tensor]
 
 
 class Sum(NamedTuple):
@@ -59,7 +59,7 @@ class Sum(NamedTuple):
     terms: Terms
     statistics: bool = False  # whether rows have mean and entropy
     token_losses: Tensor | None = None
-    rows: Rows | None = None  # rows of all tokens, if they have been computed already
+    rows: LogitStatistics | None = None  # rows of all tokens, if they have been computed already
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,11 +91,15 @@ class ChunkedLogits:
     more: tuple[Sum, ...] = ()
 
     def sum(
-        self, ids: Tensor, terms: Terms, statistics: bool = False, rows: Rows | None = None
+        self,
+        ids: Tensor,
+        terms: Terms,
+        statistics: bool = False,
+        rows: LogitStatistics | None = None,
     ) -> Tensor:
         """Sum the terms of all tokens that have a label, in float32 or wider.
 
-        The terms are differentiated as functions of `Rows`. If gradients are wanted,
+        The terms are differentiated as functions of `LogitStatistics`. If gradients are wanted,
         forward computes each chunk's gradients while its logits exist, so that backward
         only scales them.
 
@@ -113,19 +117,19 @@ class ChunkedLogits:
         return _ChunkedSum.apply(self.weight, self, sums, name, torch.is_grad_enabled(), *states)
 
     @torch.no_grad()
-    def rows(self, ids: Tensor, statistics: bool = False) -> Rows:
-        """Return the `Rows` of all tokens, without logits and gradients.
+    def rows(self, ids: Tensor, statistics: bool = False) -> LogitStatistics:
+        """Return the `LogitStatistics` of all tokens, without logits and gradients.
 
         They are the same numbers that `sum` passes to the terms.
         """
         parts = []
 
-        def keep(rows: Rows, tokens: slice) -> Tensor:
+        def keep(rows: LogitStatistics, tokens: slice) -> Tensor:
             parts.append(rows[:4])
             return rows.lse
 
         replace(self, token_losses=None).sum(ids, keep, statistics)
-        return Rows(
+        return LogitStatistics(
             *(None if part[0] is None else torch.cat(part) for part in zip(*parts)),
             logits=ids.new_empty(0),
         )
@@ -142,7 +146,7 @@ class ChunkedLogits:
         parts = []
         before = self.ranks.rank * len(self.weight) if self.ranks else 0
 
-        def keep(rows: Rows, tokens: slice) -> Tensor:
+        def keep(rows: LogitStatistics, tokens: slice) -> Tensor:
             # Padding of the vocabulary must not be among the most likely ids.
             rows.logits[:, max(vocab_size - before, 0) :] = float("-inf")
             picked, its_ids = largest(rows.logits, min(k, len(self.weight)))
@@ -184,11 +188,11 @@ def largest(x: Tensor, k: int, block: int = 128) -> tuple[Tensor, Tensor]:
     return values, ids.gather(1, places)
 
 
-def cross_entropy(rows: Rows, tokens: slice) -> Tensor:
+def cross_entropy(rows: LogitStatistics, tokens: slice) -> Tensor:
     return rows.lse - rows.picked[:, 0]
 
 
-def weighted(factor: float, weights: Tensor, rows: Rows, tokens: slice) -> Tensor:
+def weighted(factor: float, weights: Tensor, rows: LogitStatistics, tokens: slice) -> Tensor:
     return factor * weights[tokens].to(rows.lse.dtype) * cross_entropy(rows, tokens)
 
 
@@ -246,7 +250,9 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
-def _of_all(statistics: Tensor, picked: Tensor, logits: Tensor, ranks: Ranks | None) -> Rows:
+def _of_all(
+    statistics: Tensor, picked: Tensor, logits: Tensor, ranks: Ranks | None
+) -> LogitStatistics:
     """Return rows over the whole vocabulary from the statistics [1 or 3, n] and picked
     [n, k] of this rank's part of it.
     """
@@ -262,7 +268,7 @@ def _of_all(statistics: Tensor, picked: Tensor, logits: Tensor, ranks: Ranks | N
         shares = torch.exp(parts[:, 0] - lse)
         means = [parts[:, 1].mean(0), (parts[:, 2] * shares).sum(0)] if len(statistics) > 1 else []
     mean, entropy = (means[0], lse - means[1]) if means else (None, None)
-    return Rows(picked, lse, mean, entropy, logits)
+    return LogitStatistics(picked, lse, mean, entropy, logits)
 
 
 def _own_ids(ids: Tensor, rows: int, ranks: Ranks | None) -> Tensor:
@@ -277,15 +283,15 @@ def _own_ids(ids: Tensor, rows: int, ranks: Ranks | None) -> Tensor:
 
 
 def _differentiated(
-    terms: Terms, rows: Rows, tokens: slice, none: Tensor, wanted: bool
-) -> tuple[Tensor, Rows | None]:
+    terms: Terms, rows: LogitStatistics, tokens: slice, none: Tensor, wanted: bool
+) -> tuple[Tensor, LogitStatistics | None]:
     """Return the terms of a chunk, zero where `none` [n] is set, and the derivatives of
     their sum.
     """
     leaves = [x if x is None else x.detach().requires_grad_(wanted) for x in rows[:3]]
     # With a separate autograd thread the host would be busy twice as long.
     with torch.set_grad_enabled(wanted), torch.autograd.set_multithreading_enabled(False):
-        values = terms(Rows(*[*leaves, *rows[3:]]), tokens)
+        values = terms(LogitStatistics(*[*leaves, *rows[3:]]), tokens)
         values = values.masked_fill(none.view(-1, *[1] * (values.dim() - 1)), 0)
         loss = values.view(len(none), -1)[:, 0].sum()
         if not wanted:
@@ -323,7 +329,9 @@ def _summed(
             picked = logits.gather(1, target.clamp(min=0)).masked_fill_(target < 0, 0)
             rows = _of_all(row_statistics(logits, of.statistics), picked, logits, head.ranks)
         else:
-            rows = Rows(*(x if x is None else x[tokens] for x in of.rows[:4]), logits=logits)
+            rows = LogitStatistics(
+                *(x if x is None else x[tokens] for x in of.rows[:4]), logits=logits
+            )
         # Evaluate the terms, and differentiate them with respect to the statistics.
         none = ids[tokens, 0] == IGNORE
         values, by = _differentiated(of.terms, rows, tokens, none, dx is not None)

@@ -195,14 +195,14 @@ def chunk_kda(
         disable_recompute=disable_recompute,
     )
     sequences = Sequences(
-        initial_state,
-        output_final_state,
-        state_v_first,
-        cu_seqlens,
-        cu_seqlens_cpu,
-        cp_context,
-        cp_method,
-        parents,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        cp_context=cp_context,
+        cp_method=cp_method,
+        parents=parents,
     )
     inputs = Inputs(q, k, v, g, beta, A_log, dt_bias)
     return _run(KDA, inputs, use_qk_l2norm_in_kernel, options, sequences, impl)
@@ -270,14 +270,14 @@ def chunk_gated_delta_rule(
         disable_recompute=disable_recompute,
     )
     sequences = Sequences(
-        initial_state,
-        output_final_state,
-        state_v_first,
-        cu_seqlens,
-        cu_seqlens_cpu,
-        cp_context,
-        cp_method,
-        parents,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        cp_context=cp_context,
+        cp_method=cp_method,
+        parents=parents,
     )
     inputs = Inputs(q, k, v, g, beta, A_log, dt_bias)
     return _run(GDN, inputs, use_qk_l2norm_in_kernel, options, sequences, impl)

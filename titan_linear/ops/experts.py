@@ -66,7 +66,7 @@ def _wide_fake(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1], dtype=torch.promote_types(a.dtype, torch.float32))
 
 
-@operator(fake=_wide_fake, cost=lambda outputs, a, b: costs.Grouped(len(a), b.shape[1], len(b)))
+@operator(fake=_wide_fake, cost=lambda outputs, a, b: costs.GroupedCost(len(a), b.shape[1], len(b)))
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
     """Compute a @ b in float32 or wider."""
     if a.is_cuda and a.dtype == torch.bfloat16:
@@ -330,10 +330,10 @@ def _product(
 
 def _product_cost(
     outputs: tuple[Tensor], x: Tensor, weight: Tensor, slots: Tensor | None, **_: Any
-) -> costs.Grouped:
+) -> costs.GroupedCost:
     inside = 0 if slots is None else len(x) * weight.shape[1] * x.element_size() + outputs[0].nbytes
     _, n, k = weight.shape
-    return costs.Grouped(len(x), n, k, inside)
+    return costs.GroupedCost(len(x), n, k, inside)
 
 
 _spec: dict[str, Any] = {
@@ -349,7 +349,7 @@ grouped_product = operator(_product, name="grouped_product", **_spec)
 
 @operator(
     fake=lambda dy, x, counts, _: x.new_empty(counts.shape[0], dy.shape[1], x.shape[1]),
-    cost=lambda outputs, dy, x, **_: costs.Grouped(len(x), dy.shape[1], x.shape[1]),
+    cost=lambda outputs, dy, x, **_: costs.GroupedCost(len(x), dy.shape[1], x.shape[1]),
 )
 def outer_product(dy: Tensor, x: Tensor, counts: Tensor, products: str) -> Tensor:
     """Compute Σ dy_i x_iᵀ over the rows of each group: dy [M, O], x [M, I] -> [E, O, I]."""

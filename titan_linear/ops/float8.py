@@ -45,8 +45,8 @@ def scaled_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x * factor).to(torch.float8_e4m3fn).contiguous(), 1 / factor
 
 
-def _cost(outputs: costs.Outputs, a: Tensor, b: Tensor, **_: Any) -> costs.Product:
-    return costs.Product(len(a), len(b), a.shape[1])
+def _cost(outputs: costs.Outputs, a: Tensor, b: Tensor, **_: Any) -> costs.ProductCost:
+    return costs.ProductCost(len(a), len(b), a.shape[1])
 
 
 @operator(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.ops.exchange.kcp import incoming_states
-from titan_linear.ops.exchange.trees import fold_tree
+from titan_linear.ops.exchange.tree_kcp import fold_tree
 from titan_linear.ops.exchange.ulysses import heads_to_tokens, tokens_to_heads
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.build_context import of_trees
@@ -127,7 +127,7 @@ def rules(torch_rule: type[Rule], *needs: Check) -> dict[str, Implementation]:
 
 
 @dataclass(eq=False)  # not frozen, for the reason given at `Boundaries`
-class Call:
+class RecurrenceCall:
     """Everything that one call of the driver needs except tensors with gradients."""
 
     inputs: type[AnyInputs]
@@ -180,7 +180,7 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, initial_state: Tensor | None, *tensors: Tensor | None
+        ctx: Any, call: RecurrenceCall, initial_state: Tensor | None, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         inputs = call.inputs(*tensors)
         keep = call.options.disable_recompute and any(ctx.needs_input_grad)
@@ -240,7 +240,9 @@ Forward = tuple[Tensor, Tensor, Tensor | None, Tensor | None, tuple[Tensor, ...]
 
 
 @kept
-def _forward(call: Call, inputs: AnyInputs, initial_state: Tensor | None, keep: bool) -> Forward:
+def _forward(
+    call: RecurrenceCall, inputs: AnyInputs, initial_state: Tensor | None, keep: bool
+) -> Forward:
     """Run forward up to the final states.
 
     Returns:
@@ -261,7 +263,7 @@ def _forward(call: Call, inputs: AnyInputs, initial_state: Tensor | None, keep: 
     return o.to(inputs.v.dtype), final, entering, M, tuple(rule.kept), rule if keep else None
 
 
-def _initial(states: Tensor | None, call: Call, inputs: AnyInputs) -> States | None:
+def _initial(states: Tensor | None, call: RecurrenceCall, inputs: AnyInputs) -> States | None:
     """Return the states from which entries start, in the dtype of `state_dtype`."""
     if states is None:
         return None
@@ -283,35 +285,28 @@ def run(
     Args:
         given: the caller's inputs, [B, T, ...].
     """
-    (
-        initial_state,
-        output_final_state,
-        state_v_first,
-        cu_seqlens,
-        cu_seqlens_cpu,
-        cp_context,
-        cp_method,
-        parents,
-    ) = sequences
     # Check the arguments that all recurrences have.
     check_floats(**{recurrence.named(name): x for name, x in given._asdict().items()})
     q, v = given.q, given.v
-    cu_seqlens, cp_context = of_trees(parents, cu_seqlens, cp_context, q.device)
-    if cp_method not in ("kcp", "ulysses"):
-        raise ValueError(f"cp_method = {cp_method!r} is unknown; use 'kcp' or 'ulysses'")
+    cu_seqlens, cp_context = of_trees(
+        sequences.parents, sequences.cu_seqlens, sequences.cp_context, q.device
+    )
+    if sequences.cp_method not in ("kcp", "ulysses"):
+        raise ValueError(f"cp_method = {sequences.cp_method!r} is unknown; use 'kcp' or 'ulysses'")
+    initial_state, output_final_state = sequences.initial_state, sequences.output_final_state
     if cp_context is not None:
         check_cp(
             recurrence.named("q"), q, initial_state, output_final_state, cu_seqlens, cp_context
         )
     B, T, _, K = q.shape
-    N = check_boundaries(B, T, cu_seqlens, cu_seqlens_cpu)
+    N = check_boundaries(B, T, cu_seqlens, sequences.cu_seqlens_cpu)
     name = recurrence.named("initial_state")
     check_floats(**{name: initial_state})
-    _check_state(name, initial_state, N, v.shape[2], K, v.shape[3], state_v_first)
-    initial_state = swapped(initial_state, state_v_first)
+    _check_state(name, initial_state, N, v.shape[2], K, v.shape[3], sequences.state_v_first)
+    initial_state = swapped(initial_state, sequences.state_v_first)
     # Ulysses: exchange tokens for heads, and run the whole stream.
     several = cp_context is not None and cp_context.ranks.world_size > 1
-    if several and cp_method == "ulysses":
+    if several and sequences.cp_method == "ulysses":
         return _over_heads(recurrence, given, options, cp_context, impl), None
     # Fold the batch into the tokens, and choose the implementation.
     inputs = _each(given, recurrence, lambda x: x.flatten(0, 1), lambda x: x.flatten().contiguous())
@@ -323,19 +318,12 @@ def run(
     if q.shape[1] == 1 and cu_seqlens is None and cp_context is None and not wants_grad:
         o, final = _decode(recurrence, inputs, options, initial_state)
     else:
-        boundaries = boundaries_of(q, cu_seqlens, cp_context, cu_seqlens_cpu)
-        call = Call(
-            type(given),
-            rule,
-            options,
-            boundaries,
-            cp_context if several else None,
-            output_final_state,
-        )
+        boundaries = boundaries_of(q, cu_seqlens, cp_context, sequences.cu_seqlens_cpu)
+        cp = cp_context if several else None
+        call = RecurrenceCall(type(given), rule, options, boundaries, cp, output_final_state)
         o, final = _function(rule)(call, initial_state, *inputs)
-    return o.unflatten(0, q.shape[:2]), swapped(
-        final, state_v_first
-    ) if output_final_state else None
+    o = o.unflatten(0, q.shape[:2])
+    return o, swapped(final, sequences.state_v_first) if output_final_state else None
 
 
 def _each(
@@ -377,7 +365,9 @@ def _over_heads(
         lambda x: x.reshape(cp.ranks.world_size, -1)[cp.ranks.rank],
     )
     rule = _implementation(recurrence, inputs, impl)
-    o, _ = _function(rule)(Call(type(given), rule, options, cp.stream, None, False), None, *inputs)
+    o, _ = _function(rule)(
+        RecurrenceCall(type(given), rule, options, cp.stream, None, False), None, *inputs
+    )
     return heads_to_tokens(o.unsqueeze(0), cp)
 
 

@@ -16,10 +16,12 @@ kept (`distributed/compiling.py`).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,7 +43,7 @@ Size = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     """A call of one of our operators: its arguments by name, and its outputs.
 
     Tensors are on the meta device.
@@ -69,7 +71,7 @@ class Call:
 
 
 @dataclass
-class Work:
+class PassCounts:
     """The work of one pass through a layer, forward or backward."""
 
     # [m, k] @ [k, n] as (m, n, k) → number of such products.
@@ -78,7 +80,7 @@ class Work:
     wide_products: Counter[Size] = field(default_factory=Counter)
     # Calls that compute these products; a batched product is one call.
     multiplications: int = 0
-    calls: list[Call] = field(default_factory=list)
+    calls: list[OperatorCall] = field(default_factory=list)
     # Bytes read and written where operations run one by one, and where they are compiled.
     elementwise: int = 0
     fused: int = 0
@@ -102,18 +104,18 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerCounts:
     """The counts of a layer, for one rank's tokens of a micro-step."""
 
-    forward: Work
-    backward: Work
+    forward: PassCounts
+    backward: PassCounts
     # Bytes of the layer's input.
     input: int
     plain: Memory
     compiled: Memory
 
 
-def count(block: Block, x: Tensor, plan: BatchPlan, values: Tensor | None = None) -> Layer:
+def count(block: Block, x: Tensor, plan: BatchPlan, values: Tensor | None = None) -> LayerCounts:
     """Count a layer's work and memory on a rank.
 
     x [1, T, dim] and the values that the layer takes (both with requires_grad), and `plan`,
@@ -154,14 +156,15 @@ def count(block: Block, x: Tensor, plan: BatchPlan, values: Tensor | None = None
     selected = [call for call in seen.forward.calls if "selective" in call.spec.kept_by]
     others = [call for call in selected if not call.spec.of_driver]
     attention = _bytes(call for call in selected if "attention" in call.spec.kept_by)
-    peaks = seen.peak(parameters, seen.lives), seen.peak(parameters, seen.compiled_lives)
-    plain = Memory(kept, selective + _bytes(others), attention, max(peaks[0] - kept, 0))
-    compiled = Memory(kept_compiled, _bytes(selected), attention, max(peaks[1] - kept_compiled, 0))
-    return Layer(seen.forward, seen.backward, input=x.nbytes, plain=plain, compiled=compiled)
+    working = max(seen.peak(parameters, seen.lives) - kept, 0)
+    plain = Memory(kept, selective + _bytes(others), attention, working)
+    working = max(seen.peak(parameters, seen.compiled_lives) - kept_compiled, 0)
+    compiled = Memory(kept_compiled, _bytes(selected), attention, working)
+    return LayerCounts(seen.forward, seen.backward, x.nbytes, plain, compiled)
 
 
-def _bytes(calls: Iterable[Call]) -> int:
-    return sum(x.nbytes for call in calls for x in call.outputs)
+def _bytes(calls: Iterable[OperatorCall]) -> int:
+    return sum(x.nbytes for x in chain.from_iterable(call.outputs for call in calls))
 
 
 class _Seen(TorchDispatchMode):
@@ -172,10 +175,11 @@ class _Seen(TorchDispatchMode):
 
     def __init__(self, x: Tensor):
         super().__init__()
-        self.forward = Work()
-        self.backward = Work()
+        self.forward = PassCounts()
+        self.backward = PassCounts()
         # `place` is incremented at each product and operator.
-        self.work, self.place = self.forward, 0
+        self.work = self.forward
+        self.place = 0
         self.storages: dict[int, torch.UntypedStorage] = {}
         # Elementwise result → the tensors that it is computed from.
         self.made_of: dict[int, set[int]] = {}
@@ -191,7 +195,11 @@ class _Seen(TorchDispatchMode):
         self.turned = 0
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple = (), kwargs: Any = None
+        self,
+        function: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: Any = None,
     ) -> Any:
         out = function(*args, **(kwargs or {}))
         inputs = _tensors((args, kwargs))
@@ -199,7 +207,7 @@ class _Seen(TorchDispatchMode):
         # One of our operators.
         if function.namespace == "titan_linear":
             names = (argument.name for argument in function._schema.arguments)
-            call = Call(function._opname, dict(zip(names, args)), tuple(outputs))
+            call = OperatorCall(function._opname, dict(zip(names, args)), tuple(outputs))
             self.work.calls.append(call)
             self._anchor(inputs, outputs, call.temporary)
         # A matrix product: [m, k] @ [k, n] or a batch of them.
@@ -238,7 +246,7 @@ class _Seen(TorchDispatchMode):
         # key.
         if self._first("written", key, self.turned):
             self.work.fused += x.nbytes
-            self._live(self.compiled_lives, key if not self.turned else -key)
+            self._live(self.compiled_lives, -key if self.turned else key)
         # Backward recomputes forward's results, and so reads what they are computed from.
         if key in self.of_forward:
             self._read(x)
@@ -326,14 +334,14 @@ class _Seen(TorchDispatchMode):
         for leaf in self.leaves([key]):
             self._live(self.compiled_lives, leaf)
             if self._first("read", leaf, self.place):
-                self.work.fused += (
-                    min(self.nbytes(leaf), x.nbytes) if leaf == key else self.nbytes(leaf)
-                )
+                # Of x itself, which may be a view, only its own bytes are read.
+                most = x.nbytes if leaf == key else math.inf
+                self.work.fused += min(self.nbytes(leaf), most)
 
     def _first(self, what: str, key: int, where: int) -> bool:
-        new = (what, key, where) not in self.done
+        before = len(self.done)
         self.done.add((what, key, where))
-        return new
+        return len(self.done) > before
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -347,7 +355,11 @@ class _OneKernelNorms(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple = (),
+        kwargs: Any = None,
     ) -> Any:
         if function is F.rms_norm:
             return _Norm.apply(args[0], kwargs["weight"])

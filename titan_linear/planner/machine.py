@@ -22,10 +22,6 @@ from titan_linear.planner.counting import Size
 from titan_linear.storage.files import read_json
 
 SHIPPED = Path(__file__).parent / "rates"
-# Seconds by which each further rank, and each further node, delays a ring. These are NCCL's
-# estimates, not measured.
-HOP, HOP_BETWEEN_NODES = 2e-6, 4e-6
-
 # TFLOP/s of forward, and of forward with backward.
 ByHeadDim = Annotated[dict[str, tuple[Above0, Above0]], Field(min_length=1)]
 
@@ -147,10 +143,8 @@ class Group:
     sends.
     """
 
-    # Seconds until data that a rank sends directly to others has arrived.
+    # Seconds until data that a rank sends has arrived.
     message: float
-    # Likewise for an all-gather or reduce-scatter, which passes through all ranks in turn.
-    ring: float
     all_gather: float
     reduce_scatter: float
     all_to_all: float
@@ -177,15 +171,16 @@ class Machine:
         """
         wide = max(D, Dv)
         kernel = self.attention
-        if kernel == "cudnn" and not (
-            recurring and wide <= max(map(int, self.rates.attention[kernel]))
-        ):
-            kernel = "flash" if "flash" in self.rates.attention else kernel
+        if kernel == "cudnn" and "flash" in self.rates.attention:
+            widest = max(map(int, self.rates.attention[kernel]))
+            kernel = kernel if recurring and wide <= widest else "flash"
         # The kernel computes padded heads, so the useful share of its rate is smaller.
         computed = 2 * wide if kernel == "flash" else sum(flash4.widths(D, Dv))
         by_width = {int(width): rates for width, rates in self.rates.attention[kernel].items()}
-        forward, both = by_width[min((w for w in by_width if w >= wide), default=max(by_width))]
-        return forward * (D + Dv) / computed, both * (D + Dv) / computed
+        held = [width for width in by_width if width >= wide]
+        forward, both = by_width[min(held, default=max(by_width))]
+        useful = (D + Dv) / computed
+        return forward * useful, both * useful
 
     @property
     def offload(self) -> Offload:
@@ -202,7 +197,7 @@ class Machine:
         """
         node = self.rates.node
         if ranks == 1:
-            return Group(0.0, 0.0, 1.0, 1.0, 1.0, 1.0)
+            return Group(0.0, 1.0, 1.0, 1.0, 1.0)
         if node is None:
             raise ValueError(
                 f"the rates of {self.rates.gpu} do not say how fast GPUs exchange data; torchrun --nproc-per-node 2 -m "
@@ -211,19 +206,12 @@ class Machine:
         # Number of the group's ranks on a node.
         here = min(max(self.node_size // stride, 1), ranks)
         if here == ranks:
-            return Group(
-                node.latency,
-                node.latency,
-                node.all_gather,
-                node.reduce_scatter,
-                node.all_to_all,
-                node.all_gather,
-            )
+            rates = node.all_gather, node.reduce_scatter, node.all_to_all
+            return Group(node.latency, *rates, neighbour=node.all_gather)
         # One ring passes through each rank's link to other nodes.
-        nodes, rings = -(-ranks // here), here * self.network
+        rings = here * self.network
         return Group(
             message=node.latency + FARTHER,
-            ring=node.latency + (ranks - nodes) * HOP + nodes * HOP_BETWEEN_NODES,
             all_gather=min(rings, node.all_gather),
             reduce_scatter=min(rings, node.reduce_scatter),
             all_to_all=min(self.network * (ranks - 1) / (ranks - here), node.all_to_all),

@@ -56,10 +56,10 @@ from titan_linear.models.mlps.moe import Experts, LocalDispatch, MoE
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import CPContext, build_cp_context
 from titan_linear.ops.cross_entropy import tokens_at_once
-from titan_linear.ops.layout.nodes import Nodes
+from titan_linear.ops.layout.prefix_trees import PrefixTrees
 from titan_linear.ops.registry import OPS
 from titan_linear.ops.runtime.support import Target, short
-from titan_linear.planner.counting import Layer, count
+from titan_linear.planner.counting import LayerCounts, count
 from titan_linear.run.build import DTYPES, unallocated
 from titan_linear.step.optimizer import hidden_matrices
 
@@ -179,7 +179,7 @@ def _owned(parameter: Tensor, shards: int) -> int:
 Mean = int | tuple[tuple[int, int], ...] | None
 
 
-class Batch(NamedTuple):
+class MicroBatchShape(NamedTuple):
     """The data that determine how a layer runs on the busiest rank.
 
     They are a micro-step's streams, and how these are cut.
@@ -201,7 +201,7 @@ class Batch(NamedTuple):
     float8: tuple[str, ...] | None = None
 
     @classmethod
-    def of(cls, config: Config, mean: Mean = None, node: int = 8) -> Batch:
+    def of(cls, config: Config, mean: Mean = None, node: int = 8) -> MicroBatchShape:
         t, p = config.training, config.parallelism
         layout = p.context_parallel_layout if p.context_parallel_degree > 1 else "contiguous"
         return cls(
@@ -226,7 +226,7 @@ class Batch(NamedTuple):
 
 
 @cache
-def documents_of(seq_len: int, streams: int, mean: Mean) -> Nodes:
+def documents_of(seq_len: int, streams: int, mean: Mean) -> PrefixTrees:
     """Return streams of documents with this mean length.
 
     They have one document each, documents of random lengths around `mean`, or as many trees
@@ -242,11 +242,11 @@ def documents_of(seq_len: int, streams: int, mean: Mean) -> Nodes:
             np.int64
         )
         edges.append(lengths.cumsum().clip(max=streams * seq_len))
-    return Nodes.apart(np.unique(np.concatenate(edges)))
+    return PrefixTrees.apart(np.unique(np.concatenate(edges)))
 
 
-def _trees(seq_len: int, streams: int, levels: tuple[tuple[int, int], ...]) -> Nodes:
-    # Offsets to parent tokens in the part below a node, as in `Nodes.behind`.
+def _trees(seq_len: int, streams: int, levels: tuple[tuple[int, int], ...]) -> PrefixTrees:
+    # Offsets to parent tokens in the part below a node, as in `PrefixTrees.behind`.
     back = np.zeros(0, dtype=np.int64)
     for n, tokens in reversed(levels):
         node = np.append(np.ones(tokens, dtype=np.int64), back)
@@ -259,19 +259,21 @@ def _trees(seq_len: int, streams: int, levels: tuple[tuple[int, int], ...]) -> N
         raise ValueError(
             f"--documents: its tree has {len(back):,} tokens, and training.seq_len = {seq_len}; raise that"
         )
-    return Nodes.behind(np.tile([*np.tile(back, trees), *np.minimum(range(padding), 1)], streams))
+    return PrefixTrees.behind(
+        np.tile([*np.tile(back, trees), *np.minimum(range(padding), 1)], streams)
+    )
 
 
 @cache
-def context(batch: Batch) -> CPContext:
+def context(batch: MicroBatchShape) -> CPContext:
     """Return the context of the last cp rank, on the meta device.
 
     With contiguous fragments, that rank sees the most keys.
     """
-    nodes = documents_of(batch.seq_len, batch.streams, batch.mean)
+    trees = documents_of(batch.seq_len, batch.streams, batch.mean)
     described = build_cp_context(
-        torch.from_numpy(nodes.edges.astype(np.int32)),
-        parents=torch.from_numpy(nodes.parents),
+        torch.from_numpy(trees.edges.astype(np.int32)),
+        parents=torch.from_numpy(trees.parents),
         rank=batch.cp - 1,
         world_size=batch.cp,
         layout=batch.layout,
@@ -283,12 +285,12 @@ def context(batch: Batch) -> CPContext:
         # No exchange runs on this group.
         planned = {"group": "planned", "group_name": "planned"}
         # Prefix trees have no context of nodes, because rings do not support trees.
-        for cp in (described, *([] if described.cut.nodes.joined else [described.of_nodes])):
+        for cp in (described, *([] if described.cut.trees.joined else [described.of_nodes])):
             cp.ranks = replace(cp.ranks, **planned)
     return described
 
 
-def layers(model: ModelConfig, batch: Batch) -> list[Layer]:
+def layers(model: ModelConfig, batch: MicroBatchShape) -> list[LayerCounts]:
     """Count each layer of a rank.
 
     With equal loads, the number of rows for experts on a rank does not depend on ep.
@@ -314,7 +316,7 @@ def layers(model: ModelConfig, batch: Batch) -> list[Layer]:
 
 
 @cache
-def _layer(model: ModelConfig, n: int, batch: Batch, shift: int) -> Layer:
+def _layer(model: ModelConfig, n: int, batch: MicroBatchShape, shift: int) -> LayerCounts:
     """Count layer n.
 
     shift: offset of the layer's number, by which float8.filter_fqns names it.
@@ -346,14 +348,14 @@ class PlannedRank:
     """The GPU that holds most, of the GPUs that share a configuration's step.
 
     Args:
-        mean: as in `Batch`.
+        mean: as in `MicroBatchShape`.
     """
 
     def __init__(self, config: Config, model: ModelConfig, gpus: int, mean: Mean = None):
         self.config, self.model, self.gpus, self.mean = config, model, gpus, mean
         self.training, self.parallelism = config.training, config.parallelism
         self.loss = build_loss(config.loss.name, config.objective)
-        self.batch = Batch.of(config, mean)
+        self.batch = MicroBatchShape.of(config, mean)
 
     def changed(self, changes: Mapping[str, object]) -> PlannedRank:
         """Return the same with other values of some keys, by "section.key"."""
@@ -370,7 +372,7 @@ class PlannedRank:
         return [ac.mode_of(i) for i in range(len(self.model.layers))]
 
     @cached_property
-    def layers(self) -> list[Layer]:
+    def layers(self) -> list[LayerCounts]:
         return layers(self.model, self.batch)
 
     @cached_property
@@ -530,8 +532,8 @@ class PlannedRank:
         They are weights, and the loss's columns with the most numbers that they may have.
         With several ids per token, the loss reads these numbers once more.
         """
-        most = self.loss.most_numbers
-        numbers = 1 + len(self.loss.columns) * max(most, 1) + most
+        widths = self.loss.columns.values()
+        numbers = 1 + sum(max(width, 1) for width in widths) + max(widths, default=0)
         return 4 * numbers * self.batch.tokens * self.batch.tp
 
     def _head(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from titan_linear.config import check_config
 from titan_linear.planner.machine import Machine
 from titan_linear.planner.memory import GIB, PlannedRank, checkpointings
-from titan_linear.planner.timing import Step, step
+from titan_linear.planner.timing import PlannedStep, step
 from titan_linear.run.model_checks import check_checkpointing, check_float8, check_splits
 
 # The largest local batch to try.
@@ -26,12 +26,12 @@ class GPUs(NamedTuple):
     room: float
 
 
-class Split(NamedTuple):
+class PlannedSplit(NamedTuple):
     """A configuration on its GPUs, the memory that one needs, and the planned step."""
 
     rank: PlannedRank
     bytes: float
-    step: Step
+    step: PlannedStep
 
     @property
     def order(self) -> tuple[float, float]:
@@ -55,7 +55,7 @@ def check(rank: PlannedRank) -> None:
     check_float8(rank.model, keys.model, keys.float8)
 
 
-def fitting(rank: PlannedRank, on: GPUs) -> Iterator[Split]:
+def fitting(rank: PlannedRank, on: GPUs) -> Iterator[PlannedSplit]:
     """Yield the splits that fit, each with the cheapest activation checkpointing.
 
     Tensor parallelism keeps the run's own degree, and takes a higher one only if nothing
@@ -74,7 +74,7 @@ def fitting(rank: PlannedRank, on: GPUs) -> Iterator[Split]:
             return
 
 
-def with_checkpointing(rank: PlannedRank, on: GPUs) -> Split | None:
+def with_checkpointing(rank: PlannedRank, on: GPUs) -> PlannedSplit | None:
     """Return the split with the cheapest activation checkpointing with which it fits.
 
     None: it does not fit.
@@ -85,7 +85,7 @@ def with_checkpointing(rank: PlannedRank, on: GPUs) -> Split | None:
         for ac in group:
             tried = rank.changed({f"activation_checkpoint.{key}": value for key, value in ac})
             if tried.needs <= on.room:
-                fitting.append(Split(tried, tried.needs, step(tried, on.machine)))
+                fitting.append(PlannedSplit(tried, tried.needs, step(tried, on.machine)))
                 break
         # Nothing is faster than no recomputation.
         if fitting and fitting[0].rank.config.activation_checkpoint.mode == "none":
@@ -159,7 +159,7 @@ def refuse(rank: PlannedRank, on: GPUs) -> None:
     )
 
 
-def longest(splits: list[Split], room: float) -> str:
+def longest(splits: list[PlannedSplit], room: float) -> str:
     """Describe the longest stream, found by doubling its length until no split fits.
 
     It is at least as long as the streams of `splits`, which fit.
@@ -174,7 +174,7 @@ def longest(splits: list[Split], room: float) -> str:
     )
 
 
-def _of_length(splits: list[Split], room: float, length: int) -> Iterator[PlannedRank]:
+def _of_length(splits: list[PlannedSplit], room: float, length: int) -> Iterator[PlannedRank]:
     """Yield splits with which a stream of this length fits, the largest cp first."""
     for split in sorted(splits, key=lambda split: -split.rank.batch.cp):
         longer = split.rank.changed(

@@ -40,21 +40,21 @@ from titan_linear.ops.layout.chains import Chains
 from titan_linear.ops.layout.levels import Network, direct_messages, duration, messages, route
 from titan_linear.ops.layout.segments import PROGRAMS
 from titan_linear.ops.runtime.costs import (
-    Attention,
-    Convolution,
-    Exchange,
+    AttentionCost,
+    ConvolutionCost,
+    ExchangeCost,
     Gathered,
-    Grouped,
+    GroupedCost,
     Incoming,
-    Product,
-    Recurrence,
+    ProductCost,
+    RecurrenceCost,
     Ring,
-    Segments,
+    SegmentsCost,
 )
-from titan_linear.planner.counting import Call, Layer, Work
+from titan_linear.planner.counting import LayerCounts, OperatorCall, PassCounts
 from titan_linear.planner.machine import Machine
 from titan_linear.planner.memory import (
-    Batch,
+    MicroBatchShape,
     PlannedRank,
     Units,
     context,
@@ -121,7 +121,7 @@ class Pass:
 class Clock:
     """Times the layers of one micro-step on a rank."""
 
-    def __init__(self, machine: Machine, batch: Batch, compiled: bool):
+    def __init__(self, machine: Machine, batch: MicroBatchShape, compiled: bool):
         self.machine = machine
         self.rates = machine.rates
         self.batch = batch
@@ -133,7 +133,7 @@ class Clock:
         # Length of the longest entry.
         self.longest = int(described.tables.boundaries.longest)
 
-    def of(self, work: Work, calls: Sequence[Call]) -> Pass:
+    def of(self, work: PassCounts, calls: Sequence[OperatorCall]) -> Pass:
         """Return the time of this work. calls: the calls of `work` that run."""
         parts = dict.fromkeys(PARTS, 0.0)
         # Matrix products; one in float32 counts as WIDE products in bfloat16.
@@ -147,31 +147,33 @@ class Clock:
         else:
             parts["elementwise"] = work.elementwise / self.rates.elementwise
         # Our operators, each of which may add to several parts.
-        segments = next((call.cost.number for call in calls if isinstance(call.cost, Segments)), 0)
+        segments = next(
+            (call.cost.number for call in calls if isinstance(call.cost, SegmentsCost)), 0
+        )
         for call in calls:
             for part, seconds in self._parts(call, segments):
                 parts[part] += seconds
         operations = work.groups if self.compiled else work.operations
         return Pass(parts, work.multiplications + operations + LAUNCHES * len(calls))
 
-    def _parts(self, call: Call, segments: int) -> Iterator[tuple[str, float]]:
+    def _parts(self, call: OperatorCall, segments: int) -> Iterator[tuple[str, float]]:
         """Yield parts of a step, and the seconds that the call adds to each."""
         cost = call.cost
         match cost:
-            case Attention():
+            case AttentionCost():
                 seconds = self._attention(cost)
                 yield "attention", seconds
                 yield "communication", self._keys_exposed(cost.keys, seconds, cost.backward)
-            case Convolution():
+            case ConvolutionCost():
                 yield "recurrence", self.rates.operators[call.name][0] * cost.elements * 1e-9
-            case Recurrence() if call.name in self.rates.operators:
+            case RecurrenceCost() if call.name in self.rates.operators:
                 yield "recurrence", self._recurrence(call.name, cost, segments)
-            case Product():
+            case ProductCost():
                 yield "products", self.rates.float8_product(cost)
-            case Grouped(m, n, k, inside):
+            case GroupedCost(m, n, k, inside):
                 yield "products", self.rates.product((m, n, k), grouped=True)
                 yield "elementwise", inside / self.rates.fused
-            case Exchange():
+            case ExchangeCost():
                 yield "communication", self._exchange(cost)
             case Incoming():
                 yield "communication", self._incoming(cost)
@@ -183,7 +185,7 @@ class Clock:
                     sum(x.nbytes for x in (*inputs, *call.outputs)) / self.rates.fused,
                 )
 
-    def _attention(self, cost: Attention) -> float:
+    def _attention(self, cost: AttentionCost) -> float:
         pairs_of_ranks = self.gathered.pairs.tolist()
         match cost.keys:
             case None:
@@ -214,7 +216,7 @@ class Clock:
             # In backward there is also a reduce-scatter.
             case Gathered(nbytes, share, slices):
                 seconds = (
-                    slices * (1 + backward) * self.cp.ring + nbytes * share / self.cp.all_gather
+                    slices * (1 + backward) * self.cp.message + nbytes * share / self.cp.all_gather
                 )
             case Ring(nbytes, stride):
                 slices = SLICES
@@ -222,7 +224,7 @@ class Clock:
                 seconds = hops * (self.cp.message + nbytes / self.cp.neighbour)
         return max(seconds - compute, seconds / slices)
 
-    def _recurrence(self, name: str, cost: Recurrence, segments: int) -> float:
+    def _recurrence(self, name: str, cost: RecurrenceCost, segments: int) -> float:
         """Return the seconds for all heads, and for the longest scan.
 
         The second is the time by which one head's scan outlasts the work of the GPU on all
@@ -237,7 +239,7 @@ class Clock:
         alone = max(chain - tokens * heads * V / 64 / PROGRAMS, 0.0)
         return (each * tokens * heads * share_of(K, V) + of_chain * alone * K / DIM) * 1e-9
 
-    def _exchange(self, cost: Exchange) -> float:
+    def _exchange(self, cost: ExchangeCost) -> float:
         cp = self.cp
         tp = self.tp
         nbytes = cost.nbytes
@@ -249,11 +251,11 @@ class Clock:
                 group = self.machine.group(cost.ranks, self.batch.tp)
                 return group.message + nbytes * (cost.ranks - 1) / cost.ranks / group.all_to_all
             case "gather":
-                return tp.ring + nbytes * (self.batch.tp - 1) / tp.all_gather
+                return tp.message + nbytes * (self.batch.tp - 1) / tp.all_gather
             case "scatter":
-                return tp.ring + nbytes * others_of_tp / tp.reduce_scatter
+                return tp.message + nbytes * others_of_tp / tp.reduce_scatter
             case "sum":
-                return 2 * tp.ring + nbytes * others_of_tp * (
+                return 2 * tp.message + nbytes * others_of_tp * (
                     1 / tp.all_gather + 1 / tp.reduce_scatter
                 )
 
@@ -279,7 +281,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Step:
+class PlannedStep:
     """A planned step."""
 
     # Seconds by part.
@@ -303,7 +305,7 @@ class Step:
         return self.flops / self.seconds / self.gpus / self.peak_tflops / 1e12
 
 
-def step(rank: PlannedRank, machine: Machine) -> Step:
+def step(rank: PlannedRank, machine: Machine) -> PlannedStep:
     t, model, u, gpus = rank.training, rank.model, rank.units, rank.gpus
     batch = rank.batch._replace(node=machine.node_size)
     clock = Clock(machine, batch, rank.config.compile.enable)
@@ -337,10 +339,10 @@ def step(rank: PlannedRank, machine: Machine) -> Step:
     spent = sum(parts.values())
     parts["launches"] = max(machine.rates.gap * launches, machine.rates.host * launches - spent)
     # FLOPs count the documents' own work, not the recomputed one.
-    nodes = documents_of(t.seq_len, t.local_batch_size, rank.mean)
-    one = Documents.of(nodes.edges, nodes.depth)
+    trees = documents_of(t.seq_len, t.local_batch_size, rank.mean)
+    one = Documents.of(trees.edges, trees.depth)
     documents = Documents(*(n * t.global_batch_size // t.local_batch_size for n in one))
-    return Step(
+    return PlannedStep(
         parts, documents.tokens, training_flops(model, documents), gpus, machine.rates.peak_tflops
     )
 
@@ -352,7 +354,7 @@ def passes_of(clock: Clock, rank: PlannedRank) -> list[tuple[Pass, Pass]]:
     return [_passes(clock, mode, layer) for mode, layer in pairs]
 
 
-def _passes(clock: Clock, mode: str, layer: Layer) -> tuple[Pass, Pass]:
+def _passes(clock: Clock, mode: str, layer: LayerCounts) -> tuple[Pass, Pass]:
     """Return a layer's forward and backward; backward begins with recomputation, if any."""
     forward = clock.of(layer.forward, layer.forward.calls)
     backward = clock.of(layer.backward, layer.backward.calls)
@@ -449,9 +451,11 @@ def _shared(u: Units, p: Parallelism, machine: Machine, passes: list[tuple[Pass,
         # Seconds per element on the way from and to the host.
         comes = u.stored / n / machine.offload.to_device if u.offloaded else 0.0
         goes = u.stored / n / machine.offload.to_host if u.offloaded else 0.0
-        gather = [link.ring + size * (u.compute * part / link.all_gather + comes) for size in sizes]
+        gather = [
+            link.message + size * (u.compute * part / link.all_gather + comes) for size in sizes
+        ]
         reduce = [
-            link.ring + size * (u.reduce * part / link.reduce_scatter + goes) for size in trained
+            link.message + size * (u.reduce * part / link.reduce_scatter + goes) for size in trained
         ]
         # Nothing hides the first and the last exchange.
         exposed += gather[0] + gather[-1] + reduce[0] + reduce[-1]
@@ -478,7 +482,7 @@ def _replicas(rank: PlannedRank, machine: Machine, passes: list[tuple[Pass, Pass
     u = rank.units
     link = machine.group(replicas, shards * rank.batch.tp)
     sums = 2 * u.local * u.reduce * (replicas - 1) / replicas / link.reduce_scatter
-    return 2 * link.ring + max(
+    return 2 * link.message + max(
         sums - sum(backward.seconds for _, backward in passes), sums / len(u.layers)
     )
 

@@ -102,9 +102,12 @@ class Case:
     first: int = 0
 
     def __str__(self) -> str:
-        return (
-            f"{self.name}, layer{'s' * (len(self.layers) > 1)} {', '.join(map(str, self.layers))}"
-        )
+        plural = "s" if len(self.layers) > 1 else ""
+        return f"{self.name}, layer{plural} {', '.join(map(str, self.layers))}"
+
+    def dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of an input where the case is computed in `dtype`."""
+        return torch.promote_types(dtype, torch.float32) if name in self.wide else dtype
 
 
 @singledispatch
@@ -135,7 +138,12 @@ def _(mixer: ShortConv, draw: Draws) -> Iterator[Case]:
 
 
 def _attention(
-    draw: Draws, heads: int, kv_heads: int, D: int, Dv: int, scale: float | None = None
+    draw: Draws,
+    heads: int,
+    kv_heads: int,
+    D: int,
+    Dv: int,
+    scale: float | None = None,
 ) -> Case:
     def run(x, plan, impl):
         return attention(**x, scale=scale, method=draw.cp_method, **plan.documents)
@@ -170,12 +178,12 @@ def _convolution(
     def oracle(x, cu_seqlens):
         return direct_causal_conv1d(**x, **options, cu_seqlens=cu_seqlens)[0]
 
-    parameters = {"weight": draw("weight", D, W) / 2} | ({"bias": draw("bias", D)} if bias else {})
+    parameters = {"weight": draw("weight", D, W) / 2}
+    if bias:
+        parameters["bias"] = draw("bias", D)
     tokens = draw.tokens(x=(D,), dy=(D,))
-    dy = tokens.pop("dy")
-    return Case(
-        "causal_conv1d", tokens, dy, run, oracle, {"": 1.5}, parameters=parameters, by_head=False
-    )
+    more = {"parameters": parameters, "by_head": False}
+    return Case("causal_conv1d", tokens, tokens.pop("dy"), run, oracle, {"": 1.5}, **more)
 
 
 # --- Recurrences --------------------------------------------------------------------------
@@ -220,19 +228,16 @@ def _delta_rule(
     # q and k are normalized before the op, in the run's dtype.
     def run(x, plan, impl):
         x = x | {name: l2norm(x[name]).to(x[name].dtype) for name in "qk"}
-        how = {
-            "allow_neg_eigval": mixer.beta_range == 2.0,
-            "impl": impl,
-            "cp_method": draw.cp_method,
-        }
+        signed = {"allow_neg_eigval": mixer.beta_range == 2.0}
+        how = signed | {"impl": impl, "cp_method": draw.cp_method}
         return op(**x, **how, **plan.documents, **IN_KERNEL, **options)[0]
 
     def oracle(x, cu_seqlens):
+        q = l2norm(x["q"])
+        k = l2norm(x["k"])
         g = gate(x["g"], x["A_log"], x["dt_bias"], **options)
         beta = mixer.beta_range * x["beta"].sigmoid()
-        return recurrent_delta_rule(
-            l2norm(x["q"]), l2norm(x["k"]), x["v"], g, beta, cu_seqlens=cu_seqlens
-        )[0]
+        return recurrent_delta_rule(q, k, x["v"], g, beta, cu_seqlens=cu_seqlens)[0]
 
     tokens = draw.tokens(q=(H, K), k=(H, K), v=(HV, V), g=gates, beta=(HV,), dy=(HV, V))
     # The gradients of the last two are sums that cancel.
@@ -249,9 +254,8 @@ def _(mixer: Lightning, draw: Draws) -> Iterator[Case]:
 
     def run(x, plan, impl):
         x = x | {"g": -F.softplus(widen(x["g"]) - 7)}
-        return chunk_simple_gla(
-            **x, scale=1.0, impl=impl, cp_method=draw.cp_method, **plan.documents
-        )[0]
+        how = {"scale": 1.0, "impl": impl, "cp_method": draw.cp_method}
+        return chunk_simple_gla(**x, **how, **plan.documents)[0]
 
     def oracle(x, cu_seqlens):
         x = x | {"g": -F.softplus(x["g"] - 7)}
@@ -303,6 +307,7 @@ def _(mixer: RWKV7, draw: Draws) -> Iterator[Case]:
         r, w, *others = (inputs(x)[name] for name in "rwkvab")
         return recurrent_dplr(r, *others, log_decay(w), scale=1.0, cu_seqlens=cu_seqlens)[0]
 
+    # All inputs and the output have the same shape.
     tokens = draw.tokens(**dict.fromkeys("rwkvab", shape), dy=shape)
     yield Case(mixer.op, tokens, tokens.pop("dy"), run, oracle, {"": 3.0, "w": 6.0})
     yield _convolution(draw, (math.prod(shape),), 2, activation=None)

@@ -23,7 +23,7 @@ from titan_linear.ops.runtime.support import short
 from titan_linear.proof.findings import Finding, Findings, Note, bound_of_model
 from titan_linear.proof.processes import passes_of_process
 from titan_linear.proof.ranks import model_of, on_ranks, passes_of
-from titan_linear.proof.subject import Subject
+from titan_linear.proof.subject import ProofSubject
 from titan_linear.run.build import DTYPES, build_dims
 from titan_linear.step.passes import Passes
 
@@ -43,7 +43,7 @@ class Measured(NamedTuple):
     breaks: int
 
 
-def layers(subject: Subject) -> Findings:
+def layers(subject: ProofSubject) -> Findings:
     """Compare losses and gradients of some batches, and count the graphs of later batches.
 
     Every process calls this. If one process has all ranks, the last rank's layers are
@@ -74,7 +74,7 @@ def layers(subject: Subject) -> Findings:
     yield Note(f"compiled: {graphs[-1]} graphs, {got[-1].breaks} breaks in them")
 
 
-def _steps(subject: Subject, dims: ParallelDims | None, enable: bool) -> list[Measured]:
+def _steps(subject: ProofSubject, dims: ParallelDims | None, enable: bool) -> list[Measured]:
     """Return this process's results; without dims, the results of each rank in it.
 
     In that case, the last rank compiles.

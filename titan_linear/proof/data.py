@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import islice, pairwise
+from collections.abc import Iterable, Iterator
+from itertools import islice, pairwise, product
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from titan_linear.data import IGNORE, Batch, StreamLoader
-from titan_linear.data.corpus.trees import BACK
+from titan_linear.data.corpus.tree_records import BACK
 from titan_linear.distributed.one_process import LocalDims
 from titan_linear.models.plan import Later
 from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.ranks import on_ranks, sharding_of
-from titan_linear.proof.subject import STREAMS, Subject
+from titan_linear.proof.subject import STREAMS, ProofSubject
 
 # Number of steps whose streams are compared.
 STEPS = 2
@@ -23,18 +23,21 @@ STEPS = 2
 COMPARED = 16
 
 
-def labels(subject: Subject) -> Findings:
+def labels(subject: ProofSubject) -> Findings:
     """Check that every label is the next token of the same document, and that none is
     missing.
 
     Every token that is trained on must have a label.
     """
-    wrong, missing, where, of = 0, 0, "", 0
-    all_trained_on = _all_trained_on(subject)
+    wrong, missing, total, where = 0, 0, 0, ""
+    sources = subject.streams.sources
+    weighted = any("weights" in source.corpus.columns for source in sources.values())
     for i in range(STREAMS * subject.degrees.dp):
         stream = subject.streams[i]
-        # The expected label of each token, and the tokens that have labels.
-        want = np.append(stream.tokens[1:], _first_of_next(subject, i))
+        name, number = subject.streams.source(i)
+        # The expected label of each token, and the tokens that have labels. The document of
+        # the last token may continue in the source's next stream.
+        want = np.append(stream.tokens[1:], sources[name][number + 1].tokens[0])
         labelled = stream.labels != IGNORE
         # Ends of documents, except the last one, which may continue in the next stream.
         ends = np.zeros(len(want), dtype=bool)
@@ -44,30 +47,24 @@ def labels(subject: Subject) -> Findings:
             ends = np.roll(stream.columns[BACK], -1) != 1
         # A label is wrong, or one is missing.
         bad = labelled & (ends | (stream.labels != want))
-        absent = ~labelled & ~ends & all_trained_on
-        name, number = subject.streams.source(i)
-        _, lengths = subject.streams.sources[name].runs(number)
+        absent = ~labelled & ~ends & (not weighted)
         # The last token, and padding, have no label.
+        _, lengths = sources[name].runs(number)
         absent[lengths.sum() - 1 :] = False
         wrong += int(bad.sum())
         missing += int(absent.sum())
-        of += len(want)
+        total += len(want)
         # Describe the place of the first error.
         if not where and (bad | absent).any():
             at = int(np.flatnonzero(bad | absent)[0])
             n = int(np.searchsorted(stream.cu_seqlens, at, side="right")) - 1
             where = f"stream {i}, document {n}, token {at - int(stream.cu_seqlens[n])}"
-    yield Finding(
-        "labels",
-        f"of {of} tokens, labels that are not the next token of their document",
-        wrong,
-        0,
-        where,
-    )
+    what = f"of {total} tokens, labels that are not the next token of their document"
+    yield Finding("labels", what, wrong, 0, where)
     yield Finding("labels", "tokens within a document that have none", missing, 0, where)
 
 
-def targets(subject: Subject) -> Findings:
+def targets(subject: ProofSubject) -> Findings:
     """Check the columns that a loss reads in addition to labels, and the order of pairs.
 
     Columns must have the corpus's numbers of these tokens. Pairs must be together and in
@@ -78,50 +75,34 @@ def targets(subject: Subject) -> Findings:
         name, number = subject.streams.source(i)
         source = subject.streams.sources[name]
         # The documents of the stream, in the order of the corpus.
-        corpus, stream = source.corpus, source[number]
+        corpus = source.corpus
         starts, lengths = source.runs(number)
         documents = np.searchsorted(corpus.offsets, starts, side="right") - 1
         # The documents of a group follow each other, from the group's first.
         first = documents[:: corpus.group] // corpus.group * corpus.group
-        if source.targets.group and not np.array_equal(
-            documents, np.add.outer(first, range(corpus.group)).ravel()
-        ):
+        together = np.add.outer(first, range(corpus.group)).ravel()
+        if source.targets.group and not np.array_equal(documents, together):
             apart.append(f"stream {i}")
         # Columns are compared at the tokens that have labels.
-        for n, (start, end) in enumerate(zip(starts, np.cumsum(lengths))):
-            rows = np.flatnonzero(stream.labels[end - lengths[n] : end] != IGNORE)
+        stream = source[number]
+        begins = np.cumsum(lengths) - lengths
+        for n, (start, begin, length) in enumerate(zip(starts, begins, lengths)):
+            rows = np.flatnonzero(stream.labels[begin : begin + length] != IGNORE)
             # The next token in the stream may continue another document.
-            rows = rows[rows + 1 < lengths[n]]
+            rows = rows[rows + 1 < length]
             for column in source.targets.columns:
-                numbers = stream.columns[column][end - lengths[n] + rows]
+                numbers = stream.columns[column][begin + rows]
                 if (numbers != corpus.columns[column][start + rows + 1]).any():
                     wrong.append(f"{column}, stream {i}, document {n}")
     if subject.loss.group:
         said = "streams with a text that is not beside its other one, the chosen one first"
         yield Finding("pairs", said, len(apart), 0, (apart or [""])[0])
     if subject.config.loss.name != "cross_entropy":
-        yield Finding(
-            "columns",
-            "documents with a number that is not its label's",
-            len(wrong),
-            0,
-            (wrong or [""])[0],
-        )
+        what = "documents with a number that is not its label's"
+        yield Finding("columns", what, len(wrong), 0, (wrong or [""])[0])
 
 
-def _all_trained_on(subject: Subject) -> bool:
-    return all(
-        "weights" not in streams.corpus.columns for streams in subject.streams.sources.values()
-    )
-
-
-def _first_of_next(subject: Subject, i: int) -> int:
-    """Return the token after the last one of stream i, if its document continues."""
-    name, number = subject.streams.source(i)
-    return int(subject.streams.sources[name][number + 1].tokens[0])
-
-
-def cut(subject: Subject) -> Findings:
+def cut(subject: ProofSubject) -> Findings:
     """Check that the ranks' cuts of a batch, joined, are the batch.
 
     Tokens, labels, positions and documents are compared.
@@ -131,15 +112,13 @@ def cut(subject: Subject) -> Findings:
         # Cut the batch as the trainer does.
         batch = next(iter(subject.loader(dims.dp_rank, dims.dp)))
         micro = sharding_of(subject, dims, subject.dtype)(batch)
-        context = micro.plan.cp_context
-        parts = {
-            name: x[0]
-            for name, x in {"tokens": micro.tokens, "labels": micro.labels, **micro.columns}.items()
-        }
+        parts = {"tokens": micro.tokens[0], "labels": micro.labels[0]}
+        parts |= {name: column[0] for name, column in micro.columns.items()}
         parts["position_ids"] = micro.plan.position_ids
         parts |= _by_depth(micro.plan.later)
-        starts = [int(a) for a in context.cu_seqlens_cpu[:-1]]
-        return dims.dp_rank, dims.cp_group.rank(), {n: x.cpu() for n, x in parts.items()}, starts
+        parts = {name: x.cpu() for name, x in parts.items()}
+        starts = micro.plan.cp_context.cu_seqlens_cpu[:-1].tolist()
+        return dims.dp_rank, dims.cp_group.rank(), parts, starts
 
     # Compute the expected positions and columns from the boundaries of documents.
     batch, degrees = subject.batch, subject.degrees
@@ -163,22 +142,16 @@ def cut(subject: Subject) -> Findings:
             if bad.any() and not where[name]:
                 where[name] = f"rank {rank}, {subject.document(int(mine[int(bad.nonzero()[0])]))}"
         # A rank's documents begin where documents begin, and at each of its fragments.
-        begins = torch.isin(mine, torch.from_numpy(bounds)) | (
-            torch.arange(len(mine)) % _fragment(subject) == 0
-        )
+        begins = torch.isin(mine, torch.from_numpy(bounds))
+        begins[:: _fragment(subject)] = True
         missing = sorted(set(begins.nonzero().flatten().tolist()) ^ set(starts))
         wrong["documents"] += len(missing)
         if missing and not where["documents"]:
             where["documents"] = f"rank {rank}, {subject.document(int(mine[missing[0]]))}"
     for name, count in wrong.items():
         what = "boundaries of documents" if name == "documents" else name
-        yield Finding(
-            "cut",
-            f"{what} of {degrees.ranks} ranks that differ from the streams'",
-            count,
-            0,
-            where[name],
-        )
+        what += f" of {degrees.ranks} ranks that differ from the streams'"
+        yield Finding("cut", what, count, 0, where[name])
 
 
 def later(batch: Batch, depth: int) -> Later | None:
@@ -192,21 +165,22 @@ def later(batch: Batch, depth: int) -> Later | None:
     # In a document, token t is trained on t + k, unless the document ends before.
     for a, b in pairwise(batch.cu_seqlens.tolist()):
         for k in range(1, min(depth, b - a - 1) + 1):
-            for x, of in (
-                (tokens, batch.tokens),
-                (labels, batch.labels),
-                (weights, batch.columns["weights"]),
-            ):
-                x[k - 1, a : b - k] = of[0, a + k : b]
+            here, ahead = slice(a, b - k), slice(a + k, b)
+            tokens[k - 1, here] = batch.tokens[0, ahead]
+            labels[k - 1, here] = batch.labels[0, ahead]
+            weights[k - 1, here] = batch.columns["weights"][0, ahead]
     return Later(tokens, labels, weights) if depth else None
 
 
 def _by_depth(later: Later | None) -> dict[str, Tensor]:
-    columns = later._asdict() if later else {}
-    return {f"{name} {k} later": x for name, rows in columns.items() for k, x in enumerate(rows, 1)}
+    columns = {}
+    for name, rows in later._asdict().items() if later else ():
+        for k, x in enumerate(rows, 1):
+            columns[f"{name} {k} later"] = x
+    return columns
 
 
-def tokens_of(subject: Subject, dp_rank: int, cp_rank: int) -> Tensor:
+def tokens_of(subject: ProofSubject, dp_rank: int, cp_rank: int) -> Tensor:
     """Return the indices in the batch of a rank's tokens, [T_local] int64, in its order.
 
     The rank takes all of its streams at once.
@@ -214,7 +188,7 @@ def tokens_of(subject: Subject, dp_rank: int, cp_rank: int) -> Tensor:
     return tokens_in(subject, range(dp_rank * STREAMS, (dp_rank + 1) * STREAMS), cp_rank)
 
 
-def tokens_in(subject: Subject, streams: Iterable[int], cp_rank: int) -> Tensor:
+def tokens_in(subject: ProofSubject, streams: Iterable[int], cp_rank: int) -> Tensor:
     """Return the indices in the batch of a rank's tokens of these streams, [T_local] int64.
 
     They are in the rank's order.
@@ -223,29 +197,29 @@ def tokens_in(subject: Subject, streams: Iterable[int], cp_rank: int) -> Tensor:
     W = subject.degrees.cp
     # With the zig-zag layout a rank has two blocks of each stream, else one.
     blocks = torch.arange(T).view(-1, _fragment(subject))
-    mine = blocks[[cp_rank, 2 * W - 1 - cp_rank] if len(blocks) > W else [cp_rank]].flatten()
-    return torch.cat([mine + s * T for s in streams])
+    own = [cp_rank, 2 * W - 1 - cp_rank] if len(blocks) > W else [cp_rank]
+    mine = blocks[own].flatten()
+    return torch.cat([mine + stream * T for stream in streams])
 
 
-def _fragment(subject: Subject) -> int:
+def _fragment(subject: ProofSubject) -> int:
     """Return the number of tokens in a fragment."""
     W = subject.degrees.cp
     zigzag = subject.config.parallelism.context_parallel_layout == "zigzag" and W > 1
     return subject.config.training.seq_len // (2 * W if zigzag else W)
 
 
-def stream(subject: Subject) -> Findings:
+def stream(subject: ProofSubject) -> Findings:
     """Check that together the ranks take each stream of a step once.
 
     This holds for every data-parallel degree and micro-batch, and every step from which a
     run resumes.
     """
     G = subject.run.training.global_batch_size
-    want = {
-        i: subject.streams[i].tokens
-        for step in range(STEPS)
-        for i in range(step * G, step * G + min(G, COMPARED))
-    }
+    want = {}
+    for first in range(0, STEPS * G, G):
+        for i in range(first, first + min(G, COMPARED)):
+            want[i] = subject.streams[i].tokens
     # Each split must take the same streams, with the same tokens.
     for dp, local in _splits(G):
         wrong, where = 0, ""
@@ -253,30 +227,34 @@ def stream(subject: Subject) -> Findings:
             due = set(range(step * G, (step + 1) * G))
             for dp_rank in range(dp):
                 for i, tokens in _taken(subject, G, dp, local, dp_rank, step):
-                    if i not in due or (i in want and not np.array_equal(tokens, want[i])):
+                    differs = i in want and not np.array_equal(tokens, want[i])
+                    if i not in due or differs:
                         wrong += 1
                         where = where or f"rank {dp_rank}, step {step + 1}, stream {i}"
                     due.discard(i)
             # Streams that are still due were not taken by any rank.
             wrong += len(due)
-            where = where or (f"no rank, step {step + 1}, stream {min(due)}" if due else "")
+            if due and not where:
+                where = f"no rank, step {step + 1}, stream {min(due)}"
         what = f"dp {dp}, {local} at a time: streams of a step that are others, taken twice or left out"
         yield Finding("streams", what, wrong, 0, where)
 
 
 def _splits(G: int) -> list[tuple[int, int]]:
     """Return the splits to try: (data-parallel degree, streams per micro-batch)."""
-    return list(
-        dict.fromkeys(
-            (dp, local) for dp in (1, 2, G) for local in (1, 2) if G % (dp * local) == 0 and dp <= 8
-        )
-    )
+    every = dict.fromkeys(product((1, 2, G), (1, 2)))
+    return [(dp, local) for dp, local in every if dp <= 8 and G % (dp * local) == 0]
 
 
 def _taken(
-    subject: Subject, G: int, dp: int, local: int, dp_rank: int, step: int
-) -> list[tuple[int, np.ndarray]]:
-    """Return a rank's streams of a step, and their tokens, in a run that resumed at that
+    subject: ProofSubject,
+    G: int,
+    dp: int,
+    local: int,
+    dp_rank: int,
+    step: int,
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield a rank's streams of a step, and their tokens, in a run that resumed at that
     step.
     """
     loader = StreamLoader(
@@ -287,9 +265,5 @@ def _taken(
         dp_degree=dp,
         next_stream=step * G,
     )
-    batches: list[Batch] = list(islice(iter(loader), G // (dp * local)))
-    return [
-        (i, x)
-        for b in batches
-        for i, x in zip(b.streams, b.tokens[0].numpy().reshape(local, -1), strict=True)
-    ]
+    for batch in islice(loader, G // (dp * local)):
+        yield from zip(batch.streams, batch.tokens.numpy().reshape(local, -1), strict=True)

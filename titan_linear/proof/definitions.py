@@ -6,6 +6,7 @@ All other comparisons have these on both sides.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from titan_linear.ops.float8 import emulated_linear, float8_linear
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.cases import DELTA
 from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
-from titan_linear.proof.subject import Subject
+from titan_linear.proof.subject import ProofSubject
 
 # Number of tokens, and the most rows of the head: all rows are computed alike.
 TOKENS, VOCAB = 200, 4096
@@ -32,7 +33,7 @@ OF_LOSS = 3.0
 PER_ADDITION, ADDITION = 32, 2.0**-13
 
 
-def loss(subject: Subject) -> Findings:
+def loss(subject: ProofSubject) -> Findings:
     """Check that the loss and its gradients, chunk by chunk, equal PyTorch's in float64.
 
     PyTorch's loss is its cross-entropy.
@@ -49,39 +50,32 @@ def loss(subject: Subject) -> Findings:
     pairs = ((torch.float64, "torch"), (subject.dtype, subject.config.model.impl))
 
     def results(dtype: torch.dtype, of: Callable[..., Tensor]) -> dict[str, Tensor]:
-        leaves = [
-            t.to(subject.dtype).to(dtype, copy=True).requires_grad_()
-            for t in (x, weight * dim**-0.5)
-        ]
+        leaves = [t.to(subject.dtype).to(dtype, copy=True) for t in (x, weight * dim**-0.5)]
+        for leaf in leaves:
+            leaf.requires_grad_()
         value = of(*leaves)
-        return dict(
-            zip(
-                ("loss", "dx", "dW"),
-                (value.detach(), *torch.autograd.grad(value, leaves)),
-                strict=True,
-            )
-        )
+        dx, dW = torch.autograd.grad(value, leaves)
+        return {"loss": value.detach(), "dx": dx, "dW": dW}
+
+    def direct(x: Tensor, W: Tensor) -> Tensor:
+        return F.cross_entropy(x @ W.T, labels, ignore_index=IGNORE, reduction="sum")
+
+    def chunked(x: Tensor, W: Tensor, impl: str) -> Tensor:
+        return ChunkedLogits(x, W, chunk, impl=impl).sum(labels, cross_entropy)
 
     # Compare each implementation with PyTorch's cross-entropy of all tokens at once.
-    exact = results(
-        torch.float64,
-        lambda x, W: F.cross_entropy(x @ W.T, labels, ignore_index=IGNORE, reduction="sum"),
-    )
+    exact = results(torch.float64, direct)
     for dtype, impl in dict.fromkeys(pairs):
-        got = results(
-            dtype,
-            lambda x, W, impl=impl: ChunkedLogits(x, W, chunk, impl=impl).sum(
-                labels, cross_entropy
-            ),
-        )
+        got = results(dtype, partial(chunked, impl=impl))
         errors = {name: off(got[name], exact[name]) for name in exact}
-        bounds = dict.fromkeys(errors, DELTA if dtype == torch.float64 else OF_LOSS * UNIT[dtype])
+        bound = DELTA if dtype == torch.float64 else OF_LOSS * UNIT[dtype]
+        bounds = dict.fromkeys(errors, bound)
         name = worst(errors, bounds)
         what = "loss, against the definition"
         yield Finding(f"implementation, {short(dtype)}", what, errors[name], bounds[name], name)
 
 
-def float8(subject: Subject) -> Findings:
+def float8(subject: ProofSubject) -> Findings:
     """Check products in float8 against float64, for hidden states and their gradients.
 
     The float64 products have the same rounded numbers.
@@ -98,15 +92,11 @@ def float8(subject: Subject) -> Findings:
     for what, w in (("x", weight), ("dy", weight.T)):
         error = off(float8_linear(x, w, run.emulate), emulated_linear(x.double(), w.double()))
         bound = OF_LOSS * UNIT[subject.dtype] + SMALLEST / PER_ADDITION * ADDITION
-        yield Finding(
-            f"float8, {short(subject.dtype)}",
-            f"products with {what}, against float64",
-            error,
-            bound,
-        )
+        what = f"products with {what}, against float64"
+        yield Finding(f"float8, {short(subject.dtype)}", what, error, bound)
 
 
-def positions(subject: Subject) -> Findings:
+def positions(subject: ProofSubject) -> Findings:
     """Check that rotary embeddings equal complex numbers turned by position · theta^(−i /
     half).
 
@@ -116,23 +106,19 @@ def positions(subject: Subject) -> Findings:
     for mixer in subject.model.mixers:
         if mixer.rotary is not None:
             theta, dim, scaling = mixer.rotary
-            at = torch.tensor(
-                [0, 1, 2, 1000, subject.run.training.seq_len - 1], device=subject.device
-            )
+            places = [0, 1, 2, 1000, subject.run.training.seq_len - 1]
+            at = torch.tensor(places, device=subject.device)
             rng = generator(subject.config.debug.seed, "proof", "positions")
             x = torch.randn(1, len(at), 2, dim, generator=rng).double().to(subject.device)
             got = rotate(x, *BatchPlan(at).angles(mixer.rotary, torch.float64))
-            unscaled = theta ** -(torch.arange(0, dim, 2, device=at.device).double() / dim), 1.0
-            frequencies, factor = (
-                inverse_frequencies(*mixer.rotary, at.device) if scaling else unscaled
-            )
+            if scaling:
+                frequencies, factor = inverse_frequencies(*mixer.rotary, at.device)
+            else:
+                powers = torch.arange(0, dim, 2, device=at.device).double() / dim
+                frequencies, factor = theta**-powers, 1.0
             # Turn pairs of channels as complex numbers.
             turn = factor * torch.exp(1j * at[:, None].double() * frequencies)
             turned = torch.view_as_complex(torch.stack(x.chunk(2, -1), -1)) * turn[:, None]
             error = off(got, torch.cat([turned.real, turned.imag], -1))
-            yield Finding(
-                "implementation, float64",
-                f"positions, {mixer.name}, against the definition",
-                error,
-                DELTA,
-            )
+            what = f"positions, {mixer.name}, against the definition"
+            yield Finding("implementation, float64", what, error, DELTA)

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.config import load_config
-from titan_linear.data.corpus.trees import BACK
+from titan_linear.data.corpus.tree_records import BACK
 from titan_linear.distributed.ending import report
 from titan_linear.distributed.groups import process_group
 from titan_linear.distributed.process import FAILED, ignore_warnings_of_torch, run_command
@@ -36,23 +36,23 @@ from titan_linear.models.lora import described
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof import compiled, data, definitions, hf, model, ops, processes, resume
 from titan_linear.proof.findings import Finding, Findings, Note
-from titan_linear.proof.subject import Subject, subject_of
-from titan_linear.proof.trees import trees
+from titan_linear.proof.subject import ProofSubject, subject_of
 from titan_linear.run.build import unallocated
 
 # Longest time that processes wait for each other.
 PATIENCE = timedelta(minutes=10)
 
 
-def checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Findings]]]:
+def checks(subject: ProofSubject) -> Iterator[tuple[str, Callable[[], Findings]]]:
     """Yield the checks, by name and in order: the checks on which others rely come first."""
     for check in (data.labels, data.targets, data.cut, data.stream):
         yield check.__name__, lambda check=check: check(subject)
+    of_case = [ops.implementations, ops.split, ops.documents, ops.repeated]
+    if BACK in subject.streams[0].columns:
+        of_case.append(ops.trees)
     for case in ops.cases(subject):
-        for check in (ops.implementations, ops.split, ops.documents, ops.repeated):
+        for check in of_case:
             yield f"{check.__name__}, {case}", lambda check=check, case=case: check(subject, case)
-        if BACK in subject.streams[0].columns:
-            yield f"trees, {case}", lambda case=case: trees(subject, case)
     for check in (definitions.loss, definitions.positions, definitions.float8):
         yield check.__name__, lambda check=check: check(subject)
     for check in (model.split, model.documents, model.repeated, resume.resume, hf.logits):
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> int:
         return report(error)
 
 
-def _of_processes(subject: Subject) -> Findings:
+def _of_processes(subject: ProofSubject) -> Findings:
     """Yield the findings of all processes under torchrun.
 
     An error of one process ends it, and so all of them.
@@ -147,7 +147,7 @@ def _at_most(patience: timedelta) -> Iterator[None]:
         timer.cancel()
 
 
-def _introduction(subject: Subject) -> str:
+def _introduction(subject: ProofSubject) -> str:
     c, device = subject.run, subject.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     kinds = ", ".join(layer.name for layer in subject.model.layers)

@@ -68,10 +68,8 @@ def off(a: Tensor, b: Tensor, least: float = 0.0) -> float:
     a = a.detach().double()
     b = b.detach().double()
     if not torch.isfinite(a).all():
-        return float("inf")
-    difference = (a - b).norm().item()
-    size = max(b.norm().item(), least)
-    return difference / size if size else float("inf") if difference else 0.0
+        return math.inf
+    return _part((a - b).norm().item(), max(b.norm().item(), least))
 
 
 def worst(errors: Mapping[Name, float], bounds: Mapping[Name, float]) -> Name:
@@ -80,6 +78,7 @@ def worst(errors: Mapping[Name, float], bounds: Mapping[Name, float]) -> Name:
 
 
 def _part(error: float, bound: float) -> float:
-    if error != error:
-        return float("inf")
-    return error / bound if bound else (float("inf") if error else 0.0)
+    """Return error / bound: 0 if both are 0, and infinite for NaN."""
+    if error == 0 == bound:
+        return 0.0
+    return error / bound if bound and not math.isnan(error) else math.inf

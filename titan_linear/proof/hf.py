@@ -14,7 +14,7 @@ from titan_linear.models.init import count_parameters
 from titan_linear.models.mixers.mamba2 import Mamba2
 from titan_linear.models.plan import BatchPlan
 from titan_linear.proof.findings import Finding, Findings, Note, bound_of_model, off
-from titan_linear.proof.subject import ROOM, Subject
+from titan_linear.proof.subject import ROOM, ProofSubject
 from titan_linear.run.build import allocated
 from titan_linear.storage.hf_io import load_weights, read_config, read_model
 
@@ -35,7 +35,7 @@ DEPARTURES = {
 
 
 @torch.no_grad()
-def logits(subject: Subject) -> Findings:
+def logits(subject: ProofSubject) -> Findings:
     """Compare logits in float32 of the whole model that the run begins from.
 
     It must fit, and transformers must support it.
@@ -55,10 +55,8 @@ def logits(subject: Subject) -> Findings:
     # For Mamba-2 transformers can be given our limit of the time step.
     told = {}
     if option == "dt_max":
-        least = max(
-            (mixer.dt_min for mixer in config.mixers if isinstance(mixer, Mamba2)), default=0.0
-        )
-        told["time_step_min"] = least or sys.float_info.min
+        least = [mixer.dt_min for mixer in config.mixers if isinstance(mixer, Mamba2)]
+        told["time_step_min"] = max(least, default=0.0) or sys.float_info.min
         yield Note(f"hugging face: transformers {departs}; compared with {told}")
     from transformers import AutoModelForCausalLM, logging
 
@@ -71,23 +69,14 @@ def logits(subject: Subject) -> Findings:
     ours.use("torch", subject.device, torch.float32)
     bounds = torch.tensor([0, T], dtype=torch.int32, device=subject.device)
     got = ours(tokens, BatchPlan(torch.arange(T, device=subject.device), cu_seqlens=bounds))
-    theirs = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **told)
-        .to(subject.device)
-        .eval()
-    )
-    want = theirs(tokens, use_cache=False).logits
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **told)
+    want = theirs.to(subject.device).eval()(tokens, use_cache=False).logits
     bound = bound_of_model(torch.float32, config.num_layers)
     # The worst token, for the report.
     wrong = (got - want).abs().amax((0, 2))
     where = f"token {int(wrong.argmax())} of {T}"
-    yield Finding(
-        "hugging face",
-        f"logits of {family} against transformers', float32",
-        off(got, want),
-        bound,
-        where,
-    )
+    what = f"logits of {family} against transformers', float32"
+    yield Finding("hugging face", what, off(got, want), bound, where)
 
 
 def _reason_against(folder: Path, size: int, device: torch.device) -> str:

@@ -5,7 +5,7 @@ repeated.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -25,7 +25,7 @@ from titan_linear.proof.data import later, tokens_in
 from titan_linear.proof.findings import UNIT, Finding, Findings, bound_of_model, off, worst
 from titan_linear.proof.ops import ALONE, SMALL, begins, may_differ, plan_of, repeatable
 from titan_linear.proof.ranks import model_of, on_ranks, passes_of, sum_as_fsdp, whole_gradients
-from titan_linear.proof.subject import STREAMS, Subject
+from titan_linear.proof.subject import STREAMS, ProofSubject
 from titan_linear.run.build import DTYPES
 from titan_linear.step.optimizer import ComputeCopies
 from titan_linear.step.passes import with_reference
@@ -33,7 +33,7 @@ from titan_linear.step.update import gradient_sums, sum_gradients
 
 
 @dataclass
-class Step:
+class StepOutputs:
     """The results of a step: loss, gradients, and the tensors that pass between layers."""
 
     loss: Tensor
@@ -54,26 +54,30 @@ class Trace:
         self.backward: list[list[Tensor]] = [[] for _ in self.modules]
 
     def __enter__(self) -> Trace:
-        self.hooks = [
-            m.register_forward_pre_hook(self._keep(i)) for i, m in enumerate(self.modules)
-        ]
+        self.hooks = []
+        for between, backward, module in zip(self.between, self.backward, self.modules):
+            keep = partial(self._keep, between, backward)
+            self.hooks.append(module.register_forward_pre_hook(keep))
         return self
 
     def __exit__(self, *_: object) -> None:
         for hook in self.hooks:
             hook.remove()
 
-    def _keep(self, i: int):
-        def keep(_: object, arguments: tuple[Tensor, ...]) -> None:
-            # Without gradients, the frozen base computes alone, without its adapters.
-            if not torch.is_grad_enabled():
-                return
-            x = arguments[0]
-            self.between[i].append(x.detach().double())
-            if x.requires_grad:
-                x.register_hook(lambda grad: self.backward[i].append(grad.detach().double()))
-
-        return keep
+    def _keep(
+        self,
+        between: list[Tensor],
+        backward: list[Tensor],
+        _: object,
+        arguments: tuple[Tensor, ...],
+    ) -> None:
+        # Without gradients, the frozen base computes alone, without its adapters.
+        if not torch.is_grad_enabled():
+            return
+        x = arguments[0]
+        between.append(x.detach().double())
+        if x.requires_grad:
+            x.register_hook(lambda grad: backward.append(grad.detach().double()))
 
     def passed(self) -> list[Tensor]:
         """Return each module's input, and its gradients, in the order in which they are
@@ -81,25 +85,21 @@ class Trace:
 
         They are [1, tokens of all micro-steps, dim] float64.
         """
-        return [torch.cat(steps, 1) for steps in (*self.between, *reversed(self.backward)) if steps]
+        every = [*self.between, *reversed(self.backward)]
+        return [torch.cat(steps, 1) for steps in every if steps]
 
 
-def in_one_process(subject: Subject, whole: Decoder) -> Step:
+def in_one_process(subject: ProofSubject, whole: Decoder) -> StepOutputs:
     """Run a step of the model alone, on all streams at once.
 
     Documents are given by boundaries, and labels are counted here.
     """
     batch = subject.batch
-    bounds = batch.cu_seqlens
     weight = batch.weight or 1.0
     device = subject.device
     # The plan of documents, and the batch as one rank would have it.
-    plan = plan_of(
-        subject,
-        bounds,
-        batch.num_streams,
-        to_device(later(batch, subject.model.mtp_layers), device),
-    )
+    further = to_device(later(batch, subject.model.mtp_layers), device)
+    plan = plan_of(subject, batch.cu_seqlens, batch.num_streams, further)
     columns = {name: column.to(device) for name, column in batch.columns.items()}
     micro = LocalBatch(
         batch.tokens.to(device),
@@ -124,11 +124,11 @@ def in_one_process(subject: Subject, whole: Decoder) -> Step:
     # Gradients move to the result, so that the model can be used again.
     gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     whole.zero_grad(set_to_none=True)
-    return Step(loss.detach().double(), gradients, trace.passed())
+    return StepOutputs(loss.detach().double(), gradients, trace.passed())
 
 
 @dataclass
-class Split:
+class ShardedStepOutputs:
     """The results of a step on the run's ranks."""
 
     loss: Tensor
@@ -138,7 +138,7 @@ class Split:
     passed: list[Tensor]
 
 
-def on_all_ranks(subject: Subject, whole: Decoder) -> Split:
+def on_all_ranks(subject: ProofSubject, whole: Decoder) -> ShardedStepOutputs:
     """Take a step as the trainer does, on every rank.
 
     Raises:
@@ -154,24 +154,27 @@ def on_all_ranks(subject: Subject, whole: Decoder) -> Split:
         return losses.view(len(losses), -1)[:, 0].sum(), dims, model, trace
 
     # Join the results of the ranks.
-    ranks = on_ranks(subject.degrees, on_rank)
-    passed = _together(subject, [(dims, trace) for _, dims, _, trace in ranks])
-    copies = whole_gradients([(dims, model) for _, dims, model, _ in ranks])
-    return Split(sum(loss for loss, *_ in ranks), copies, passed)
+    losses, dims, models, traces = zip(*on_ranks(subject.degrees, on_rank))
+    passed = _together(subject, dims, traces)
+    return ShardedStepOutputs(sum(losses), whole_gradients(list(zip(dims, models))), passed)
 
 
-def _together(subject: Subject, traces: list[tuple[LocalDims, Trace]]) -> list[Tensor]:
+def _together(
+    subject: ProofSubject, ranks: Sequence[LocalDims], traces: Sequence[Trace]
+) -> list[Tensor]:
     """Join the ranks' traces, each of its own tokens, into tensors of all tokens."""
-    ranks = [trace.passed() for _, trace in traces]
-    wholes = [x.new_empty(1, subject.batch.tokens.shape[1], x.shape[2]) for x in ranks[0]]
-    for (dims, _), passed in zip(traces, ranks, strict=True):
+    total = subject.batch.tokens.shape[1]
+    wholes: list[Tensor] = []
+    for dims, trace in zip(ranks, traces):
+        passed = trace.passed()
+        wholes = wholes or [x.new_empty(1, total, x.shape[2]) for x in passed]
         mine = traced_tokens(subject, dims)
         for x, whole in zip(passed, wholes, strict=True):
             whole[:, mine.to(whole.device)] = x
     return wholes
 
 
-def traced_tokens(subject: Subject, dims: LocalDims | ParallelDims) -> Tensor:
+def traced_tokens(subject: ProofSubject, dims: LocalDims | ParallelDims) -> Tensor:
     """Return the indices in the batch of a rank's tokens between layers, [T_local] int64.
 
     They are one micro-step's stream after the other.
@@ -179,12 +182,11 @@ def traced_tokens(subject: Subject, dims: LocalDims | ParallelDims) -> Tensor:
     cp_rank, tp_rank = dims.cp_group.rank(), dims.tp_group.rank()
     # The rank's streams, one per micro-step.
     streams = range(dims.dp_rank, STREAMS * subject.degrees.dp, subject.degrees.dp)
-    return torch.cat(
-        [tokens_in(subject, [i], cp_rank).chunk(subject.degrees.tp)[tp_rank] for i in streams]
-    )
+    of_streams = [tokens_in(subject, [stream], cp_rank) for stream in streams]
+    return torch.cat([tokens.chunk(subject.degrees.tp)[tp_rank] for tokens in of_streams])
 
 
-def split(subject: Subject) -> Findings:
+def split(subject: ProofSubject) -> Findings:
     """Check that the run's split gives the loss and every gradient of one process.
 
     It is compared in float64 and in the run's dtype.
@@ -200,31 +202,32 @@ def split(subject: Subject) -> Findings:
     whole = subject.whole(DTYPES[subject.config.training.dtype])
     one = in_one_process(subject, whole)
     errors = {name: off(g, want.gradients[name]) for name, g in one.gradients.items()}
-    total = math.sqrt(sum((errors[n] * want.gradients[n].norm().item()) ** 2 for n in errors))
-    total /= math.sqrt(sum(want.gradients[n].norm().item() ** 2 for n in errors))
+    norms = {name: want.gradients[name].norm().item() for name in errors}
+    total = math.hypot(*(errors[name] * norm for name, norm in norms.items()))
+    total /= math.hypot(*norms.values())
     bound = bound_of_model(subject.dtype, subject.model.num_layers)
     what = "gradient of one process against float64"
-    yield Finding(
-        f"one process, {short(subject.dtype)}", what, total, bound, max(errors, key=errors.get)
-    )
+    worst_one = max(errors, key=errors.get)
+    yield Finding(f"one process, {short(subject.dtype)}", what, total, bound, worst_one)
     yield from _compared(subject, on_all_ranks(subject, whole), want, one)
 
 
-def _compared(subject: Subject, got: Split, want: Step, one: Step | None) -> Findings:
+def _compared(
+    subject: ProofSubject, got: ShardedStepOutputs, want: StepOutputs, one: StepOutputs | None
+) -> Findings:
     """Compare with float64.
 
     In the run's dtype, which rounds, a split may be off twice as far as one process.
     """
     dtype = subject.dtype
     wrong = first_wrong(subject, got.passed, stations(subject, want, dtype, one))
-    errors = {
-        (name, rank): off(gradients[name], x) if name in gradients else float("inf")
-        for rank, gradients in got.copies
-        for name, x in want.gradients.items()
-    }
-    yield from of_step(
-        f"split, {short(dtype)}", str(subject.degrees), got.loss, errors, wrong, want, dtype, one
-    )
+    # A gradient that a rank lacks is infinitely wrong.
+    errors = {}
+    for rank, gradients in got.copies:
+        for name, x in want.gradients.items():
+            errors[name, rank] = off(gradients[name], x) if name in gradients else math.inf
+    check, ranks = f"split, {short(dtype)}", str(subject.degrees)
+    yield from of_step(check, ranks, got.loss, errors, wrong, want, dtype, one)
 
 
 def of_step(
@@ -233,9 +236,9 @@ def of_step(
     loss: Tensor,
     errors: Mapping[tuple[str, int], float],
     wrong: Wrong | None,
-    want: Step,
+    want: StepOutputs,
     dtype: torch.dtype,
-    one: Step | None,
+    one: StepOutputs | None,
 ) -> Findings:
     """Yield how far the loss and the gradients of a split step are off.
 
@@ -246,10 +249,10 @@ def of_step(
     bound = _bound(dtype, one and one.loss, want.loss)
     yield Finding(check, f"loss, {what}", off(loss, want.loss), bound, where)
     # Each gradient has its own bound; report the one that is worst relative to it.
-    of_name = {
-        name: _bound(dtype, one and one.gradients[name], x) for name, x in want.gradients.items()
-    }
-    bounds = {key: of_name[key[0]] for key in errors}
+    of_name = {}
+    for name, x in want.gradients.items():
+        of_name[name] = _bound(dtype, one and one.gradients[name], x)
+    bounds = {(name, rank): of_name[name] for name, rank in errors}
     name, rank = key = worst(errors, bounds)
     said = f"{name}, rank {rank}"
     if where and not errors[key] <= bounds[key]:
@@ -277,26 +280,26 @@ class Station(NamedTuple):
     backward: bool
 
 
-def stations(subject: Subject, want: Step, dtype: torch.dtype, one: Step | None) -> list[Station]:
+def stations(
+    subject: ProofSubject, want: StepOutputs, dtype: torch.dtype, one: StepOutputs | None
+) -> list[Station]:
     """Return all stations of a step, in the order in which it computes them."""
     layers = [subject.layer(i) for i in range(len(subject.model.layers))]
     n = subject.model.num_layers
     # Layers of the trunk, then the layers that predict further tokens.
     trunk, more = layers[:n], layers[n:]
-    entered = [
-        "the embeddings of later tokens" if layer.joins else name
-        for layer, name in zip(subject.model.layers[n:], ["", *more])
-    ]
-    names = [f"{name}, forward" for name in ("the embedding", *trunk, *entered)]
-    names += [
-        f"{name}, backward" for name in (*reversed(more), "the head or the loss", *reversed(trunk))
-    ]
+    forward = ["the embedding", *trunk]
+    for layer, before in zip(subject.model.layers[n:], ["", *more]):
+        forward.append("the embeddings of later tokens" if layer.joins else before)
+    backward = [*more[::-1], "the head or the loss", *trunk[::-1]]
     # The output of a frozen embedding has no gradient, which would be the last station.
-    names = names[: len(want.passed)]
-    of_one = one.passed if one else [None] * len(names)
-    bounds = [_bound(dtype, x, y) for x, y in zip(of_one, want.passed, strict=True)]
-    back = [name.endswith("backward") for name in names]
-    return [Station(*each) for each in zip(names, want.passed, bounds, back, strict=True)]
+    places = [(name, "forward") for name in forward] + [(name, "backward") for name in backward]
+    found = []
+    for i, exact in enumerate(want.passed):
+        name, direction = places[i]
+        bound = _bound(dtype, one and one.passed[i], exact)
+        found.append(Station(f"{name}, {direction}", exact, bound, direction == "backward"))
+    return found
 
 
 class Wrong(NamedTuple):
@@ -305,7 +308,9 @@ class Wrong(NamedTuple):
     where: str
 
 
-def first_wrong(subject: Subject, got: Iterable[Tensor], stations: list[Station]) -> Wrong | None:
+def first_wrong(
+    subject: ProofSubject, got: Iterable[Tensor], stations: list[Station]
+) -> Wrong | None:
     """Return where a split first differs from one process.
 
     It is the layer, and the rank and document where the difference begins.
@@ -317,8 +322,9 @@ def first_wrong(subject: Subject, got: Iterable[Tensor], stations: list[Station]
     return None
 
 
-def _place(subject: Subject, x: Tensor, y: Tensor, backward: bool) -> str:
-    token = begins((x - y).abs().nan_to_num(torch.inf, torch.inf).amax((0, 2)), backward)
+def _place(subject: ProofSubject, x: Tensor, y: Tensor, backward: bool) -> str:
+    wrong = (x - y).abs().nan_to_num(torch.inf, torch.inf)
+    token = begins(wrong.amax((0, 2)), backward)
     stream = token // subject.config.training.seq_len
     degrees = subject.degrees
     cp_rank = next(r for r in range(degrees.cp) if token in tokens_in(subject, [stream], r))
@@ -326,21 +332,17 @@ def _place(subject: Subject, x: Tensor, y: Tensor, backward: bool) -> str:
     return f"rank {rank}, {subject.document(token)}"
 
 
-def documents(subject: Subject) -> Findings:
+def documents(subject: ProofSubject) -> Findings:
     """Check that each document gives the same between layers, packed and alone."""
     whole = subject.whole(torch.float64).use("torch", subject.device, torch.float64)
     packed = _forward(subject, whole, subject.batch.tokens, subject.batch.cu_seqlens)
     # Compare the shortest and the longest documents.
-    bounds = subject.batch.cu_seqlens.tolist()
-    order = sorted(pairwise(bounds), key=lambda d: d[1] - d[0])
+    documents = pairwise(subject.batch.cu_seqlens.tolist())
+    order = sorted(documents, key=lambda document: document[1] - document[0])
     figure, where = 0.0, ""
     for a, b in dict.fromkeys([*order[: ALONE // 2], *order[-ALONE // 2 :]]):
-        alone = _forward(
-            subject,
-            whole,
-            subject.batch.tokens[:, a:b],
-            torch.tensor([0, b - a], dtype=torch.int32),
-        )
+        bounds = torch.tensor([0, b - a], dtype=torch.int32)
+        alone = _forward(subject, whole, subject.batch.tokens[:, a:b], bounds)
         for i, (x, y) in enumerate(zip(packed, alone, strict=True)):
             error = off(x[:, a:b], y, SMALL * x.norm().item())
             if not error <= max(figure, DELTA):
@@ -352,23 +354,21 @@ def documents(subject: Subject) -> Findings:
 
 
 @torch.no_grad()
-def _forward(subject: Subject, whole: Decoder, tokens: Tensor, bounds: Tensor) -> list[Tensor]:
+def _forward(subject: ProofSubject, whole: Decoder, tokens: Tensor, bounds: Tensor) -> list[Tensor]:
     with Trace(whole) as trace:
         whole(tokens.to(subject.device), plan_of(subject, bounds), loss=lambda logits: logits.x)
     return trace.passed()
 
 
-def repeated(subject: Subject) -> Findings:
+def repeated(subject: ProofSubject) -> Findings:
     """Check that a step taken twice gives the same bits."""
     whole = subject.whole(DTYPES[subject.config.training.dtype])
     with repeatable(may_differ(subject, range(len(subject.model.layers)))):
         first, again = (on_all_ranks(subject, whole) for _ in range(2))
     differ = [] if torch.equal(first.loss, again.loss) else ["loss"]
-    differ += [
-        name
-        for name, x in first.copies[0][1].items()
-        if not torch.equal(x, again.copies[0][1][name])
-    ]
+    # The gradients of the first copy.
+    (_, gradients), (_, others) = first.copies[0], again.copies[0]
+    differ += [name for name, x in gradients.items() if not torch.equal(x, others[name])]
     what = "a step: loss and gradients that differ in their bits when it runs again"
     more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
     yield Finding("repeated", what, len(differ), 0, ", ".join(differ[:3]) + more)

@@ -1,5 +1,5 @@
 """Ops and mixers of the run's model: split among ranks, against float64, documents alone,
-repeated.
+prefix trees, repeated.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from titan_linear.proof.cases import cases as of_ops
 from titan_linear.proof.data import tokens_of
 from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
 from titan_linear.proof.ranks import on_ranks, sharding_of
-from titan_linear.proof.subject import STREAMS, Subject
+from titan_linear.proof.subject import STREAMS, ProofSubject
 
 # Number of tokens for oracles, which run token by token.
 ORACLE_TOKENS = 192
@@ -41,7 +42,7 @@ SMALL = 1e-3
 OF_MIXER = {"": 12.0}
 
 
-def cases(subject: Subject) -> Iterator[Case]:
+def cases(subject: ProofSubject) -> Iterator[Case]:
     """Yield, for each kind of mixer, its ops, then the mixer itself."""
     whole = subject.whole(torch.float64)
     T = STREAMS * subject.config.training.seq_len
@@ -49,37 +50,34 @@ def cases(subject: Subject) -> Iterator[Case]:
         layers = tuple(i for i, layer in enumerate(subject.model.layers) if kind in layer.mixers)
         method = cp_method(kind, subject.config.parallelism)
         draw = Draws(T, subject.config.debug.seed, kind.name, subject.device, method)
-        of_first = zip(
-            subject.model.layers[layers[0]].mixers, whole.layers[layers[0]].mixers, strict=True
-        )
-        for case in (
-            *of_ops(kind, draw),
-            _mixer(kind, draw, subject.model.dim, dict(of_first)[kind]),
-        ):
+        for case in of_ops(kind, draw):
             yield replace(case, layers=layers)
+        # The mixer is the first layer's.
+        place = subject.model.layers[layers[0]].mixers.index(kind)
+        mixer = whole.layers[layers[0]].mixers[place]
+        yield replace(_mixer(kind, draw, subject.model.dim, mixer), layers=layers)
 
 
 def _mixer(kind: MixerOptions, draw: Draws, dim: int, mixer: nn.Module) -> Case:
     def run(x: Tensors, plan: BatchPlan, impl: str) -> Tensor:
-        x = dict(x)
         # Copy the module for each call, because ranks run it in turns.
         copied = copy.deepcopy(mixer)
-        arguments = [x.pop(name) for name in tokens]
         # Replace the copy's parameters by the case's, which need gradients.
-        for name, p in x.items():
+        for name in parameters:
             owner, _, leaf = name.rpartition(".")
             module = copied.get_submodule(owner)
             del module._parameters[leaf]
-            setattr(module, leaf, p)
+            setattr(module, leaf, x[name])
+        # Run it with the case's implementation, on its tokens.
         copied.cp_method = draw.cp_method
-        copied.implementations = choose_implementations(
-            kind.ops, impl, arguments[0].device, arguments[0].dtype
-        )
-        x, *taken = arguments
-        y = copied(x, plan, None, *taken)
+        first, *values = (x[name] for name in tokens)
+        copied.implementations = choose_implementations(kind.ops, impl, first.device, first.dtype)
+        y = copied(first, plan, None, *values)
         return y if isinstance(y, Tensor) else y[0]
 
-    tokens = draw.tokens(x=(dim,)) | (draw.tokens(values=(kind.takes,)) if kind.takes else {})
+    tokens = draw.tokens(x=(dim,))
+    if kind.takes:
+        tokens |= draw.tokens(values=(kind.takes,))
     parameters = {name: p.detach() for name, p in mixer.named_parameters()}
     wide = getattr(mixer, "kept_whole", ())
     dy = draw("dy of mixer", 1, draw.T, dim)
@@ -101,17 +99,15 @@ class Results(NamedTuple):
 
 def rounded(case: Case, dtype: torch.dtype) -> Case:
     """Return the case with its values rounded to `dtype`, but stored in float64."""
+
+    def of(part: Tensors) -> Tensors:
+        return {name: x.to(case.dtype(name, dtype)).double() for name, x in part.items()}
+
+    parameters = case.parameters
     if dtype != torch.float64:
-        case = replace(case, parameters=case.parameters | case.usual)
-    tokens, parameters = (
-        {name: x.to(_dtype_of(case, name, dtype)).double() for name, x in part.items()}
-        for part in (case.tokens, case.parameters)
-    )
-    return replace(case, tokens=tokens, parameters=parameters, dy=case.dy.to(dtype).double())
-
-
-def _dtype_of(case: Case, name: str, dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32) if name in case.wide else dtype
+        parameters = parameters | case.usual
+    dy = case.dy.to(dtype).double()
+    return replace(case, tokens=of(case.tokens), parameters=of(parameters), dy=dy)
 
 
 def computed(
@@ -123,23 +119,19 @@ def computed(
 ) -> Results:
     """Compute the case in `dtype`, on the tokens `mine`."""
     # Inputs are leaves, so that their gradients can be compared.
-    tokens = {n: x[:, mine].to(dtype, copy=True).requires_grad_() for n, x in case.tokens.items()}
-    parameters = {
-        n: x.to(_dtype_of(case, n, dtype), copy=True).requires_grad_()
-        for n, x in case.parameters.items()
-    }
-    y = case.run(tokens | parameters, plan, impl)
-    grads = torch.autograd.grad(
-        y, [*tokens.values(), *parameters.values()], case.dy[:, mine].to(dtype)
-    )
-    gradients = dict(zip([*tokens, *parameters], grads, strict=True))
-    return Results(
-        {"y": y.detach()} | {f"d{n}": gradients[n] for n in tokens},
-        {f"d{n}": gradients[n] for n in parameters},
-    )
+    leaves = {name: x[:, mine] for name, x in case.tokens.items()} | case.parameters
+    for name, x in leaves.items():
+        leaves[name] = x.to(case.dtype(name, dtype), copy=True).requires_grad_()
+    # Forward and backward.
+    y = case.run(leaves, plan, impl)
+    gradients = torch.autograd.grad(y, list(leaves.values()), case.dy[:, mine].to(dtype))
+    # The first are by token, the others of parameters.
+    results = {f"d{name}": x for name, x in zip(leaves, gradients)}
+    parameters = {f"d{name}": results.pop(f"d{name}") for name in case.parameters}
+    return Results({"y": y.detach(), **results}, parameters)
 
 
-def on_one(subject: Subject, case: Case, dtype: torch.dtype, impl: str = "torch") -> Results:
+def on_one(subject: ProofSubject, case: Case, dtype: torch.dtype, impl: str = "torch") -> Results:
     """Compute the case on one rank, without the run's plan.
 
     Documents are given by their boundaries.
@@ -147,35 +139,35 @@ def on_one(subject: Subject, case: Case, dtype: torch.dtype, impl: str = "torch"
     return computed(case, dtype, plan_of(subject, _bounds(subject)), impl)
 
 
-def split_among_ranks(subject: Subject, case: Case, dtype: torch.dtype, impl: str) -> Results:
+def split_among_ranks(subject: ProofSubject, case: Case, dtype: torch.dtype, impl: str) -> Results:
     """Compute the case on the ranks that share a stream, and join their results.
 
     Raises:
         RankFailed: a rank raised an error.
     """
-    degrees = Degrees(cp=subject.degrees.cp)
 
     def on_rank(dims: LocalDims) -> Results:
         batch = next(iter(subject.loader(0, subject.degrees.dp)))
         plan = sharding_of(subject, dims, dtype)(batch).plan
-        return computed(
-            case, dtype, plan, impl, tokens_of(subject, 0, dims.rank).to(subject.device)
-        )
+        mine = tokens_of(subject, 0, dims.rank).to(subject.device)
+        return computed(case, dtype, plan, impl, mine)
 
-    ranks = on_ranks(degrees, on_rank)
-    # Put each rank's tokens at their places, and sum the gradients of parameters.
-    whole = {
-        name: x.new_empty(1, case.dy.shape[1], *x.shape[2:]) for name, x in ranks[0].tokens.items()
-    }
-    for rank, results in enumerate(ranks):
-        for name, x in results.tokens.items():
-            whole[name][:, tokens_of(subject, 0, rank).to(x.device)] = x
-    return Results(
-        whole, {n: sum(r.parameters[n].double() for r in ranks) for n in ranks[0].parameters}
-    )
+    ranks = on_ranks(Degrees(cp=subject.degrees.cp), on_rank)
+    # Put each rank's tokens at their places.
+    tokens = {}
+    for name, first in ranks[0].tokens.items():
+        tokens[name] = first.new_empty(1, case.dy.shape[1], *first.shape[2:])
+        for rank, results in enumerate(ranks):
+            mine = tokens_of(subject, 0, rank).to(first.device)
+            tokens[name][:, mine] = results.tokens[name]
+    # Sum the gradients of parameters.
+    parameters = {}
+    for name in ranks[0].parameters:
+        parameters[name] = sum(results.parameters[name].double() for results in ranks)
+    return Results(tokens, parameters)
 
 
-def _bounds(subject: Subject) -> Tensor:
+def _bounds(subject: ProofSubject) -> Tensor:
     """Return the boundaries of the first data-parallel rank's streams, [N+1] int32, on the
     CPU.
     """
@@ -184,45 +176,54 @@ def _bounds(subject: Subject) -> Tensor:
 
 
 def plan_of(
-    subject: Subject, bounds: Tensor, num_streams: int = 1, later: Later | None = None
+    subject: ProofSubject,
+    bounds: Tensor,
+    num_streams: int = 1,
+    later: Later | None = None,
 ) -> BatchPlan:
     """Return the plan of documents with these boundaries, computed by hand."""
     positions = torch.cat([torch.arange(n) for n in bounds.diff().tolist()]).to(subject.device)
-    return BatchPlan(
-        positions, cu_seqlens=bounds.to(subject.device), num_streams=num_streams, later=later
-    )
+    bounds = bounds.to(subject.device)
+    return BatchPlan(positions, cu_seqlens=bounds, num_streams=num_streams, later=later)
 
 
 # --- What is compared ---------------------------------------------------------------------
 
 
 def _compared(
-    subject: Subject, case: Case, got: Results, want: Results, dtype: torch.dtype
+    subject: ProofSubject,
+    case: Case,
+    got: Results,
+    want: Results,
+    dtype: torch.dtype,
 ) -> tuple[float, float, str]:
     """Return the worst error, its bound, and its place."""
-    both = (got.tokens | got.parameters), (want.tokens | want.parameters)
-    errors = {name: off(x, both[1][name]) for name, x in both[0].items()}
+    ours = got.tokens | got.parameters
+    theirs = want.tokens | want.parameters
+    errors = {name: off(x, theirs[name]) for name, x in ours.items()}
     bounds = {name: _bound(case, name, dtype) for name in errors}
     # If results are out of bounds, name the first that has a place: results by token, the
     # output before gradients.
-    name = next(
-        (name for name in got.tokens if not errors[name] <= bounds[name]), worst(errors, bounds)
-    )
-    return (
-        errors[name],
-        bounds[name],
-        _where(subject, case, name, both[0][name], both[1][name], name in got.tokens),
-    )
+    beyond = [name for name in got.tokens if not errors[name] <= bounds[name]]
+    name = beyond[0] if beyond else worst(errors, bounds)
+    where = _where(subject, case, name, ours[name], theirs[name], name in got.tokens)
+    return errors[name], bounds[name], where
 
 
 def _bound(case: Case, name: str, dtype: torch.dtype) -> float:
     if dtype == torch.float64:
         return case.bound
-    return case.units.get(name if name == "y" else name[1:], case.units[""]) * UNIT[dtype]
+    of = name if name == "y" else name[1:]
+    return case.units.get(of, case.units[""]) * UNIT[dtype]
 
 
 def _where(
-    subject: Subject, case: Case, name: str, got: Tensor, want: Tensor, of_tokens: bool
+    subject: ProofSubject,
+    case: Case,
+    name: str,
+    got: Tensor,
+    want: Tensor,
+    of_tokens: bool,
 ) -> str:
     """Describe in words the result, its worst head, and where the error begins.
 
@@ -230,16 +231,14 @@ def _where(
     """
     wrong = (got.double() - want.double()).abs().nan_to_num(torch.inf, torch.inf)
     said = [name]
-    if not of_tokens:
-        # Gradients of parameters are [HV] or [HV·K].
-        if case.by_head:
-            said.append(f"head {int(wrong.view(case.dy.shape[2], -1).amax(1).argmax())}")
-        return ", ".join(said)
     if case.by_head:
-        said.append(f"head {int(wrong.transpose(0, 2).flatten(1).amax(1).argmax())}")
-    return ", ".join(
-        [*said, _place(subject, case.first + begins(wrong[0].flatten(1).amax(1), name != "y"))]
-    )
+        # Gradients of parameters are [HV] or [HV·K].
+        heads = wrong.transpose(0, 2) if of_tokens else wrong.view(case.dy.shape[2], -1)
+        said.append(f"head {int(heads.flatten(1).amax(1).argmax())}")
+    if of_tokens:
+        token = begins(wrong[0].flatten(1).amax(1), name != "y")
+        said.append(_place(subject, case.first + token))
+    return ", ".join(said)
 
 
 def begins(wrong: Tensor, backward: bool) -> int:
@@ -251,12 +250,12 @@ def begins(wrong: Tensor, backward: bool) -> int:
     return int(about[-1 if backward else 0])
 
 
-def _place(subject: Subject, token: int) -> str:
+def _place(subject: ProofSubject, token: int) -> str:
     ranks = [r for r in range(subject.degrees.cp) if token in tokens_of(subject, 0, r)]
     return f"rank {ranks[0]}, {subject.document(token)}"
 
 
-def split(subject: Subject, case: Case) -> Findings:
+def split(subject: ProofSubject, case: Case) -> Findings:
     """Check that the case split among ranks equals float64 on one rank.
 
     In the run's dtype, it must be equal within the cost of rounding.
@@ -270,7 +269,7 @@ def split(subject: Subject, case: Case) -> Findings:
         yield Finding(f"split, {short(dtype)}", what, *_compared(subject, case, got, want, dtype))
 
 
-def implementations(subject: Subject, case: Case) -> Findings:
+def implementations(subject: ProofSubject, case: Case) -> Findings:
     """Check the run's implementation against float64, and float64 against the definition.
 
     The document lengths are the run's.
@@ -290,7 +289,7 @@ def implementations(subject: Subject, case: Case) -> Findings:
         yield Finding("implementation, float64", f"{case}, against the definition", *compared)
 
 
-def _few(subject: Subject, case: Case) -> tuple[Case, Tensor]:
+def _few(subject: ProofSubject, case: Case) -> tuple[Case, Tensor]:
     """Return the case on the last tokens of the batch, and their documents' boundaries.
 
     The first of these documents is cut off.
@@ -304,7 +303,7 @@ def _few(subject: Subject, case: Case) -> tuple[Case, Tensor]:
     return few, (bounds - first).int()
 
 
-def documents(subject: Subject, case: Case) -> Findings:
+def documents(subject: ProofSubject, case: Case) -> Findings:
     """Check that a document gives the same packed and alone.
 
     Changing another document must not change anything of it.
@@ -313,31 +312,28 @@ def documents(subject: Subject, case: Case) -> Findings:
     lengths = bounds.diff()
     order = lengths.argsort(descending=True).tolist()
     packed = on_one(subject, case, torch.float64)
-    worst_of = (0.0, "")
+    most, where = 0.0, ""
     # Compare the longest and the shortest documents, packed and alone.
     for n in [*order[: ALONE // 2], *order[::-1][: ALONE // 2]]:
         document = slice(int(bounds[n]), int(bounds[n + 1]))
         for name, x in alone(subject, case, document, int(lengths[n])).items():
             whole = packed.tokens[name]
             error = off(whole[:, document], x, SMALL * whole.norm().item())
-            if not error <= worst_of[0]:
-                worst_of = error, f"{name}, {subject.document(document.start)}"
-    yield Finding(
-        "documents", f"{case}, packed and alone, float64", worst_of[0], case.bound, worst_of[1]
-    )
+            if not error <= most:
+                most, where = error, f"{name}, {subject.document(document.start)}"
+    yield Finding("documents", f"{case}, packed and alone, float64", most, case.bound, where)
     # Change documents one by one; all others must keep their bits.
     what = f"{case}, cp {subject.degrees.cp}: what changing one document changes of others, {short(subject.dtype)}"
     most, where = 0.0, ""
     with repeatable():
         for n, before, after in _changed(subject, case, [order[0], order[-1], 0]):
+            by = subject.document(int(bounds[n]))
             for name, x in after.tokens.items():
                 change = (x.double() - before.tokens[name].double()).abs()
                 if not change.max() <= most:
                     most = change.max().item()
                     token = int(change[0].flatten(1).amax(1).argmax())
-                    where = (
-                        f"{name}, {_place(subject, token)}, by {subject.document(int(bounds[n]))}"
-                    )
+                    where = f"{name}, {_place(subject, token)}, by {by}"
     yield Finding("documents", what, most, 0.0, where)
     # The run's own kernels may sum in any order, so they get a bound instead.
     if may_differ(subject, case.layers):
@@ -346,23 +342,27 @@ def documents(subject: Subject, case: Case) -> Findings:
         yield Finding("documents", f"{what}, by the kernels of the run", *compared)
 
 
-def alone(subject: Subject, case: Case, rows: slice | np.ndarray, length: int) -> Tensors:
+def alone(subject: ProofSubject, case: Case, rows: slice | np.ndarray, length: int) -> Tensors:
     """Return the results of a document's tokens alone, in float64."""
     plan = plan_of(subject, torch.tensor([0, length], dtype=torch.int32))
     return computed(case, torch.float64, plan, mine=rows).tokens
 
 
-def after_change(subject: Subject, case: Case, rows: slice) -> Tensors:
+def after_change(subject: ProofSubject, case: Case, rows: slice) -> Tensors:
     """Return the results of all tokens on the run's ranks after some tokens are changed."""
-    other = {name: x.clone() for name, x in (case.tokens | {"dy": case.dy}).items()}
-    for x in other.values():
+
+    def other(x: Tensor) -> Tensor:
+        x = x.clone()
         x[:, rows] = 1.5 * x[:, rows].flip(-1) + 0.25
-    changed = replace(case, dy=other.pop("dy"), tokens=other)
+        return x
+
+    tokens = {name: other(x) for name, x in case.tokens.items()}
+    changed = replace(case, dy=other(case.dy), tokens=tokens)
     return split_among_ranks(subject, changed, subject.dtype, subject.config.model.impl).tokens
 
 
 def _changed(
-    subject: Subject, case: Case, documents: list[int]
+    subject: ProofSubject, case: Case, documents: list[int]
 ) -> Iterator[tuple[int, Results, Results]]:
     """Yield each of these documents, with the results before and after it is changed.
 
@@ -379,13 +379,59 @@ def _changed(
         yield n, before, Results(after, {})
 
 
-def repeated(subject: Subject, case: Case) -> Findings:
+def trees(subject: ProofSubject, case: Case) -> Findings:
+    """Check leaves of prefix trees: the shortest, the longest, and one between.
+
+    Their documents' shares in outputs and gradients must be the same as alone. Changing a
+    leaf must change only its own outputs, and only gradients on its path.
+    """
+    subject = replace(subject, on_trees=True)
+    trees = next(iter(subject.loader(0, subject.degrees.dp))).trees
+    lengths = np.diff(trees.edges)
+    leaves = sorted(trees.leaves[trees.parents[trees.leaves] >= 0], key=lengths.__getitem__)
+    error, alone_at, change, changed_at = 0.0, "", 0.0, ""
+    with repeatable():
+        before = split_among_ranks(subject, case, subject.dtype, subject.config.model.impl)
+        # Each leaf's path has the tokens of all trees from the root to it.
+        places = {0, len(leaves) // 2, len(leaves) - 1} if leaves else ()
+        for leaf in (leaves[place] for place in sorted(places)):
+            own = slice(*trees.edges[leaf : leaf + 2])
+            _, on_path = trees.on_paths(leaf[None])
+            path = np.concatenate([np.arange(*trees.edges[n : n + 2]) for n in on_path])
+            said = subject.document(own.start)
+            # Gradients of outputs off the path are zero, as for the document alone.
+            dy = torch.zeros_like(case.dy)
+            dy[:, path] = case.dy[:, path]
+            shares = split_among_ranks(subject, replace(case, dy=dy), torch.float64, "torch").tokens
+            of_path = alone(subject, case, path, len(path))
+            # Change the leaf, and look for changes elsewhere.
+            for name, x in after_change(subject, case, own).items():
+                difference = (x.double() - before.tokens[name].double()).abs()
+                difference[:, own if name == "y" else path] = 0
+                if not difference.max() <= change:
+                    change, changed_at = difference.max().item(), f"{name}, by {said}"
+                # Compare the document's share with the document alone.
+                share = shares[name]
+                apart = off(share[:, path], of_path[name], SMALL * share.norm().item())
+                if not apart <= error:
+                    error, alone_at = apart, f"{name}, {said}"
+    what = f"{case}, cp {subject.degrees.cp}"
+    in_trees = f"{what}, in a prefix tree and alone, float64"
+    yield Finding("trees", in_trees, error, case.bound, alone_at)
+    what += f": what changing a leaf changes of others, {short(subject.dtype)}"
+    yield Finding("trees", what, change, 0.0, changed_at)
+
+
+def repeated(subject: ProofSubject, case: Case) -> Findings:
     """Check that the case gives the same bits when it runs again; name results that do not."""
     dtype, impl = subject.dtype, subject.config.model.impl
+    results = []
     with repeatable(may_differ(subject, case.layers)):
-        first, again = (split_among_ranks(subject, case, dtype, impl) for _ in range(2))
-    pairs = [(name, x, again[i][name]) for i in range(2) for name, x in first[i].items()]
-    differ = [name for name, x, y in pairs if not torch.equal(x, y)]
+        for _ in range(2):
+            tokens, parameters = split_among_ranks(subject, case, dtype, impl)
+            results.append(tokens | parameters)
+    first, again = results
+    differ = [name for name, x in first.items() if not torch.equal(x, again[name])]
     what = f"{case}: results that differ in their bits when it runs again"
     yield Finding("repeated", what, len(differ), 0, ", ".join(differ))
 
@@ -401,11 +447,11 @@ def repeatable(on: bool = True) -> Iterator[None]:
         torch.set_deterministic_debug_mode(before)
 
 
-def may_differ(subject: Subject, layers: Iterable[int]) -> bool:
+def may_differ(subject: ProofSubject, layers: Iterable[int]) -> bool:
     """Whether some results of these layers may have other bits each time.
 
     Results of softmax attention on GPUs may, unless algorithms are deterministic: its
     fastest kernels add in any order.
     """
-    softmax = not all(mixer.linear for i in layers for mixer in subject.model.layers[i].mixers)
-    return softmax and subject.device.type != "cpu"
+    mixers = chain.from_iterable(subject.model.layers[i].mixers for i in layers)
+    return subject.device.type != "cpu" and not all(mixer.linear for mixer in mixers)

@@ -22,7 +22,7 @@ from titan_linear.proof.cases import Tensors
 from titan_linear.proof.findings import Findings
 from titan_linear.proof.model import (
     Station,
-    Step,
+    StepOutputs,
     Trace,
     Wrong,
     first_wrong,
@@ -32,14 +32,14 @@ from titan_linear.proof.model import (
     traced_tokens,
 )
 from titan_linear.proof.ranks import passes_of
-from titan_linear.proof.subject import STREAMS, Subject
+from titan_linear.proof.subject import STREAMS, ProofSubject
 from titan_linear.run.build import DTYPES, build_dims, build_model
 from titan_linear.step.passes import Passes
 from titan_linear.step.update import gradient_sums, sum_gradients
 from titan_linear.storage.tensors import named_parameters
 
 
-def split(subject: Subject) -> Findings:
+def split(subject: ProofSubject) -> Findings:
     """Check that a step of all processes gives the loss and gradients of one process.
 
     It is compared in float64 and in the run's dtype. Every rank calls this, and gets the
@@ -61,7 +61,7 @@ def split(subject: Subject) -> Findings:
 
 
 def _of_processes(
-    subject: Subject, dims: ParallelDims, want: Step, one: Step | None
+    subject: ProofSubject, dims: ParallelDims, want: StepOutputs, one: StepOutputs | None
 ) -> tuple[Tensor, dict[tuple[str, int], float], Wrong | None]:
     """Return the loss of all ranks, the errors of gradients, and the first wrong place.
 
@@ -88,7 +88,7 @@ def _of_processes(
 
 
 def _first_wrong(
-    subject: Subject, dims: ParallelDims, trace: Trace, stations: list[Station]
+    subject: ProofSubject, dims: ParallelDims, trace: Trace, stations: list[Station]
 ) -> Wrong | None:
     """Return `first_wrong` for this rank's tokens."""
     mine = traced_tokens(subject, dims).to(subject.device)
@@ -98,7 +98,7 @@ def _first_wrong(
     return first_wrong(subject, wholes, stations)
 
 
-def passes_of_process(subject: Subject, dims: ParallelDims, micro_steps: int) -> Passes:
+def passes_of_process(subject: ProofSubject, dims: ParallelDims, micro_steps: int) -> Passes:
     """Return the passes of the subject's model, with its weights, on its streams."""
     model = build_model(subject.config, subject.model, dims, subject.device)
     _fill(model, subject.weights)

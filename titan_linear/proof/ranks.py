@@ -20,7 +20,7 @@ from titan_linear.distributed.parallelize import parallelize, replicated_paramet
 from titan_linear.distributed.parts import Parts
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mlps.moe import MoE
-from titan_linear.proof.subject import Subject
+from titan_linear.proof.subject import ProofSubject
 from titan_linear.run.build import build_passes, build_sharding
 from titan_linear.step.cut import BatchSharding
 from titan_linear.step.passes import Passes
@@ -59,7 +59,7 @@ def on_ranks(degrees: Degrees, on_rank: Callable[[LocalDims], T]) -> list[T]:
         return take_turns([partial(on_rank, each) for each in dims])
 
 
-def sharding_of(subject: Subject, dims: LocalDims, dtype: torch.dtype) -> BatchSharding:
+def sharding_of(subject: ProofSubject, dims: LocalDims, dtype: torch.dtype) -> BatchSharding:
     """Return how the run cuts batches for this rank."""
     return replace(
         build_sharding(subject.config, subject.model, dims, subject.device), compute_dtype=dtype
@@ -67,7 +67,7 @@ def sharding_of(subject: Subject, dims: LocalDims, dtype: torch.dtype) -> BatchS
 
 
 def passes_of(
-    subject: Subject,
+    subject: ProofSubject,
     model: Decoder,
     dims: LocalDims | ParallelDims,
     host: dist.ProcessGroup,
@@ -80,7 +80,9 @@ def passes_of(
     )
 
 
-def model_of(subject: Subject, whole: Decoder, dims: LocalDims, compiled: bool = False) -> Decoder:
+def model_of(
+    subject: ProofSubject, whole: Decoder, dims: LocalDims, compiled: bool = False
+) -> Decoder:
     """Return a rank's model.
 
     Its parameters share memory with the whole ones, or are its parts of them.

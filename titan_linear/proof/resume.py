@@ -20,7 +20,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.ops import repeatable
-from titan_linear.proof.subject import STREAMS, MoreDocuments, Subject, narrowed
+from titan_linear.proof.subject import STREAMS, MoreDocuments, ProofSubject, narrowed
 from titan_linear.run.build import build_dims, build_model, build_passes
 from titan_linear.run.start import build_loader
 from titan_linear.step.optimizer import AdamW, build_optimizer
@@ -36,10 +36,10 @@ PARAMETERS = 32_000_000
 
 
 @dataclass
-class Run:
+class RunState:
     """The trainer's state of a run on one rank."""
 
-    subject: Subject
+    subject: ProofSubject
     dims: ParallelDims
     host: dist.ProcessGroup
     model: Decoder
@@ -89,7 +89,7 @@ class Run:
         return copies
 
 
-def resume(subject: Subject) -> Findings:
+def resume(subject: ProofSubject) -> Findings:
     """Check that a run saved after some steps and loaded into a new model is the same.
 
     It must have the same state and take the same next step.
@@ -101,7 +101,7 @@ def resume(subject: Subject) -> Findings:
     )
 
 
-def of_processes(subject: Subject) -> Findings:
+def of_processes(subject: ProofSubject) -> Findings:
     """Check the same for the run's own processes and split, under torchrun.
 
     Every rank calls this, for the same findings.
@@ -115,7 +115,9 @@ def of_processes(subject: Subject) -> Findings:
     )
 
 
-def _resumed(check: str, subject: Subject, dims: ParallelDims, host: dist.ProcessGroup) -> Findings:
+def _resumed(
+    check: str, subject: ProofSubject, dims: ParallelDims, host: dist.ProcessGroup
+) -> Findings:
     model, _ = narrowed(subject.model, subject.config.parallelism, PARAMETERS)
     subject, config = replace(subject, model=model), subject.config
     with _shared_folder(host) as folder, repeatable():
@@ -175,7 +177,7 @@ def _shared_folder(host: dist.ProcessGroup) -> Iterator[Path | None]:
         dist.barrier(host)
 
 
-def _compared(check: str, what: str, want: dict[str, Tensor], run: Run) -> Finding:
+def _compared(check: str, what: str, want: dict[str, Tensor], run: RunState) -> Finding:
     """Compare the tensors of all ranks in `run` with the earlier ones."""
     got = run.tensors()
     differing = [
@@ -199,11 +201,11 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.to(b.device), b)
 
 
-def _new(subject: Subject, dims: ParallelDims, host: dist.ProcessGroup) -> Run:
+def _new(subject: ProofSubject, dims: ParallelDims, host: dist.ProcessGroup) -> RunState:
     """Return a run with initial weights."""
     model = build_model(subject.config, subject.model, dims, subject.device)
     initialise(model, subject.config.debug.seed, named_parameters(model))
-    return Run(subject, dims, host, model, build_optimizer(model, subject.config.optimizer))
+    return RunState(subject, dims, host, model, build_optimizer(model, subject.config.optimizer))
 
 
 def _on_one_rank(config: Config) -> Config:

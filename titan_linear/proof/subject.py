@@ -19,11 +19,11 @@ from torch import Tensor
 
 from titan_linear.config import Config, Model, Parallelism, check_config
 from titan_linear.data import IGNORE, Batch, Stream, StreamLoader, Streams, Tokenizer
-from titan_linear.data.corpus.trees import BACK, SHARE
+from titan_linear.data.corpus.tree_records import BACK, SHARE
 from titan_linear.distributed.one_process import Degrees
 from titan_linear.distributed.parallelize import cp_method
 from titan_linear.distributed.process import own_device
-from titan_linear.losses import Loss, build_loss
+from titan_linear.losses import LossFunction, build_loss
 from titan_linear.models.config import Entry, MixerOptions, ModelConfig, MoEConfig, mixers_of
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
@@ -44,6 +44,8 @@ from titan_linear.run.model_checks import check_float8, check_float8_device, che
 LENGTH = {"cpu": 256, "cuda": 2048}
 # With this many parameters, a few float64 passes take seconds on two cores.
 CPU_PARAMETERS = 4_000_000
+# With this many parameters, frozen ones included, drawing and copying them takes seconds.
+MOST_PARAMETERS = {"cpu": 64_000_000, "cuda": 1_000_000_000}
 # Streams per data-parallel rank. Of all streams, every second one is cut into more
 # documents than the corpus has.
 STREAMS = 2
@@ -54,7 +56,7 @@ ROOM = 0.6
 
 
 @dataclass(frozen=True)
-class Subject:
+class ProofSubject:
     # The run's configuration, with shorter streams, and the run's own.
     config: Config
     run: Config
@@ -74,11 +76,11 @@ class Subject:
         return DTYPES[self.config.training.mixed_precision_param]
 
     @property
-    def loss(self) -> Loss:
+    def loss(self) -> LossFunction:
         return build_loss(self.config.loss.name, self.config.objective)
 
     @property
-    def in_float64(self) -> Subject:
+    def in_float64(self) -> ProofSubject:
         """Return the subject computed exactly: by PyTorch's operations, uncompiled."""
         types = (
             "training.dtype",
@@ -173,7 +175,7 @@ class MoreDocuments:
 # --- From a configuration -----------------------------------------------------------------
 
 
-def subject_of(config: Config) -> Subject:
+def subject_of(config: Config) -> ProofSubject:
     """Return the subject of a run's configuration, cut to what this machine can examine.
 
     Raises:
@@ -227,7 +229,7 @@ def subject_of(config: Config) -> Subject:
     streams, _ = RunData(cut, tokenizer).streams(None)
     data.check_size(tokens_of(streams))
     applies = tuple(line for line, holds in said.items() if holds)
-    return Subject(cut, config, model, degrees, tokenizer, streams, device, applies)
+    return ProofSubject(cut, config, model, degrees, tokenizer, streams, device, applies)
 
 
 def _processes(p: Parallelism) -> int:
@@ -290,7 +292,7 @@ def fitting(
     if device.type == "cuda":
         # These are mostly gradients.
         most = torch.cuda.mem_get_info(device)[0] * ROOM / (24 + 8 * degrees.ranks)
-    thinner, factor = narrowed(model, p, most)
+    thinner, factor = narrowed(model, p, most, MOST_PARAMETERS[device.type])
     if device.type == "cuda" and (least := count_parameters(thinner)) > most:
         raise ValueError(
             f"{keys.preset}: this device has room for {most:,.0f} parameters of the model with {degrees.ranks} "
@@ -300,14 +302,18 @@ def fitting(
     return thinner, factor
 
 
-def narrowed(model: ModelConfig, p: Parallelism, most: float) -> tuple[ModelConfig, int]:
+def narrowed(
+    model: ModelConfig, p: Parallelism, trained: float, total: float = math.inf
+) -> tuple[ModelConfig, int]:
     """Return the model, narrowed until it is small enough, and the divisor.
 
-    It has then at most `most` parameters, or a dim of at most 128.
+    It has then a dim of at most 128, or at most this many trained parameters and, together
+    with frozen ones, at most `total`.
     """
     for factor in (1, 2, 4, 8, 16, 32):
         thinner = _thinner(model, factor, p)
-        if count_parameters(thinner) <= most or thinner.dim <= 128:
+        fits = count_parameters(thinner) <= trained and count_parameters(thinner.base) <= total
+        if fits or thinner.dim <= 128:
             break
     return thinner, factor
 

@@ -21,9 +21,9 @@ from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
 from titan_linear.losses import build_loss
 from titan_linear.losses.loss import LocalBatch
-from titan_linear.models.adapters import joined
-from titan_linear.models.config import Adapter, ModelConfig
+from titan_linear.models.config import LoraConfig, ModelConfig
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.hf_mapping import joined
 from titan_linear.models.lora import check_adapters
 from titan_linear.models.presets import preset, resized
 from titan_linear.ops.registry import choose_implementations
@@ -155,7 +155,7 @@ def with_adapter(model: ModelConfig, config: Config) -> ModelConfig:
         shared = ()
     else:
         shared = joined(model, family)
-    adapter = Adapter(
+    adapter = LoraConfig(
         rank=a.rank,
         factor=a.alpha / (math.sqrt(a.rank) if a.rslora else a.rank),
         targets=tuple(a.targets),

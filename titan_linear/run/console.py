@@ -21,7 +21,7 @@ from titan_linear.models.float8 import float8_line
 from titan_linear.models.lora import described
 from titan_linear.models.mixers.recurrent import RecurrentOptions
 from titan_linear.ops.layout.fragments import cut_streams
-from titan_linear.ops.layout.trees import exchanged, tree_of
+from titan_linear.ops.layout.tree_tables import exchanged, tree_of
 from titan_linear.ops.registry import start_lines
 from titan_linear.run.build import (
     VOCAB_MULTIPLE,
@@ -141,7 +141,7 @@ def exchanged_of_trees(p: Parallelism, model: ModelConfig, streams: Streams) -> 
         and p.context_parallel_linear_method == "kcp"
     ):
         return ""
-    nodes = micro_batch(streams, 0, 1, 0, 1).nodes
+    nodes = micro_batch(streams, 0, 1, 0, 1).trees
     if not nodes.joined:
         return ""
     parents = torch.from_numpy(nodes.parents)

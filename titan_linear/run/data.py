@@ -13,7 +13,7 @@ from titan_linear.config import (
     COLUMNS,
     OTHER,
     Config,
-    Rule,
+    KeyRule,
     Source,
     Training,
     difference,
@@ -38,7 +38,7 @@ from titan_linear.data import (
     streams_of,
 )
 from titan_linear.data.corpus.scores import content_of_scores, with_scores
-from titan_linear.data.corpus.trees import BACK
+from titan_linear.data.corpus.tree_records import BACK
 from titan_linear.distributed.groups import of_all_ranks
 from titan_linear.losses import build_loss
 from titan_linear.models.config import ModelConfig, fingerprint
@@ -219,7 +219,7 @@ class RunData:
                 "training.dataset_columns, or have titan-linear score write it"
             )
         # All columns of a loss have the same width, which the loss limits.
-        most = loss.most_numbers
+        most = max(loss.columns.values(), default=0)
         widths = {column: sum(corpus.columns[column].shape[1:]) for column in targets.columns}
         for column, width in widths.items():
             if not min(most, 1) <= width <= most or width != next(iter(widths.values())):
@@ -404,7 +404,7 @@ def check_alike(keys: Mapping[str, Any], content: Content, host: dist.ProcessGro
     Args:
         keys: the configuration's values, by "section.key".
     """
-    of_a_node = keys_with(Rule.OF_A_NODE)
+    of_a_node = keys_with(KeyRule.OF_A_NODE)
     compared = {key: value for key, value in keys.items() if key not in of_a_node}
     contents = {f"the content of {name}": x for name, x in content.model_dump().items()}
     ranks = of_all_ranks(compared | contents, host)

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from titan_linear.config import Evaluation
-from titan_linear.data import Prompts, Questions, Sample
+from titan_linear.data import Prompts, Questions, TaskSample
 from titan_linear.data.corpus.chat import Conversations
+from titan_linear.data.streams.prompts import OTHERS
 from titan_linear.data.tasks import LOSS, SPREAD
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.data import RunData
@@ -40,13 +41,25 @@ Record = dict[str, Any]
 # alters texts alters it.
 MARK = "\ufdd0" + "Is \"a\" < 'B' & 1?\n\n" * 999 + "\ufdd1"
 NUMBERS = ("score", "chance", "exact", "loss")
+# What a forward pass finds of each label: whether it is the likeliest token, its log p, and
+# the log p of the other candidates (NaN where there is none).
+LABEL = np.dtype(
+    [
+        ("prompt", np.int64),
+        ("position", np.int64),
+        ("answer", np.int64),
+        ("likeliest", np.bool_),
+        ("logprob", np.float64),
+        ("others", np.float64, OTHERS),
+    ]
+)
 
 
-def samples_of(e: Evaluation) -> list[Sample]:
+def samples_of(e: Evaluation) -> list[TaskSample]:
     """Return `evaluation.samples` samples of each task and length, at evenly spaced depths."""
     depths = np.linspace(0, 1, e.samples).tolist() if e.samples > 1 else [0.5]
     return [
-        Sample(task, length, depth, number)
+        TaskSample(task, length, depth, number)
         for task in e.tasks
         for length in e.lengths
         for number, depth in enumerate(depths)
@@ -72,11 +85,11 @@ def open_prompts(data: RunData) -> Prompts:
     return Prompts(samples_of(e), questions.prompt, seq_len)
 
 
-def records_of(sample: Sample, rows: np.ndarray) -> list[Record]:
+def records_of(sample: TaskSample, rows: np.ndarray) -> list[Record]:
     """Return the records of one prompt.
 
     Args:
-        rows: the prompt's rows of `_answered`.
+        rows: of the prompt's labels, [n] LABEL.
     """
     return by_position(sample, rows) if sample.task == LOSS else [recall(sample, rows)]
 
@@ -85,7 +98,7 @@ def examine(
     reader: Reader,
     prompts: Prompts,
     ask: Callable[[], None] = lambda: None,
-    show: Callable[[Sample, np.ndarray], list[Any]] = records_of,
+    show: Callable[[TaskSample, np.ndarray], list[Any]] = records_of,
 ) -> list[Any]:
     """Score all prompts; rank 0 returns their records, other ranks an empty list.
 
@@ -97,46 +110,55 @@ def examine(
     for of_all in reader.read(prompts, partial(_answered, vocab_size=reader.tokenizer.vocab_size)):
         ask()
         if of_all:
-            # Group the rows of all ranks by prompt, in the order of positions.
-            rows = np.concatenate([of for (of,) in of_all])
-            rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-            for of in np.split(rows, np.flatnonzero(np.diff(rows[:, 0])) + 1):
-                i = int(of[0, 0])
+            # Group the labels of all ranks by prompt, in the order of positions.
+            rows = _joined(of_all)
+            rows = rows[np.lexsort((rows["position"], rows["prompt"]))]
+            for of in _groups(rows, "prompt"):
+                i = int(of["prompt"][0])
                 shown[i] = show(prompts.samples[i], of)
     return [record for i in sorted(shown) for record in shown[i]]
 
 
+def _joined(of_all: list[list[np.ndarray]]) -> np.ndarray:
+    """Return all ranks' numbers of `_answered`, [n] LABEL."""
+    fields = [np.concatenate(of_ranks) for of_ranks in zip(*of_all)]
+    rows = np.empty(len(fields[0]), LABEL)
+    for name, numbers in zip(LABEL.names, fields, strict=True):
+        rows[name] = numbers
+    return rows
+
+
+def _groups(rows: np.ndarray, field: str) -> list[np.ndarray]:
+    """Split rows where the field changes."""
+    return np.split(rows, np.flatnonzero(np.diff(rows[field])) + 1)
+
+
 def _answered(
     logits: ChunkedLogits, labels: Tensor, columns: dict[str, Tensor], vocab_size: int
-) -> tuple[Tensor]:
-    """Return a row for each label, [n, 5 + others] float64.
-
-    A row holds the prompt, the position, the index of the answer, whether the label is the
-    likeliest token, its log p, and the log p of the other candidates (NaN where there is
-    none).
-    """
-    answers = columns["answers"]
-    ids = torch.cat([labels[:, None], answers[:, 3:]], 1)
+) -> tuple[Tensor, ...]:
+    """Return the fields of LABEL, in order."""
+    ids = torch.cat([labels[:, None], columns["others"]], 1)
     logprobs, likeliest, _ = logits.top(ids, 1, vocab_size)
-    found = logprobs.masked_fill(ids < 0, torch.nan).double()
-    return (torch.cat([answers[:, :3], likeliest == ids[:, :1], found], 1),)
+    logprobs = logprobs.masked_fill(ids < 0, torch.nan).double()
+    place = columns["prompt"], columns["position"], columns["answer"]
+    return *place, likeliest[:, 0] == labels, logprobs[:, 0], logprobs[:, 1:]
 
 
-def recall(sample: Sample, rows: np.ndarray) -> Record:
+def recall(sample: TaskSample, rows: np.ndarray) -> Record:
     # One part for each answer; candidates are compared at one token of each.
-    answers = np.split(rows, np.flatnonzero(np.diff(rows[:, 2])) + 1)
-    compared = rows[~np.isnan(rows[:, 5]), 4:]
-    own, others = compared[:, :1], compared[:, 1:]
+    answers = _groups(rows, "answer")
+    compared = rows[~np.isnan(rows["others"][:, 0])]
+    own, others = compared["logprob"][:, None], compared["others"]
     chosen = (own >= others) | np.isnan(others)
     ties, candidates = (own == others).sum(1), 1 + (~np.isnan(others)).sum(1)
     return {
         "task": sample.task,
         "length": sample.length,
         "depth": None if sample.task in SPREAD else sample.depth,
-        "exact": float(np.mean([answer[:, 3].all() for answer in answers])),
+        "exact": float(np.mean([answer["likeliest"].all() for answer in answers])),
         "score": float(np.mean(chosen.all(1) / (1 + ties))),
         "chance": float(np.mean(1 / candidates)),
-        "loss": float(-rows[:, 4].mean()),
+        "loss": float(-rows["logprob"].mean()),
     }
 
 
@@ -173,12 +195,12 @@ def write_down(records: Iterable[Record], step: int, folder: Path) -> None:
         file.writelines(json_line({"step": step, **record}) for record in records)
 
 
-def by_position(sample: Sample, rows: np.ndarray) -> list[Record]:
+def by_position(sample: TaskSample, rows: np.ndarray) -> list[Record]:
     """Return the mean loss at positions 1, 2–3, 4–7, …
 
     Each record has its range's first position.
     """
-    bins = np.log2(rows[:, 1]).astype(int)
-    losses = {2 ** int(i): float(-rows[bins == i, 4].mean()) for i in np.unique(bins)}
+    bins = np.log2(rows["position"]).astype(int)
+    losses = {2 ** int(i): float(-rows["logprob"][bins == i].mean()) for i in np.unique(bins)}
     own = {"task": sample.task, "length": sample.length, "depth": None}
     return [{**own, "position": position, "score": loss} for position, loss in losses.items()]

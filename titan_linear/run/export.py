@@ -22,9 +22,9 @@ from titan_linear.config import Adapter, Config, toml_value
 from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.data.corpus.tokenizer import FILES, GENERATION, TOKENIZER
 from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
-from titan_linear.models.adapters import config_to_hf, mtp_depth
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.hf_mapping import config_to_hf, mtp_depth
 from titan_linear.models.init import initialise
 from titan_linear.models.layers import lora_name
 from titan_linear.models.lora import first_of
@@ -253,7 +253,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, like: str = ""
     )
 
 
-class Adapted(NamedTuple):
+class AdaptedModel(NamedTuple):
     """A base and its adapters, to be merged."""
 
     run: Config
@@ -293,7 +293,7 @@ def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
         export(folder, run, model.base, tokenizer, get, dtype=dtype, files=files)
 
 
-def _of_peft(source: Path, base: str) -> Adapted:
+def _of_peft(source: Path, base: str) -> AdaptedModel:
     """Return the adapters of a PEFT folder. Its tokenizer takes precedence over the base's."""
     named = Path(base or settings_of(source)["base_model_name_or_path"] or "")
     if not (named / CONFIG).is_file():
@@ -322,10 +322,10 @@ def _of_peft(source: Path, base: str) -> Adapted:
             run = run.changed({"model.tokenizer_path": str(source)})
     model = model_config(run, tokenizer) if tokenizer else model_without_tokenizer(run)
     trained = read_peft(source, model, family, run.adapter, base_of(run)).__getitem__
-    return Adapted(run, model, trained, tokenizer, files if tokenizer else base_files)
+    return AdaptedModel(run, model, trained, tokenizer, files if tokenizer else base_files)
 
 
-def _of_run(source: Path, base: str) -> Adapted:
+def _of_run(source: Path, base: str) -> AdaptedModel:
     """Return the adapters of a run's checkpoint."""
     checkpoint = weights_path(source, key="SOURCE")
     verify(checkpoint)
@@ -338,7 +338,7 @@ def _of_run(source: Path, base: str) -> Adapted:
     tokenizer = open_tokenizer(run)
     model = model_config(run, tokenizer)
     check_base(read_progress(checkpoint).content.base, base_of(run), checkpoint)
-    return Adapted(run, model, stored_weights(checkpoint), tokenizer)
+    return AdaptedModel(run, model, stored_weights(checkpoint), tokenizer)
 
 
 def base_weights(run: Config, model: ModelConfig, files: ExitStack) -> Callable[[str], Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from titan_linear.config import (
     Config,
-    Rule,
+    KeyRule,
     absolute,
     config_to_toml,
     difference,
@@ -245,8 +245,8 @@ class RunFolder:
 
 
 def _may_change(key: str, old: Any, new: Any) -> bool:
-    moves = key in keys_with(Rule.MAY_MOVE) and bool(old) and bool(new)
-    return moves or key in keys_with(Rule.MAY_CHANGE)
+    moves = key in keys_with(KeyRule.MAY_MOVE) and bool(old) and bool(new)
+    return moves or key in keys_with(KeyRule.MAY_CHANGE)
 
 
 def _is_of_a_run(file: Path) -> bool:

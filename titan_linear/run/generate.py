@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_linear.data import Streams, Tokenizer
-from titan_linear.losses import Loss
+from titan_linear.losses import LossFunction
 from titan_linear.models.decoder import Between, Decoder, LayerCache
 from titan_linear.models.draws import generator
 from titan_linear.models.plan import BatchPlan
@@ -55,7 +55,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Rows:
+class DecodingState:
     """Texts in progress: caches of the tokens read, and logits of the next token."""
 
     # One cache per layer.
@@ -145,7 +145,7 @@ def generate_tokens(
 @torch.no_grad()
 def prefill(
     model: Decoder, prompts: Sequence[Sequence[int]], *, chunk: int, device: torch.device
-) -> Rows:
+) -> DecodingState:
     """Read the prompts (each of one token or more), `chunk` tokens at a time."""
     read = [_prefill_one(model, prompt, chunk, device) for prompt in prompts]
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -153,11 +153,11 @@ def prefill(
         {name for mixer in layer.mixers for name in mixer.growing} for layer in model.config.layers
     ]
     caches = [_batched([caches[i] for caches, _ in read], names) for i, names in enumerate(growing)]
-    return Rows(caches, lengths, torch.cat([logits for _, logits in read]))
+    return DecodingState(caches, lengths, torch.cat([logits for _, logits in read]))
 
 
 @torch.no_grad()
-def decode(model: Decoder, rows: Rows, tokens: Tensor) -> Rows:
+def decode(model: Decoder, rows: DecodingState, tokens: Tensor) -> DecodingState:
     """Read one more token of each row, tokens [B]. The caches are updated in place."""
     longest = rows.lengths.max()
     plan = BatchPlan(rows.lengths.unsqueeze(1), first_key=longest - rows.lengths)
@@ -323,7 +323,7 @@ def _agreed(model: Decoder, tokens: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class Evaluation:
+class Validator:
     """Loss on held-out documents and sample texts, during training.
 
     Every rank calls every method, however the model is split.
@@ -336,7 +336,7 @@ class Evaluation:
     reader: Reader
     device: torch.device
     held_out: Streams | None
-    loss: Loss
+    loss: LossFunction
     ask: Callable[[], None]
 
     @torch.no_grad()

@@ -15,12 +15,11 @@ from pathlib import Path
 
 import torch
 
-from titan_linear.config import Config, LRScheduler, Validation, check_config
-from titan_linear.config import Sample as SampleKeys
+from titan_linear.config import Config, LRScheduler, Sample, Validation, check_config
 from titan_linear.data import (
     MixedStreams,
-    Sample,
     Streams,
+    TaskSample,
     Tokenizer,
     TreeStreams,
     verify_changed,
@@ -290,7 +289,7 @@ def check_schedule(steps: int, lr: float, schedule: LRScheduler, progress: Progr
         )
 
 
-def check_prompts(v: Validation, s: SampleKeys, tokenizer: Tokenizer) -> None:
+def check_prompts(v: Validation, s: Sample, tokenizer: Tokenizer) -> None:
     """Raise ValueError if a prompt has no tokens: some tokenizers drop blanks, for example."""
     for key, prompt, tokens in (
         ("validation.sample_prompt", v.sample_prompt, v.sample_tokens),
@@ -374,4 +373,4 @@ def check_evaluation(data: RunData, model: ModelConfig, folder: str) -> None:
     prompts = open_prompts(data)
     for task in e.tasks:
         for length in (min(e.lengths), longest):
-            prompts.prompt(Sample(task, length, 1.0, 0))
+            prompts.prompt(TaskSample(task, length, 1.0, 0))

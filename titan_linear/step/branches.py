@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from titan_linear.data import IGNORE, Batch
-from titan_linear.data.corpus.trees import BACK, SHARE
-from titan_linear.losses.loss import LocalBatch, Paths
+from titan_linear.data.corpus.tree_records import BACK, SHARE
+from titan_linear.losses.loss import DocumentPaths, LocalBatch
 from titan_linear.models.plan import Later
 from titan_linear.ops import CPContext
 
@@ -79,19 +79,19 @@ def later_in_trees(local: LocalBatch, depth: int) -> Later:
     )
 
 
-def paths_of(batch: Batch) -> Paths:
+def paths_of(batch: Batch) -> DocumentPaths:
     """List the tree nodes that each document (a path from a root to a leaf) contains."""
-    nodes = batch.nodes
+    trees = batch.trees
     seq_len = batch.tokens.numel() // batch.num_streams
-    leaves, begins = nodes.leaves, nodes.edges[:-1]
+    leaves, begins = trees.leaves, trees.edges[:-1]
     # Number the nodes and the leaves' documents as the columns of the batch do.
     node_names, _ = _numbered(begins // seq_len)
     documents, count = _numbered(begins[leaves] // seq_len)
-    number, node = nodes.on_paths(leaves)
+    number, node = trees.on_paths(leaves)
     # SHARE sums over all documents that contain a token, which at a leaf is one document.
     # The quotient is therefore this document's part of the node's weights.
     share = batch.columns[SHARE][0].numpy()[begins]
-    return Paths(
+    return DocumentPaths(
         nodes=torch.from_numpy(node_names[node]),
         documents=torch.from_numpy(documents[number]),
         share=torch.from_numpy(share[leaves][number] / share[node]),

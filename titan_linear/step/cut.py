@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.data import IGNORE, Batch
-from titan_linear.data.corpus.trees import BACK, SHARE
+from titan_linear.data.corpus.tree_records import BACK, SHARE
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.losses.loss import LocalBatch
 from titan_linear.models.config import ModelConfig
@@ -29,7 +29,7 @@ from titan_linear.models.plan import BatchPlan, Later, Rotary
 from titan_linear.ops import CPContext, build_cp_context
 from titan_linear.ops.attention import choose_method, pairs_computed
 from titan_linear.ops.layout.build_context import ranks_per_node
-from titan_linear.ops.layout.nodes import Nodes
+from titan_linear.ops.layout.prefix_trees import PrefixTrees
 from titan_linear.ops.layout.tables import to_device
 from titan_linear.step.branches import has_trees, later_in_trees, with_branches
 
@@ -100,16 +100,16 @@ class BatchSharding:
         """Return this rank's part of a batch, on its device."""
         # Stages on the host.
         trees = has_trees(batch)
-        methods = self.methods(batch.tokens.shape[1], batch.nodes.joined)
-        local = cut(batch, self._context(batch, batch.nodes, methods))
+        methods = self.methods(batch.tokens.shape[1], batch.trees.joined)
+        local = cut(batch, self._context(batch, batch.trees, methods))
         if trees:
             local = with_branches(local, batch)
 
         later_contexts: list[CPContext] = []
         if self.mtp_layers and trees:
             local = replace(local, later=later_in_trees(local, self.mtp_layers))
-            nodes = (batch.nodes.after(k) for k in range(1, self.mtp_layers + 1))
-            later_contexts = [self._context(batch, each, methods) for each in nodes]
+            shorter = (batch.trees.after(k) for k in range(1, self.mtp_layers + 1))
+            later_contexts = [self._context(batch, each, methods) for each in shorter]
         elif self.mtp_layers:
             local = replace(local, later=cut_later(later_of(batch, self.mtp_layers), local.context))
 
@@ -117,10 +117,10 @@ class BatchSharding:
         local, later_contexts = to_device([local, later_contexts], self.device)
         return replace(local, plan=self._plan(local, later_contexts, batch.num_streams, methods))
 
-    def _context(self, batch: Batch, nodes: Nodes, methods: Sequence[str]) -> CPContext:
+    def _context(self, batch: Batch, trees: PrefixTrees, methods: Sequence[str]) -> CPContext:
         """Lay out these documents or tree nodes over the ranks, on the host."""
         return build_cp_context(
-            torch.from_numpy(nodes.edges),
+            torch.from_numpy(trees.edges),
             self.dims.cp_group,
             num_streams=batch.num_streams,
             layout=self.layout if self.dims.cp > 1 else "contiguous",
@@ -128,7 +128,7 @@ class BatchSharding:
             programs=self.programs,
             stream_programs=self.stream_programs,
             attention=methods,
-            parents=torch.from_numpy(nodes.parents),
+            parents=torch.from_numpy(trees.parents),
         )
 
     def _plan(

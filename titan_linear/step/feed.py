@@ -184,7 +184,7 @@ def _counts(batch: Batch) -> list[float]:
     fields of `Documents`.
     """
     labels = batch.columns["weights"] > 0
-    nodes = batch.nodes
+    trees = batch.trees
     # Each leaf's document from the root to the leaf.
-    apart = int((nodes.edges[1:] - nodes.begins)[nodes.leaves].sum())
-    return [batch.weight, int(labels.sum()), apart, *Documents.of(nodes.edges, nodes.depth)]
+    apart = int((trees.edges[1:] - trees.begins)[trees.leaves].sum())
+    return [batch.weight, int(labels.sum()), apart, *Documents.of(trees.edges, trees.depth)]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_linear.losses import Loss
+from titan_linear.losses import LossFunction
 from titan_linear.losses.loss import LocalBatch, logprobs
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.lora import without_adapters
@@ -37,7 +37,7 @@ class Forward:
         batch: LocalBatch,
         step: StepTokens,
         precision: AbstractContextManager[object],
-        loss: Loss,
+        loss: LossFunction,
     ):
         weight = step.weight or 1.0
         with ExitStack() as inside:
@@ -101,7 +101,7 @@ class Passes:
     model: Decoder
     feed: Feed
     precision: AbstractContextManager[object]
-    loss: Loss
+    loss: LossFunction
     watching: Callable[[LocalBatch], AbstractContextManager[object]] = lambda batch: nullcontext()
     replicas_once: bool = False
     begun: Begun | None = None

@@ -121,11 +121,9 @@ class Checkpointer:
         # Seconds of the longest save.
         self._longest = 0.0
         self._pending: Future[None] | None = None
-        self._thread = (
-            ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            if async_mode == "async"
-            else None
-        )
+        self._thread: ThreadPoolExecutor | None = None
+        if async_mode == "async":
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def save(
         self,
@@ -186,11 +184,8 @@ class Checkpointer:
 
         The next save reports an error that ended it on all ranks.
         """
-        if (
-            self._pending
-            and self._pending.done()
-            and not isinstance(self._pending.exception(), (SaveFailed, NoneType))
-        ):
+        save = self._pending
+        if save and save.done() and not isinstance(save.exception(), (SaveFailed, NoneType)):
             self.wait()
 
     def finish(self) -> None:
@@ -305,7 +300,11 @@ class Checkpointer:
         self._longest = max(self._longest, time.monotonic() - begun)
 
     def _fill(
-        self, tmp: Path, state: dict[str, Any], progress: Progress, planner: dcp.SavePlanner | None
+        self,
+        tmp: Path,
+        state: dict[str, Any],
+        progress: Progress,
+        planner: dcp.SavePlanner | None,
     ) -> tuple[Manifest, str]:
         """Write everything but the manifest.
 
@@ -324,12 +323,14 @@ class Checkpointer:
         dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
         # Collect the checksums of all ranks.
         sums = files.written | ({PROGRESS: checksum(content)} if self.rank == 0 else {})
+        every, altered = {}, []
         parts = self._together(lambda: (sums, self._sync(tmp, sums)))
-        files = {name: entry for part, _ in parts for name, entry in part.items()}
-        manifest = Manifest.model_construct(files=files, tensors=writer.tensors)
-        return manifest, "; ".join(
-            f"rank {rank}: {names}" for rank, (_, names) in enumerate(parts) if names
-        )
+        for rank, (of_rank, names) in enumerate(parts):
+            every |= of_rank
+            if names:
+                altered.append(f"rank {rank}: {names}")
+        manifest = Manifest.model_construct(files=every, tensors=writer.tensors)
+        return manifest, "; ".join(altered)
 
     def _first(self, work: Callable[[], None]) -> None:
         """Run `work` on rank 0, as `_together` does."""
@@ -393,12 +394,12 @@ class Checkpointer:
         The whole checkpoint of `step` counts; checkpoints in use stay. A failed removal is
         only a warning, because everything else is done.
         """
+        if not self.keep_latest_k:
+            return
         older = [old for old in whole_steps(self.folder) if old < step]
-        too_many = (
-            older[: max(0, len(older) + 1 - self.keep_latest_k)] if self.keep_latest_k else []
-        )
-        for old in (old for old in too_many if old not in self.in_use):
-            _discard(self.folder / f"step-{old}")
+        for old in older[: max(0, len(older) + 1 - self.keep_latest_k)]:
+            if old not in self.in_use:
+                _discard(self.folder / f"step-{old}")
 
 
 def _discard(path: Path) -> None:
@@ -422,11 +423,9 @@ class _Summed(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as stream:
-            yield (
-                _Stream(stream, self.written.setdefault(Path(path).name, [0, 0]))
-                if mode == "wb"
-                else stream
-            )
+            if mode == "wb":
+                stream = _Stream(stream, self.written.setdefault(Path(path).name, [0, 0]))
+            yield stream
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         super().rename(path, new_path)

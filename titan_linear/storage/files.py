@@ -13,6 +13,7 @@ from codecs import BOM_UTF8 as BOM
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -82,7 +83,7 @@ def read_inside(folder: Path, *patterns: str) -> dict[str, bytes]:
     if within.parent.name == "snapshots" and within.parents[1].name.startswith("models--"):
         within = within.parents[1]
     content = {}
-    for file in sorted(file for pattern in patterns for file in folder.glob(pattern)):
+    for file in sorted(chain.from_iterable(map(folder.glob, patterns))):
         target = file.resolve()
         if not (target.is_file() and target.is_relative_to(within)):
             raise ValueError(
@@ -123,7 +124,10 @@ def shown(path: Path) -> str:
 
 
 def progress(
-    items: Iterable[T] | None, doing: str, total: int | None = None, **options: Any
+    items: Iterable[T] | None,
+    doing: str,
+    total: int | None = None,
+    **options: Any,
 ) -> tqdm[T]:
     """Return the items with a progress bar on rank 0, shown after two seconds."""
     return tqdm(items, doing, total, delay=2, disable=os.environ.get("RANK", "0") != "0", **options)
@@ -148,12 +152,11 @@ def open_own(path: Path, mode: str) -> IO[Any]:
     """
     assert mode[0] == "a", mode
     encoding = None if "b" in mode else "utf-8"
-    return open(
-        path,
-        mode,
-        encoding=encoding,
-        opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666),
-    )
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+
+    return open(path, mode, encoding=encoding, opener=opener)
 
 
 def sync(path: Path, *, forget: bool = False) -> Path:

@@ -7,7 +7,7 @@
     tokenizer.json, ...              the tokenizer (data/corpus/tokenizer.py)
     modeling_titan_linear.py         the model, where transformers does not have it (models/families/remote.py)
 
-`models/adapters.py` maps rows of tensors on disk to rows of our parameters; this module
+`models/hf_mapping.py` maps rows of tensors on disk to rows of our parameters; this module
 moves the bytes. A folder is checked as a whole from its headers (`open_folder`,
 `check_folder`) before any tensor is read. Pickle files are never opened, because loading
 them can run code. hf_writing.py writes such folders.
@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from titan_linear.models.adapters import Placement, config_from_hf, config_to_hf, placements
 from titan_linear.models.config import ModelConfig, differences
+from titan_linear.models.hf_mapping import Placement, config_from_hf, config_to_hf, placements
 from titan_linear.models.init import owned, runs
 from titan_linear.storage.files import Json, progress, read_json
 from titan_linear.storage.tensors import named_parameters
@@ -83,12 +84,11 @@ class Folder:
     def fingerprint(self) -> str:
         """Return a hash of all tensors, independent of the files that hold them."""
         with ThreadPoolExecutor() as pool:
-            sums = list(
-                progress(pool.map(_checksum, self.tensors.values()), f"reading {self.path.name}")
-            )
+            sums = pool.map(_checksum, self.tensors.values())
+            sums = list(progress(sums, f"reading {self.path.name}"))
         listed = sorted(
-            (t.name, t.code, t.shape, crc)
-            for t, crc in zip(self.tensors.values(), sums, strict=True)
+            (tensor.name, tensor.code, tensor.shape, crc)
+            for tensor, crc in zip(self.tensors.values(), sums)
         )
         return hashlib.sha256(repr(listed).encode()).hexdigest()[:16]
 
@@ -142,10 +142,12 @@ def open_folder(path: Path) -> Folder:
             )
     config = read_config(path) if (path / CONFIG).is_file() else {}
     # All tensors of the files, indexed or not. For duplicates, the index decides.
-    tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}
-    return Folder(
-        path, config, tensors | {name: headers[file][name] for name, file in where.items()}
-    )
+    tensors = {}
+    for header in headers.values():
+        tensors |= header
+    for name, file in where.items():
+        tensors[name] = headers[file][name]
+    return Folder(path, config, tensors)
 
 
 def check_folder(
@@ -162,15 +164,20 @@ def check_folder(
     Raises:
         ValueError: naming file and tensor, or an option.
     """
+    # The folder's model may differ in free options only.
     family, theirs = read_model(path, model.mtp_layers)
     changed = differences(theirs, model)
-    if others := {option: pair for option, pair in changed.items() if option not in free}:
-        differing = ", ".join(
-            f"{option} = {a!r} (this run: {b!r})" for option, (a, b) in others.items()
-        )
+    differing = [
+        f"{option} = {a!r} (this run: {b!r})"
+        for option, (a, b) in changed.items()
+        if option not in free
+    ]
+    if differing:
         raise ValueError(
-            f"'{path / CONFIG}' is another model: {differing}; use model.flavor = 'hf', or this model's folder"
+            f"'{path / CONFIG}' is another model: {', '.join(differing)}; use model.flavor = 'hf', or this model's "
+            "folder"
         )
+    # Raises if the family cannot express the change.
     if changed:
         config_to_hf(family, model)
     folder = open_folder(path)
@@ -190,18 +197,19 @@ def locate(folder: Folder, family: str, model: ModelConfig) -> list[Placement]:
     except ValueError as error:
         head, *problems = str(error).split("\n  ")
         said = [_with_file(problem, folder) for problem in problems[:LISTED]]
-        said += [f"and {len(problems) - LISTED} more"] if len(problems) > LISTED else []
+        if len(problems) > LISTED:
+            said.append(f"and {len(problems) - LISTED} more")
         raise ValueError(f"'{folder.path}': {head} " + "; ".join(said)) from None
     # Every tensor must have a dtype that can be read.
-    for tensor in (
-        folder.tensors[source.name] for placement in places for source in placement.sources
-    ):
+    for source in chain.from_iterable(placement.sources for placement in places):
+        tensor = folder.tensors[source.name]
         if tensor.code not in DTYPES:
             raise ValueError(
                 f"'{tensor.file}': tensor {tensor.name!r} is {tensor.code}; {', '.join(DTYPES)} can be read: convert it"
             )
     if model.tie_embeddings and HEAD in folder.tensors:
-        _check_tied(folder, next(p.sources[0].name for p in places if p.name == "embedding.weight"))
+        (embedding,) = (place for place in places if place.name == "embedding.weight")
+        _check_tied(folder, embedding.sources[0].name)
     return places
 
 
@@ -256,9 +264,8 @@ def read_header(file: Path) -> dict[str, OnDisk]:
     tensors = {}
     for name, described in header.items():
         begin, end = (8 + length + offset for offset in described["data_offsets"])
-        tensors[name] = OnDisk(
-            name, file, described["dtype"], tuple(described["shape"]), begin, end
-        )
+        shape = tuple(described["shape"])
+        tensors[name] = OnDisk(name, file, described["dtype"], shape, begin, end)
     return tensors
 
 
@@ -286,12 +293,14 @@ def _index(path: Path) -> dict[str, str]:
     if (path / SINGLE).is_file():
         return dict.fromkeys(read_header(path / SINGLE), SINGLE)
     # No weights that can be read: find the best remedy.
-    pickles = [file.name for pattern in PICKLES for file in sorted(path.glob(pattern))]
+    pickles = sorted(chain.from_iterable(map(path.glob, PICKLES)))
     remedy = "give the folder of a model with its weights"
     if shards := sorted(path.glob("*.safetensors")):
         remedy = f"fetch {INDEX} too, which says what {shards[0].name} and other shards hold"
     elif pickles:
-        remedy = f"{pickles[0]} is a pickle file, which is never loaded: convert it to safetensors"
+        remedy = (
+            f"{pickles[0].name} is a pickle file, which is never loaded: convert it to safetensors"
+        )
     raise ValueError(f"'{path}' holds neither {INDEX} nor {SINGLE}; {remedy}")
 
 
@@ -336,14 +345,12 @@ class RowReader:
         leading = slice(-1) if matrix else slice(None)
         # Read the runs of rows that the part covers, from every tensor that holds some of
         # them.
-        for first, begin, end in row_runs(
-            local.shape[leading], placement.shape[leading], offsets[leading]
-        ):
+        box = local.shape[leading], placement.shape[leading], offsets[leading]
+        for first, begin, end in row_runs(*box):
             for source, start, stop, row in placement.pieces(begin, end):
+                tensor = self.folder.tensors[source.name]
                 row += first - begin
-                for values in self.rows(
-                    self.folder.tensors[source.name], start, stop, placement.width
-                ):
+                for values in self.rows(tensor, start, stop, placement.width):
                     rows[row : row + len(values)].copy_(values[:, columns])
                     row += len(values)
 
@@ -365,9 +372,8 @@ class RowReader:
         for a in range(start, stop, block):
             b = min(a + block, stop)
             low = a // per_index
-            yield on_disk[low : -(-b // per_index)].reshape(-1, width)[
-                a - low * per_index : b - low * per_index
-            ]
+            values = on_disk[low : -(-b // per_index)].reshape(-1, width)
+            yield values[a - low * per_index : b - low * per_index]
 
 
 def row_runs(

@@ -17,17 +17,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from titan_linear.models.adapters import (
+from titan_linear.models.config import ModelConfig, differences
+from titan_linear.models.families import FAMILIES
+from titan_linear.models.families.remote import MODELING
+from titan_linear.models.hf_mapping import (
     Placement,
-    Source,
+    StoredTensor,
     config_from_hf,
     config_to_hf,
     ignored,
     placements,
 )
-from titan_linear.models.config import ModelConfig, differences
-from titan_linear.models.families import FAMILIES
-from titan_linear.models.families.remote import MODELING
 from titan_linear.ops.runtime.support import short
 from titan_linear.storage.checkpoint import SaveFailed
 from titan_linear.storage.files import Json, json_bytes, progress, read_inside, replacing
@@ -87,10 +87,8 @@ def find_family(model: ModelConfig, tokenizer: Files | None = None) -> str:
                 reasons.append(str(error))
             else:
                 return family
-    why = (
-        "; ".join(reasons)
-        or f"none has layers {', '.join(sorted({layer.name for layer in model.layers}))}"
-    )
+    names = sorted({layer.name for layer in model.layers})
+    why = "; ".join(reasons) or f"none has layers {', '.join(names)}"
     raise ValueError(
         f"no Hugging Face architecture holds this model: {why}; choose another preset, or no export"
     )
@@ -100,12 +98,9 @@ def check_tokenizer(family: str, config: Mapping[str, Any], tokenizer: Files) ->
     """Refuse a tokenizer that `transformers` would alter, given this config.json."""
     theirs = FAMILIES[family].own_tokenizer
     kind = config.get("model_type")
-    if (
-        TOKENIZER in tokenizer
-        and theirs
-        and kind in theirs.model_types
-        and not theirs.fits(json.loads(tokenizer[TOKENIZER]))
-    ):
+    if not theirs or kind not in theirs.model_types or TOKENIZER not in tokenizer:
+        return
+    if not theirs.fits(json.loads(tokenizer[TOKENIZER])):
         raise UnfitTokenizer(
             f"{family}: transformers reads every tokenizer of model_type = {kind!r} as if it were the family's "
             "own, and would give other tokens than the model is trained on; set model.tokenizer_path to that one"
@@ -127,10 +122,10 @@ def gather(model: nn.Module) -> Callable[[str], Tensor]:
         if not isinstance(p, DTensor):
             return p
         # Undo the cuts, from the last to the first.
-        for dim in reversed(range(p.device_mesh.ndim)):
-            p = p.redistribute(
-                placements=[*p.placements[:dim], Replicate(), *p.placements[dim + 1 :]]
-            )
+        placements = list(p.placements)
+        for dim in reversed(range(len(placements))):
+            placements[dim] = Replicate()
+            p = p.redistribute(placements=placements)
         return p.to_local()
 
     return get
@@ -172,17 +167,15 @@ def write_folder(
         SaveFailed: (on every rank) the folder could not be written, or another process is
             writing it.
     """
-    source, parts = (
-        (None, placements(model, family)) if like is None else check_folder(like, model, POSITIONS)
-    )
+    if like is None:
+        source, parts = None, placements(model, family)
+    else:
+        source, parts = check_folder(like, model, POSITIONS)
     # Write a tied head where the family needs it.
-    if (
-        model.tie_embeddings
-        and not FAMILIES[family].ties
-        and (source is None or HEAD in source.tensors)
-    ):
+    has_head = source is None or HEAD in source.tensors
+    if model.tie_embeddings and not FAMILIES[family].ties and has_head:
         shape = (model.vocab_size, model.dim)
-        parts.append(Placement("embedding.weight", shape, (Source(HEAD, shape),), rows=None))
+        parts.append(Placement("embedding.weight", shape, (StoredTensor(HEAD, shape),), rows=None))
     # Copy tensors outside the language model, except a stale copy of the embedding.
     others = sorted(ignored(model, family, source.shapes) - {HEAD}) if source else []
     copied = [source.tensors[name] for name in others]
@@ -257,9 +250,10 @@ def plan_tensors(
     for placement in parts:
         wide = dtype and placement.name.endswith(FAMILIES[family].float32)
         kept = torch.promote_types(dtype, torch.float32) if wide else dtype
-        for name, shape in ((tensor.name, tensor.shape) for tensor in placement.sources):
-            code = CODES[kept] if kept else source.tensors[name].code
-            plan[name] = Planned(code, shape, math.prod(shape) * DTYPES[code].itemsize)
+        for tensor in placement.sources:
+            code = CODES[kept] if kept else source.tensors[tensor.name].code
+            size = math.prod(tensor.shape) * DTYPES[code].itemsize
+            plan[tensor.name] = Planned(code, tensor.shape, size)
     return plan | {t.name: Planned(t.code, t.shape, t.end - t.begin) for t in copied}
 
 
@@ -310,11 +304,12 @@ def _change(config: Json, before: Mapping[str, Any], now: Mapping[str, Any]) -> 
     """Change a config.json where `now` differs from `before`. Other entries of tables stay."""
     for key, value in now.items():
         if value != before.get(key):
-            old = (config.get(key) if isinstance(value, dict) else None) or {}
-            names = before.get(key) or ()
-            kept = {
-                name: x for name, x in old.items() if name not in names and not isinstance(x, dict)
-            }
+            kept = {}
+            if isinstance(value, dict):
+                names = before.get(key) or ()
+                for name, entry in (config.get(key) or {}).items():
+                    if name not in names and not isinstance(entry, dict):
+                        kept[name] = entry
             config[key] = kept | value if kept else value
     # rope_parameters replaces these older keys.
     for older in ("rope_scaling", "rope_theta", "partial_rotary_factor"):
@@ -327,10 +322,9 @@ def beside(config: Mapping[str, Any], like: Path | None) -> Files:
     The Python files are the ones that config.json's `auto_map` needs: ours, or the files of
     `like`, which are not inspected.
     """
-    named = {
-        str(name).rpartition("--")[2].partition(".")[0] + ".py"
-        for name in config.get("auto_map", {}).values()
-    }
+    # An entry is "REPOSITORY--MODULE.CLASS", or without the repository.
+    classes = [str(name).rpartition("--")[2] for name in config.get("auto_map", {}).values()]
+    named = {name.partition(".")[0] + ".py" for name in classes}
     copied = ["*processor_config.json", "chat_template.json", "generation_config.json"]
     ours = [MODELING] if MODELING.name in named else []
     if named and not ours:
@@ -360,11 +354,13 @@ def _create(
         groups[-1].append(name)
         filled += tensor.size
     # Create the files, and read their headers back for the tensors' places.
-    files = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
     tensors: dict[str, OnDisk] = {}
-    for file, names in zip(files if len(groups) > 1 else [single], groups):
-        _write_header(folder / file, header, {name: plan[name] for name in names})
-        tensors |= read_header(folder / file)
+    for i, names in enumerate(groups, 1):
+        file = folder / f"model-{i:05}-of-{len(groups):05}.safetensors"
+        if len(groups) == 1:
+            file = folder / single
+        _write_header(file, header, {name: plan[name] for name in names})
+        tensors |= read_header(file)
     # Several files need an index.
     if len(groups) > 1:
         where = {name: tensor.file.name for name, tensor in tensors.items()}

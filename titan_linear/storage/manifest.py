@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
@@ -67,9 +68,8 @@ class Manifest(Strict):
     checksum: int = 0
 
     def signed(self) -> Manifest:
-        return self.model_copy(
-            update={"checksum": zlib.crc32(self.model_dump_json(exclude={"checksum"}).encode())}
-        )
+        content = self.model_dump_json(exclude={"checksum"}).encode()
+        return self.model_copy(update={"checksum": zlib.crc32(content)})
 
     @model_validator(mode="after")
     def _check(self) -> Manifest:
@@ -77,11 +77,12 @@ class Manifest(Strict):
             raise ValueError("it does not have its checksum")
         if outside := [name for name in self.files if "/" in name]:
             raise ValueError(f"it names a file of another folder, {outside[0]!r}")
-        named = {chunk.relative_path for tensor in self.tensors.values() for chunk in tensor.chunks}
-        if missing := named - self.files.keys():
-            raise ValueError(f"it has no checksum of {min(missing)!r}")
-        if strange := {tensor.dtype for tensor in self.tensors.values()} - DTYPES.keys():
-            raise ValueError(f"there is no dtype {min(strange)!r}")
+        for tensor in self.tensors.values():
+            for chunk in tensor.chunks:
+                if chunk.relative_path not in self.files:
+                    raise ValueError(f"it has no checksum of {chunk.relative_path!r}")
+            if tensor.dtype not in DTYPES:
+                raise ValueError(f"there is no dtype {tensor.dtype!r}")
         return self
 
 
@@ -99,28 +100,21 @@ def stored_tensors(
 ) -> dict[str, Stored]:
     """Return the tensors that DCP has written, from the arguments of `Writer.finish`."""
     # The place of each slice, by tensor and offsets.
-    where = {result.index: result.storage_data for of_rank in results for result in of_rank}
+    written = chain.from_iterable(results)
+    where = {result.index: result.storage_data for result in written}
     tensors = {}
     for name, tensor in metadata.state_dict_metadata.items():
-        chunks = []
+        stored = Stored(dtype=str(tensor.properties.dtype), size=list(tensor.size), chunks=[])
         for chunk in tensor.chunks:
             at = where[MetadataIndex(name, chunk.offsets)]
-            chunks.append(
-                Chunk(
-                    offsets=list(chunk.offsets),
-                    sizes=list(chunk.sizes),
-                    relative_path=at.relative_path,
-                    offset=at.offset,
-                    length=at.length,
-                )
-            )
-        tensors[name] = Stored(
-            dtype=str(tensor.properties.dtype), size=list(tensor.size), chunks=chunks
-        )
+            place = {"relative_path": at.relative_path, "offset": at.offset, "length": at.length}
+            shape = {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
+            stored.chunks.append(Chunk(**shape, **place))
+        tensors[name] = stored
     return tensors
 
 
-class Reader(dcp.FileSystemReader):
+class CheckpointReader(dcp.FileSystemReader):
     """DCP's reader of a step-N folder, with `read_manifest` in place of the pickle."""
 
     def read_metadata(self) -> Metadata:
@@ -136,13 +130,11 @@ class Reader(dcp.FileSystemReader):
         tensors = {}
         where: dict[MetadataIndex, Chunk] = {}
         for name, stored in read_manifest(Path(self.path)).tensors.items():
-            chunks = [
-                ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
-                for c in stored.chunks
-            ]
-            size = torch.Size(stored.size)
-            tensors[name] = TensorStorageMetadata(
-                TensorProperties(DTYPES[stored.dtype]), size, chunks
-            )
-            where |= {MetadataIndex(name, chunk.offsets): chunk for chunk in stored.chunks}
+            chunks = []
+            for chunk in stored.chunks:
+                offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
+                chunks.append(ChunkStorageMetadata(offsets, sizes))
+                where[MetadataIndex(name, offsets)] = chunk
+            properties = TensorProperties(DTYPES[stored.dtype])
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(stored.size), chunks)
         return Metadata(tensors, storage_data=where, storage_meta=StorageMeta(load_id=self.load_id))

@@ -5,7 +5,7 @@
                                    that were trained
 
 A matrix adapted there may be several of our projections: they share A, and B's rows lie as
-the matrix's rows do (`models/adapters.py`). For stacked experts, A [E, r, inputs] is stored
+the matrix's rows do (`models/hf_mapping.py`). For stacked experts, A [E, r, inputs] is stored
 as [E · r, inputs] and B [E, outputs, r] as [outputs, r · E]. The header holds the base's
 fingerprint and the run's keys that change the base's config.json, for which the folder has
 no other place.
@@ -26,10 +26,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from titan_linear.config import Adapter as Options
-from titan_linear.models.adapters import Placement, Source, live_layouts, shapes_of
-from titan_linear.models.config import Adapter, ModelConfig
+from titan_linear.models.config import LoraConfig, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.families import FAMILIES
+from titan_linear.models.hf_mapping import Placement, StoredTensor, live_layouts, shapes_of
 from titan_linear.models.layers import lora_name
 from titan_linear.models.lora import adaptable
 from titan_linear.storage.files import Json, json_bytes, read_json
@@ -62,7 +62,7 @@ class Settings(BaseModel):
     modules_to_save: list[str] | None = None
 
 
-class Held(NamedTuple):
+class PeftTensor(NamedTuple):
     """A tensor of a folder, whose rows are runs of our parameters' rows."""
 
     name: str
@@ -97,7 +97,7 @@ class Held(NamedTuple):
         return x.unflatten(1, (-1, self.shape[0])).permute(2, 0, 1) if self.stacked else x
 
 
-def contents(model: ModelConfig, family: str) -> list[Held]:
+def contents(model: ModelConfig, family: str) -> list[PeftTensor]:
     """Return the tensors of a PEFT folder for a model's adapters."""
     with torch.device("meta"):
         adapted = Decoder(model)
@@ -108,7 +108,7 @@ def contents(model: ModelConfig, family: str) -> list[Held]:
     shapes = shapes_of(model) | {
         name: (*adapted.get_parameter(name).shape[:-1], rank) for name in weights
     }
-    held: list[Held] = []
+    held: list[PeftTensor] = []
     for source, placements in reversed(list(live_layouts(model.base, family, shapes))):
         of_B = tuple(
             replace(p, name=B) for p in placements if (B := lora_name(p.name, "B")) in ours
@@ -120,18 +120,20 @@ def contents(model: ModelConfig, family: str) -> list[Held]:
             path = module + ".base_layer" * any(x.lora and x.module == module for x in held)
             of_A = next(name for p in placements if (name := lora_name(p.name, "A")) in ours)
             lies = (math.prod(ours[of_A][:-1]), ours[of_A][-1])
-            A = Placement(of_A, ours[of_A], (Source("", lies),), rows=None)
+            A = Placement(of_A, ours[of_A], (StoredTensor("", lies),), rows=None)
             for part, shape, parts in (("B", source.shape, of_B), ("A", lies, (A,))):
-                held.append(Held(f"{PREFIX}{path}.lora_{part}.weight", module, shape, parts, part))
+                held.append(
+                    PeftTensor(f"{PREFIX}{path}.lora_{part}.weight", module, shape, parts, part)
+                )
         elif placements[0].name in ours:
-            held.append(Held(PREFIX + source.name, module, source.shape, tuple(placements)))
+            held.append(PeftTensor(PREFIX + source.name, module, source.shape, tuple(placements)))
     if model.tie_embeddings and (
         copies := [x for x in held if x.parts[0].name == "embedding.weight"]
     ):
         # peft's copy of the embedding is not tied to its copy of the head.
         shape = copies[0].shape
-        other = Placement("embedding.weight", shape, (Source(HEAD, shape),), rows=None)
-        held.insert(0, Held(PREFIX + HEAD, HEAD.rpartition(".")[0], shape, (other,)))
+        other = Placement("embedding.weight", shape, (StoredTensor(HEAD, shape),), rows=None)
+        held.insert(0, PeftTensor(PREFIX + HEAD, HEAD.rpartition(".")[0], shape, (other,)))
     return held[::-1]
 
 
@@ -254,7 +256,8 @@ def write_peft(
         return tensor.laid(whole)
 
     parts = [
-        Placement(x.parts[0].name, x.on_disk, (Source(x.name, x.on_disk),), rows=None) for x in held
+        Placement(x.parts[0].name, x.on_disk, (StoredTensor(x.name, x.on_disk),), rows=None)
+        for x in held
     ]
     write_tensors(
         path,
@@ -300,7 +303,7 @@ def options_of(path: Path, model: ModelConfig, family: str) -> Json:
     there = spellings(path, family)
     everything = [
         x
-        for x in contents(replace(model, adapter=Adapter(1, 1.0, extra=("*",))), family)
+        for x in contents(replace(model, adapter=LoraConfig(1, 1.0, extra=("*",))), family)
         if x.name in there
     ]
     return {
@@ -380,7 +383,7 @@ def _check_options(path: Path, options: Options) -> None:
         )
 
 
-def _ours(path: Path, contents: list[Held], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _ours(path: Path, contents: list[PeftTensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     _check_copies(path, contents, tensors)
     for held in contents:
@@ -412,7 +415,7 @@ def _ours(path: Path, contents: list[Held], tensors: dict[str, Tensor]) -> dict[
     return found
 
 
-def _check_copies(path: Path, contents: list[Held], tensors: Mapping[str, Tensor]) -> None:
+def _check_copies(path: Path, contents: list[PeftTensor], tensors: Mapping[str, Tensor]) -> None:
     """Refuse copies of an embedding and its tied head that differ, or a single copy.
 
     One matrix cannot be both.

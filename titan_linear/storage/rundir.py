@@ -168,7 +168,7 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class Line(BaseModel):
+class MetricsLine(BaseModel):
     """The field that every line of metrics has."""
 
     step: int
@@ -176,7 +176,7 @@ class Line(BaseModel):
 
 def _step(path: Path, number: int, line: str) -> int:
     try:
-        return parse_json(line, Line).step
+        return parse_json(line, MetricsLine).step
     except ValueError:
         raise ValueError(
             f"{path}, line {number}, is not a line of metrics: {line[:80]!r}; repair or move it"

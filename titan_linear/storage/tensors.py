@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from titan_linear.distributed.groups import on_rank_0
 from titan_linear.distributed.parts import whole
 from titan_linear.storage.files import progress
-from titan_linear.storage.manifest import REMEDY, Reader, read_manifest
+from titan_linear.storage.manifest import REMEDY, CheckpointReader, read_manifest
 from titan_linear.storage.step_folders import describe, weights_path
 
 # State of a model or an optimizer, by name.
@@ -52,7 +52,7 @@ def check_weights(path: Path, model: nn.Module) -> None:
     Raises:
         ValueError: the folder is of another model.
     """
-    _compare(path, Reader(path), {"model": saved_parameters(model)})
+    _compare(path, CheckpointReader(path), {"model": saved_parameters(model)})
 
 
 def stored_weights(path: Path) -> Callable[[str], Tensor]:
@@ -60,7 +60,7 @@ def stored_weights(path: Path) -> Callable[[str], Tensor]:
 
     A tensor is read when it is asked for, in one process.
     """
-    reader = Reader(path)
+    reader = CheckpointReader(path)
 
     def get(name: str) -> Tensor:
         stored = reader.metadata.state_dict_metadata[f"model.{name}"]
@@ -72,12 +72,14 @@ def stored_weights(path: Path) -> Callable[[str], Tensor]:
 
 
 def read_state(path: Path, state: dict[str, State], group: dist.ProcessGroup | None) -> None:
-    reader = Reader(path)
+    reader = CheckpointReader(path)
     _compare(path, reader, state)
     _fill(reader, state, group)
 
 
-def _fill(reader: Reader, state: dict[str, State], group: dist.ProcessGroup | None = None) -> None:
+def _fill(
+    reader: CheckpointReader, state: dict[str, State], group: dist.ProcessGroup | None = None
+) -> None:
     try:
         dcp.load(
             state,
@@ -180,7 +182,7 @@ def of_whole(moments: State, model: nn.Module) -> State:
     return {name: whole(model, names[name], x) if x.dim() else x for name, x in moments.items()}
 
 
-def _compare(path: Path, reader: Reader, state: dict[str, State]) -> None:
+def _compare(path: Path, reader: CheckpointReader, state: dict[str, State]) -> None:
     """Compare names and sizes. DCP would ignore tensors that only the checkpoint has."""
     saved = reader.metadata.state_dict_metadata
     if "optimizer" in state and not any(name.startswith("optimizer.") for name in saved):

@@ -1,15 +1,17 @@
 """Prove an installation on this machine's GPUs, through the launcher and the commands, at real sizes and compiled.
 
-    ./tests/run.sh --gpus                      # about 15 minutes
+    ./tests/run.sh --gpus                      # 10 to 15 minutes
     ./tests/run.sh --gpus --part 1/2           # half of it; then 2/2
+    ./tests/run.sh --gpus --part doctors       # the doctor of every shipped configuration
     ./tests/run.sh --gpus --only lora sweep    # some lines, with what they need
     ./tests/run.sh --gpus --list               # all lines
     python -m tools.gpu_proof --cpu-rehearsal  # the same jobs on the CPU with tiny models, to test this command
     python -m tools.gpu_proof --page           # the committed record, as docs/results.md shows it
 
-Training runs are killed with SIGKILL after a save and started again: every loss and gradient norm must equal an
-uninterrupted run's exactly. Then come exports, merges and scores of these runs, the doctor, the kernels' numbers, and
-the rates of steps compared with recorded ones. Jobs run side by side, from empty caches, in a temporary folder.
+Training runs are killed with SIGKILL some steps after a save, and started again. They take these steps again: every
+loss and gradient norm must be exactly what it was without the interruption. Then come exports, merges and scores of
+these runs, the doctor, the kernels' numbers, and the rates of steps compared with recorded ones. Jobs run side by
+side, from empty caches, in a temporary folder.
 
 --out gets gpu_proof.json, which holds each GPU's newest result of each line, and logs.txt. Copy the former to
 docs/results/ to commit it. Exits with 1 if a line failed. Without git, TITAN_LINEAR_COMMIT names the commit.
@@ -32,9 +34,10 @@ from titan_linear.distributed.process import refusing, run_command
 from tools import harness
 from tools.gpu_proof import record
 from tools.gpu_proof.jobs import Setting, jobs
-from tools.gpu_proof.schedule import Job, Runner, run_jobs
+from tools.gpu_proof.schedule import Job, Room, Runner, run_jobs
 from tools.gpu_proof.texts import write_texts
 
+PARTS = {"1/2": (1,), "2/2": (2,), "doctors": (0,)}
 CORES = 3  # of the machine for each job that runs beside others
 TAIL = 20  # lines of a failed job's log that are printed
 SPARE = 1.5  # GiB of a GPU that no job may have
@@ -44,7 +47,7 @@ SMALL_TEXTS = 24, 100
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser("./tests/run.sh --gpus", __doc__)
-    parser.add_argument("--part", choices=("1/2", "2/2"), help="half of the lines")
+    parser.add_argument("--part", choices=PARTS, help="half of the lines, or all doctors")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these lines")
     parser.add_argument("--list", action="store_true", help="print the lines and end")
     parser.add_argument("--page", action="store_true", help="print the committed record and end")
@@ -67,8 +70,10 @@ def chosen(every: list[Job], args: argparse.Namespace) -> list[Job]:
     Raises:
         ValueError: --only names a line that does not exist.
     """
-    parts = [int(args.part[0])] if args.part else [1, 2]
+    parts = PARTS.get(args.part, (1, 2))
     names = set(args.only) or {job.name for job in every if job.part in parts}
+    if args.part == "doctors":
+        names.update(job.name for job in every if job.name.startswith("doctor-"))
     unknown = names - {job.name for job in every}
     if unknown:
         raise ValueError(f"--only {' '.join(unknown)}: there is no such line; --list prints them")
@@ -112,8 +117,8 @@ def prove(selected: list[Job], gpus: record.Gpus, runner: Runner, out: Path) -> 
     commit = harness.commit()
     print(f"{gpus.key}, commit {commit}: {len(selected)} lines; {file} and logs.txt", flush=True)
 
-    free = [gpus.gib - SPARE for _ in gpus.names]
-    at_once = max((os.cpu_count() or 1) // CORES, 1)
+    free = [Room(gpus.gib - SPARE) for _ in gpus.names]
+    at_once = max(len(os.sched_getaffinity(0)) // CORES, 1)
     rows = {}
     failed = []
     with (out / "logs.txt").open("w", encoding="utf-8") as logs:

@@ -14,19 +14,22 @@ import numpy as np
 
 from titan_linear.data.corpus.scores import open_scores
 from titan_linear.storage.rundir import METRICS, json_lines
-from tools.gpu_proof.schedule import Failed, Figure, Job
+from tools.gpu_proof.schedule import Failed, Figure, Job, Kill
 
-STEPS, SAVED = 8, 3  # steps of a run, and between its saves
+# A run has 8 steps and is saved after 4. It is killed when step 6 is logged and the save is complete.
+STEPS, SAVED, LOGGED = 8, 4, 6
 # Relative error of log p of a merged model, computed in float32: 2 units of 2^-17 for each of 20 roundings in each of
 # 24 layers and the head, which add up at random (as the doctor bounds a model).
 MERGED = 2 * 2**-17 * sqrt(20 * 25)
-# Share of a GPU that the doctor gets: nothing else runs there, because its many small kernels would
-# wait for the kernels of other processes, which take turns on a GPU.
-DOCTOR_SHARE = 0.97
+# Of a GPU's time; a run has a fifth. The doctor has many small kernels, which would wait for others.
+DOCTOR_SHARE = 0.8
+# Memory of a GPU that the doctor takes, in GiB.
+DOCTOR_GIB = 35
 
 # Every run is exact and short, and reports each step.
-RUN = f"""titan_linear.launch --debug.deterministic=true --training.steps={STEPS}
+RUN = f"""titan_linear.run.launch --debug.deterministic=true --training.steps={STEPS}
     --lr_scheduler.warmup_steps=2 --checkpoint.keep_latest_k=1 --metrics.log_freq=1
+    --checkpoint.interval={SAVED}
     --metrics.enable_tensorboard=false --validation.steps=2"""
 REFERENCE = "--job.config_file=train_configs/reference_340m.toml"
 RWKV7 = f"{REFERENCE} --model.name=rwkv7 --model.flavor=0.4B"
@@ -42,12 +45,14 @@ LORA = "--adapter.enable=true --optimizer.lr=1e-3"
 RECORDS = f"{SHORT} --training.dataset=jsonl --validation.holdout=0.1"
 DOCUMENTS = f"{RECORDS} --training.dataset_path=@documents.jsonl"
 PAIRS = f"{RECORDS} --training.dataset_path=@pairs.jsonl --training.dataset_format=preference"
+ANSWERS = f"{RECORDS} --training.dataset_path=@answers.jsonl --training.dataset_format=completion"
 TREES = f"""{RECORDS} --training.dataset_path=@trees.jsonl --training.dataset_format=tree
     '--training.dataset_columns=["advantages"]'"""
 DPO = "--loss.name=dpo --loss.reference=base"
 POLICY = "--loss.name=policy --loss.scores=@behaviour"
 DISTILLATION = "--loss.name=distillation --loss.scores=@teacher"
 DRAWN = "--checkpoint.initial_load_in_hf=false --checkpoint.initial_load_path="
+BEGUN = "--checkpoint.initial_load_path=@exported"
 # What a rehearsal changes; the flavor where a run names one.
 TINY = "--training.seq_len=256 --training.global_batch_size=2 --compile.enable=false"
 DEBUG = f"{TINY} --model.flavor=debug --model.num_layers=0"
@@ -93,27 +98,38 @@ def last_line(outputs: list[str]) -> Figure:
     return Figure(line.strip("| ").replace(" | ", ", "))
 
 
-def resumed(outputs: list[str]) -> Figure:
-    """The second start resumes from a save of the first."""
-    found = [line for line in outputs[-1].splitlines() if "resuming from step" in line]
-    if not found:
-        raise Failed("the second start does not resume")
-    return Figure(f"killed; {found[0].strip()}")
+def resumed(before: Path, after: Path, outputs: list[str]) -> Figure:
+    """The second start resumes from the save, and repeats what the first did after it.
 
+    Losses and gradient norms of every step after the save must be the same numbers.
 
-def equal_runs(first: Path, second: Path, outputs: list[str]) -> Figure:
-    """Losses and gradient norms of every step are the same numbers in both runs."""
-    runs = []
-    for folder in (first, second):
-        lines = json_lines(folder / METRICS, dict[str, Any])
-        steps = [line for line in lines if "grad_norm" in line]
-        runs.append(np.array([[line["step"], line["loss"], line["grad_norm"]] for line in steps]))
-    if any(len(run) != STEPS for run in runs):
-        raise Failed(f"{len(runs[0])} and {len(runs[1])} steps instead of {STEPS}")
-    apart = np.abs(runs[0] - runs[1]).max()
+    Args:
+        before: metrics of the run when it was killed.
+        after: metrics of the run when the second start has completed it.
+    """
+    if f"resuming from step {SAVED}" not in outputs[-1]:
+        raise Failed(f"the second start does not resume from step {SAVED}")
+    first, second = steps_of(before), steps_of(after)
+    if max(second, default=0) != STEPS:
+        raise Failed(f"the run ends at step {max(second, default=0)}, not {STEPS}")
+    repeated = [step for step in first if step > SAVED]
+    if len(repeated) < LOGGED - SAVED:
+        raise Failed(f"only {len(repeated)} steps were taken between the save and the kill")
+    apart = max(np.abs(np.subtract(first[step], second[step])).max() for step in repeated)
     if apart != 0:  # also for NaN
         raise Failed(f"losses or gradient norms differ by {apart:.3g}; it must be 0")
-    return Figure(f"losses and gradient norms of {STEPS} steps differ by 0.0")
+    steps = f"{repeated[0]} to {repeated[-1]}"
+    return Figure(f"losses and gradient norms of steps {steps}, taken twice, differ by 0.0")
+
+
+def steps_of(metrics: Path) -> dict[int, tuple[float, float]]:
+    """Read the loss and the gradient norm of each step."""
+    lines = json_lines(metrics, dict[str, Any])
+    return {
+        line["step"]: (float(line["loss"]), float(line["grad_norm"]))
+        for line in lines
+        if "grad_norm" in line
+    }
 
 
 def same_text(outputs: list[str]) -> Figure:
@@ -155,45 +171,41 @@ def compared_rate(file: Path, recorded: float, outputs: list[str]) -> Figure:
 def jobs(setting: Setting) -> list[Job]:
     """Make all lines, each after what it needs.
 
-    Lines start in this order as GPUs have room. A doctor takes a whole GPU, so the first one starts
-    before everything, next to the run that most lines depend on if there are two GPUs.
+    Lines start in this order as GPUs have room. Most lines depend on the KDA run, so it starts
+    first. A doctor takes most of a GPU, so both start as early as they can.
     """
-    doctor_of_hybrid, doctor_of_lora = doctors(setting)
-    kda = f"{REFERENCE} {setting.text}"
-    killed, whole = run(setting, "kda", "KDA 340M, AdamW", kda, gib=40)
+    doctor_of_hybrid, doctor_of_lora, *others = doctors(setting)
     return [
+        run(setting, "kda", "KDA 340M, AdamW", f"{REFERENCE} {setting.text}", gib=40),
         doctor_of_hybrid,
-        killed,
         doctor_of_lora,
         *from_the_export(setting),
         *scored(setting),
-        whole,
         *full_weights(setting),
         *numbers(setting),
+        *others,
     ]
 
 
-def run(setting: Setting, name: str, about: str, keys: str, **more: Any) -> list[Job]:
-    """A run that is killed after a save and resumed, NAME-killed; and one without a kill that it must equal, NAME."""
+def run(setting: Setting, name: str, about: str, keys: str, **more: Any) -> Job:
+    """A run that is killed after a save and resumed."""
     small = setting.tiny if EXPORTED in keys else setting.debug
-    command = f"{RUN} {keys} {small} --job.dump_folder=@{name}"
-    folders = [setting.folder / f"{name}-killed", setting.folder / name]
-    killed = Job(
-        f"{name}-killed",
+    folder = f"@{name}"
+    kill = Kill(
+        save=f"{folder}/checkpoint/step-{SAVED}/manifest.json",
+        metrics=f"{folder}/{METRICS}",
+        steps=LOGGED,
+        copy=f"{folder}.killed.jsonl",
+    )
+    files = setting.folder / f"{name}.killed.jsonl", setting.folder / name / METRICS
+    return Job(
+        name,
         f"{about}: killed after a save and resumed",
-        [f"{command}-killed --checkpoint.interval={SAVED}"] * 2,
-        resumed,
-        kill_at=f"@{name}-killed/checkpoint/step-{SAVED}/manifest.json",
+        [f"{RUN} {keys} {small} --job.dump_folder={folder}"] * 2,
+        partial(resumed, *files),
+        kill=kill,
         **more,
     )
-    whole = Job(
-        name,
-        f"{about}: equal to an uninterrupted run",
-        [f"{command} --checkpoint.interval={STEPS}"],
-        partial(equal_runs, *folders),
-        **{**more, "needs": (killed.name,)},
-    )
-    return [killed, whole]
 
 
 def full_weights(setting: Setting) -> list[Job]:
@@ -204,11 +216,11 @@ def full_weights(setting: Setting) -> list[Job]:
     two = {"part": 2, "gpus": ranks}
     on = f"cp {ranks}"
     return [
-        *run(setting, "rwkv7", "RWKV-7 0.4B, AdamW", f"{RWKV7} {setting.text}", gib=42, part=2),
-        *run(setting, "hybrid", f"hybrid 340M, {on}, AdamW", hybrid, gib=22, **two),
-        *run(setting, "hybrid-muon", f"hybrid 340M, {on}, Muon", f"{hybrid} {MUON}", gib=22, **two),
-        *run(setting, "offload", f"hybrid, {on}, AdamW, offloaded", small, **two),
-        *run(setting, "offload-muon", f"hybrid, {on}, Muon, offloaded", f"{small} {MUON}", **two),
+        run(setting, "rwkv7", "RWKV-7 0.4B, AdamW", f"{RWKV7} {setting.text}", gib=42, part=2),
+        run(setting, "hybrid", f"hybrid 340M, {on}, AdamW", hybrid, gib=22, **two),
+        run(setting, "hybrid-muon", f"hybrid 340M, {on}, Muon", f"{hybrid} {MUON}", gib=22, **two),
+        run(setting, "offload", f"hybrid, {on}, AdamW, offloaded", small, **two),
+        run(setting, "offload-muon", f"hybrid, {on}, Muon, offloaded", f"{small} {MUON}", **two),
     ]
 
 
@@ -219,8 +231,7 @@ def from_the_export(setting: Setting) -> list[Job]:
     # In float32, where nothing but the merge's own rounding is between the two.
     exact = f"{DOCUMENTS} {setting.tiny} --compile.enable=false"
     exact += " --training.mixed_precision_param=float32"
-    folders = {"adapted": "lora-killed", "merged": "merged-model", "base": "exported"}
-    scores = [f"titan_linear score @{of} -o @{to} {exact}" for to, of in folders.items()]
+    score = "titan_linear score"
     lora = f"{EXPORTED} {LORA} {DOCUMENTS}"
     dpo = f"{EXPORTED} {LORA} {PAIRS} {DPO}"
     exported = {"needs": ("export",)}
@@ -228,31 +239,54 @@ def from_the_export(setting: Setting) -> list[Job]:
         Job(
             "export",
             "convert to-hf of the KDA run",
-            [f"{convert} to-hf @kda-killed @exported"],
+            [f"{convert} to-hf @kda @exported"],
             last_line,
-            needs=("kda-killed",),
+            needs=("kda",),
         ),
-        *run(setting, "lora", "LoRA of the export", lora, gib=14, **exported),
-        *run(setting, "dpo", "DPO, the base as reference", dpo, gib=18, **exported),
+        run(setting, "lora", "LoRA of the export", lora, gib=14, **exported),
+        run(setting, "dpo", "DPO, the base as reference", dpo, gib=18, **exported),
         Job(
             "merge",
-            "convert merge and to-hf of the LoRA run",
-            [f"{convert} to-hf @lora-killed @peft", f"{convert} merge @lora-killed @merged-model"],
+            "convert merge of the LoRA run",
+            [f"{convert} merge @lora @merged-model"],
             last_line,
-            needs=("lora-killed",),
+            needs=("lora",),
+        ),
+        Job(
+            "peft",
+            "convert to-hf of the LoRA run",
+            [f"{convert} to-hf @lora @peft"],
+            last_line,
+            needs=("lora",),
+        ),
+        Job(
+            "score-base",
+            "score of the LoRA run's base",
+            [f"{score} @exported -o @base {exact}"],
+            last_line,
+            gib=14,
+            **exported,
+        ),
+        Job(
+            "score-lora",
+            "score of the LoRA run",
+            [f"{score} @lora -o @adapted {exact}"],
+            last_line,
+            gib=14,
+            needs=("lora",),
         ),
         Job(
             "scores",
-            "score of the LoRA run and of the merged folder",
-            scores,
+            "score of the merged folder: equal to the LoRA run's",
+            [f"{score} @merged-model -o @merged {exact}"],
             partial(equal_scores, setting.folder),
-            needs=("merge",),
+            needs=("merge", "score-lora", "score-base"),
             gib=14,
         ),
         Job(
             "generate",
             "generate from the KDA run and from its export",
-            [f"titan_linear generate @{of} {generate}" for of in ("kda-killed", "exported")],
+            [f"titan_linear generate @{of} {generate}" for of in ("kda", "exported")],
             same_text,
             **exported,
         ),
@@ -278,23 +312,48 @@ def scored(setting: Setting) -> list[Job]:
     return [
         Job("behaviour", "score of prefix trees", [f"{score} {trees}"], last_line, **needs),
         Job("teacher", "score of the likeliest tokens", [f"{score} {texts}"], last_line, **needs),
-        *run(setting, "policy", "policy on prefix trees", policy, gib=20, needs=("behaviour",)),
-        *run(setting, "distillation", "distillation", distillation, gib=12, needs=("teacher",)),
+        run(setting, "policy", "policy on prefix trees", policy, gib=20, needs=("behaviour",)),
+        run(setting, "distillation", "distillation", distillation, gib=12, needs=("teacher",)),
     ]
 
 
+# Lines of the doctor: shipped file → its number of processes, its half of the proof (0: only with
+# --doctors), and keys that replace its folders.
+DOCTORS = {
+    "hybrid_1_3b_128k": (8, 2, DOCUMENTS),
+    "lora_qwen3_6_27b_128k": (4, 1, f"{DOCUMENTS} {DRAWN}"),
+    "debug": (2, 0, ""),
+    "reference_340m": (1, 0, ""),
+    "hybrid_100m": (1, 0, ""),
+    "hybrid_340m_32k": (4, 0, DOCUMENTS),
+    "recall_4m": (1, 0, "'--training.mixture=[]' --training.dataset=stdlib"),
+    "full_nemotron_3_nano_4b": (4, 0, f"{DOCUMENTS} {DRAWN}"),
+    "sft_qwen3_5_9b_32k": (1, 0, f"{ANSWERS} {DRAWN}"),
+    "continue_hf": (1, 0, f"{DOCUMENTS} {BEGUN}"),
+    "sft_chat": (1, 0, f"{ANSWERS} {BEGUN}"),
+    "dpo": (1, 0, f"{PAIRS} {DPO} --adapter.enable=true"),
+}
+
+
 def doctors(setting: Setting) -> list[Job]:
-    """The doctor of shipped configurations: lines for runs of 8 and of 4 processes."""
+    """The doctor of each shipped configuration."""
     made = []
-    for name, processes, part, keys in (
-        ("hybrid_1_3b_128k", 8, 2, ""),
-        ("lora_qwen3_6_27b_128k", 4, 1, DRAWN),
-    ):
+    batch = "--training.global_batch_size=2 --training.local_batch_size=1"
+    for name, (processes, part, keys) in DOCTORS.items():
         file = f"--job.config_file=train_configs/{name}.toml"
-        command = f"titan_linear doctor {file} {keys} {setting.text} {setting.debug}"
-        short = f"doctor-{name.partition('_')[0]}"
-        sizes = {"part": part, "processes": processes, "gib": DOCTOR_SHARE * setting.gib}
-        made.append(Job(short, f"doctor of {name}.toml", [command], last_line, **sizes))
+        small = setting.tiny if BEGUN in keys else setting.debug
+        job = Job(
+            f"doctor-{name.partition('_')[0]}" if part else f"doctor-{name}",
+            f"doctor of {name}.toml",
+            [f"titan_linear doctor {file} {batch} {keys} {small}"],
+            last_line,
+            part=part,
+            processes=processes,
+            needs=("export",) if BEGUN in keys else (),
+            gib=DOCTOR_GIB if part else DOCTOR_GIB / 2,
+            share=DOCTOR_SHARE if part else DOCTOR_SHARE / 2,
+        )
+        made.append(job)
     return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,6 +35,28 @@ Check = Callable[[list[str]], Figure]  # outputs of a job's commands → figure;
 
 
 @dataclass(frozen=True)
+class Kill:
+    """SIGKILL to a job's first command and its workers, after a save and some steps that follow it.
+
+    Args:
+        save: file that appears when the save is complete.
+        metrics: file with a line for each step; a copy is made after the kill.
+        steps: lines that it must have.
+        copy: where the copy goes.
+    """
+
+    save: str
+    metrics: str
+    steps: int
+    copy: str
+
+    def is_due(self) -> bool:
+        if not Path(self.save).exists():
+            return False
+        return Path(self.metrics).read_text(encoding="utf-8").count("\n") >= self.steps
+
+
+@dataclass(frozen=True)
 class Job:
     """A line of the proof: commands that run one after the other, and what must hold after them.
 
@@ -45,8 +68,10 @@ class Job:
         gpus: number of GPUs that its commands use.
         processes: NGPU of its commands; 0: one for each GPU, two on the CPU.
         gib: memory that it takes of each of its GPUs.
+        share: of the time of each of its GPUs. Kernels of several processes take turns on a GPU, so that
+            a job with many small kernels waits long for the others.
         alone: nothing but such jobs runs meanwhile.
-        kill_at: file at whose appearance the first command gets SIGKILL, with all its workers.
+        kill: when the first command is killed.
     """
 
     name: str
@@ -58,8 +83,25 @@ class Job:
     gpus: int = 1
     processes: int = 0
     gib: float = 8.0
+    share: float = 0.2
     alone: bool = False
-    kill_at: str = ""
+    kill: Kill | None = None
+
+
+@dataclass
+class Room:
+    """What is left of a GPU."""
+
+    gib: float
+    share: float = 1.0
+
+    def fits(self, job: Job) -> bool:
+        return self.gib >= job.gib and self.share >= job.share
+
+    def take(self, job: Job, times: int = 1) -> None:
+        """Take a job's part, or return it with times = -1."""
+        self.gib -= times * job.gib
+        self.share = round(self.share - times * job.share, 3)
 
 
 class Result(NamedTuple):
@@ -73,11 +115,11 @@ class Result(NamedTuple):
 # --- Scheduling ------------------------------------------------------------------------------------------------------
 
 
-def run_jobs(jobs: list[Job], runner: Runner, free: list[float], at_once: int) -> Iterator[Result]:
+def run_jobs(jobs: list[Job], runner: Runner, free: list[Room], at_once: int) -> Iterator[Result]:
     """Yield each job's result as it ends. Jobs that run alone come last.
 
     Args:
-        free: GiB of each GPU; without GPUs everything has room.
+        free: the room on each GPU; without GPUs everything has room.
         at_once: the most jobs that run side by side.
     """
     waiting = list(jobs)
@@ -92,8 +134,10 @@ def run_jobs(jobs: list[Job], runner: Runner, free: list[float], at_once: int) -
                 others = [*waiting, *(other for other, _ in running.values())]
                 disturbed = job.alone and not all(other.alone for other in others)
                 ready = all(need in passed for need in job.needs) and not disturbed
-                gpus = sorted(range(len(free)), key=lambda gpu: -free[gpu])[: job.gpus]
-                has_room = all(free[gpu] >= job.gib for gpu in gpus) and len(running) < at_once
+                emptiest = sorted(range(len(free)), key=lambda gpu: -free[gpu].share)
+                fitting = [gpu for gpu in emptiest if free[gpu].fits(job)]
+                gpus = fitting[: job.gpus]
+                has_room = len(gpus) == min(job.gpus, len(free)) and len(running) < at_once
                 if lost:
                     waiting.remove(job)
                     passed[job.name] = False
@@ -101,7 +145,7 @@ def run_jobs(jobs: list[Job], runner: Runner, free: list[float], at_once: int) -
                 elif ready and has_room:
                     waiting.remove(job)
                     for gpu in gpus:
-                        free[gpu] -= job.gib
+                        free[gpu].take(job)
                     running[pool.submit(runner.run, job, gpus)] = job, gpus
 
             # Wait for the next end. Nothing is running if the last jobs have failed above.
@@ -109,7 +153,7 @@ def run_jobs(jobs: list[Job], runner: Runner, free: list[float], at_once: int) -
             for future in ended:
                 job, gpus = running.pop(future)
                 for gpu in gpus:
-                    free[gpu] += job.gib
+                    free[gpu].take(job, -1)
                 result = future.result()
                 passed[job.name] = result.passed
                 yield result
@@ -136,7 +180,7 @@ class Runner:
         begun = time.monotonic()
         outputs: list[str] = []
         log = ""
-        kill_at = self._named(job.kill_at)
+        kill = self._kill(job)
         passed = True
         try:
             for n, command in enumerate(job.commands):
@@ -144,11 +188,11 @@ class Runner:
                 file = self.folder / f"{job.name}.{n}.log"
                 process = self.start(argv, self.environment(job, gpus), file)
                 try:
-                    self._until_end(process, kill_at)
+                    self._until_end(process, kill)
                 finally:
                     outputs.append(file.read_text(errors="replace"))
                     log += f"$ python -m {shlex.join(argv)}\n{outputs[-1]}\n"
-                kill_at = ""
+                kill = None
             figure = job.check(outputs)
         except Failed as failed:
             figure, passed = Figure(str(failed)), False
@@ -162,6 +206,13 @@ class Runner:
 
     def _named(self, text: str) -> str:
         return text.replace("@", f"{self.folder}/")
+
+    def _kill(self, job: Job) -> Kill | None:
+        if job.kill is None:
+            return None
+        named = self._named
+        at = job.kill
+        return Kill(named(at.save), named(at.metrics), at.steps, named(at.copy))
 
     def start(self, argv: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen:
         """Start `python -m *argv` in a session of its own."""
@@ -184,32 +235,37 @@ class Runner:
             "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
             "TMPDIR": str(self.folder),  # what is killed leaves files there
             "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
-            "TORCHINDUCTOR_COMPILE_THREADS": "4",  # of each process: there are several
+            # Several processes share the machine's cores.
+            "OMP_NUM_THREADS": "2",
+            "TORCHINDUCTOR_COMPILE_THREADS": "4",
             "TRITON_CACHE_DIR": str(caches / "triton"),
             "XDG_CACHE_HOME": str(caches),
         }
 
-    def _until_end(self, process: subprocess.Popen, kill_at: str) -> None:
-        """Wait for a command's end, or for the file at which it is killed.
+    def _until_end(self, process: subprocess.Popen, at: Kill | None) -> None:
+        """Wait for a command's end, or kill it when that is due.
 
         Raises:
-            Failed: it does not end with 0, or ends before the file is there.
+            Failed: it does not end with 0, or ends before it is killed.
         """
         self.alive.add(process.pid)
         deadline = time.monotonic() + LIMIT
+        killed = False
         try:
-            while process.poll() is None:
-                if kill_at and Path(kill_at).exists():
-                    return
+            while process.poll() is None and not killed:
                 if time.monotonic() > deadline:
                     raise Failed(f"a command did not end in {LIMIT:.0f} s")
                 time.sleep(POLL)
+                killed = at is not None and at.is_due()
         finally:
             if process.poll() is None:
                 kill(process.pid)
             process.wait()
             self.alive.discard(process.pid)
-        if kill_at:
+        if killed:
+            shutil.copyfile(at.metrics, at.copy)
+            return
+        if at:
             raise Failed(f"it ended with {process.returncode} before it could be killed")
         if process.returncode:
             raise Failed(f"exit code {process.returncode}")

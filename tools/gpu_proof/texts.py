@@ -17,7 +17,7 @@ def write_texts(folder: Path, count: int, length: int) -> None:
     sources = [file.read_bytes().decode("ascii", "ignore") for file in files]
     sources = [text for text in sources if len(text) > length][: count + 1]
     half = length // 2
-    pairs, trees = [], []
+    pairs, trees, completions = [], [], []
     for text, other in pairwise(sources):
         prompt = text[:half]
         chosen = text[half : 2 * half]
@@ -31,7 +31,9 @@ def write_texts(folder: Path, count: int, length: int) -> None:
             {"text": rejected, "advantages": -1.0},
         ]
         trees.append({"text": prompt, "weights": 0, "children": answers})
+        completions.append({"prompt": prompt, "completion": chosen})
     documents = [{"text": text[:length]} for text in sources]
-    for name, records in (("documents", documents), ("pairs", pairs), ("trees", trees)):
+    kinds = {"documents": documents, "pairs": pairs, "trees": trees, "answers": completions}
+    for name, records in kinds.items():
         lines = [json.dumps(record) + "\n" for record in records]
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")

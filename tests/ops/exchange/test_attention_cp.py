@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.dispatch import AsPromised, Inside
+from tests.ops.attention_cases import error, make, run
 from tests.ops.inputs import tokens_of
-from tests.ops.test_attention import error, make, run
 from tests.refusals import refused
 from titan_linear.distributed.one_process import run_ranks
 from titan_linear.ops.attention import attention, choose_method, pairs_computed

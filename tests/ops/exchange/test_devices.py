@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.ops.attention_cases import error, make, run
 from tests.ops.inputs import boundaries, tokens_of
-from tests.ops.test_attention import error, make, run
 from titan_linear.ops import attention, build_cp_context
 from titan_linear.ops.reference.attention import attention as reference
 

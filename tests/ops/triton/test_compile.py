@@ -11,21 +11,16 @@ compiles all whose names have these words, and prints the table.
 
 import json
 import os
-import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from multiprocessing import get_context
 
 import pytest
-from torch._C import DispatchKey, DispatchKeySet
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.ops.triton.ahead_of_time import OnTheChip, compiled_launches, with_wrong_instructions
 from tests.ops.triton.kda_compile import results_of
-from tests.ops.triton.machine_code import run_on, wrong_instructions
 from tests.ops.triton.shapes import SHAPES, results
 
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
 SHARED_LIMIT = 232448  # bytes a program may use on sm_90
 MANY_TILES = (
     "six to ten fp32 tiles are alive at once; splitting the kernel further reads its inputs again"
@@ -62,76 +57,6 @@ def spills_accepted(name, kernel):
     return ACCEPTED_SPILLS.get((op, kernel), (0, ""))[0]
 
 
-def _resources(cubin):
-    """Registers, and bytes of stack: all of it spills."""
-    report = run_on(cubin, "cuobjdump", "-res-usage")
-    return dict(
-        zip(("registers", "spills"), map(int, re.search(r"REG:(\d+) STACK:(\d+)", report).groups()))
-    )
-
-
-class Chip:
-    """In place of Triton's driver: a GPU to compile for, which need not be here."""
-
-    def __init__(self, target):
-        self.target = target
-
-    def get_current_device(self):
-        return self.target  # one for each target: kernels are remembered by device
-
-    def get_current_stream(self, device):
-        return None
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.target, 32)
-
-
-@contextmanager
-def compiled_launches(target=90, only=()):
-    """Launches inside (of the kernels in `only`, if any) compile for sm_<target>; the list collects their results."""
-    from triton import JITFunction
-    from triton.runtime import driver
-
-    results = []
-    original = JITFunction.run
-
-    def run(self, *args, grid, warmup, **kwargs):
-        if only and self.__name__ not in only:
-            return
-        compiled = original(self, *args, grid=grid, warmup=True, **kwargs)
-        cubin = compiled.asm["cubin"]
-        named = {
-            key: x for key, x in kwargs.items() if key in ("BT", "BD", "BV", "STAGES", *OPTIONS)
-        }
-        result = {
-            "kernel": self.__name__,
-            "shared": compiled.metadata.shared,
-            "config": named,
-            "cubin": cubin,
-        }
-        results.append(result | _resources(cubin))
-
-    driver.set_active(Chip(target))
-    JITFunction.run = run
-    try:
-        yield results
-    finally:
-        JITFunction.run = original
-
-
-class OnTheChip(TorchDispatchMode):
-    """Operators of kernels run on meta tensors as on a GPU, where they would run their fake implementations."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "titan_linear" and func.python.__module__.startswith(
-            "titan_linear.ops.triton"
-        ):
-            return func.redispatch(DispatchKeySet(DispatchKey.CUDA), *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 def compile_shape(name):
     with compiled_launches() as launches, OnTheChip():
         results(SHAPES[name], "meta", "triton")
@@ -143,15 +68,6 @@ def compile_shapes(names):
         return with_wrong_instructions(
             dict(zip(names, pool.map(compile_shape, names), strict=True))
         )
-
-
-def with_wrong_instructions(made, target=90):
-    """Launches, by shape, with "wrong", the instructions that ptxas got wrong, in place of "cubin"."""
-    launches = [launch for of_shape in made.values() for launch in of_shape]
-    wrong = wrong_instructions([launch.pop("cubin") for launch in launches], target)
-    for launch, found in zip(launches, wrong, strict=True):
-        launch["wrong"] = found
-    return made
 
 
 @pytest.fixture(scope="module")

@@ -210,6 +210,12 @@ def test_planned_segments(op, monkeypatch):
     assert all(map(torch.equal, *results))
 
 
+def test_a_plan_for_other_scans_is_noticed(op):
+    x = make_inputs(op, 140, H=1, HV=1, K=32, V=32, gate="slow")
+    with pytest.raises(AssertionError, match="no segments are planned for a scan of 1 programs"):
+        in_a_context(partial(call, op, impl="triton"), x, [10, 130], 2)
+
+
 def test_compiled_code_reads_planned_segments(op, monkeypatch):
     """One graph for all documents, in which no table is made."""
     monkeypatch.setattr(segments, "segment_length", lambda *_: 64)

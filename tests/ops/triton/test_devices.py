@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ops.inputs import boundaries, leaves, raw_gate_inputs, relative_error, tokens_of
-from tests.ops.triton.test_numbers import PROMISED, run, to_device
+from tests.ops.triton.promised import PROMISED, run, to_device
 from titan_linear.ops import build_cp_context, causal_conv1d
 from titan_linear.ops.exchange import kcp
 from titan_linear.ops.layout.levels import Level

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
+from tests.ops.triton.ahead_of_time import OnTheChip, compiled_launches, with_wrong_instructions
 from tests.ops.triton.kda_compile import results_of
 from tests.ops.triton.shapes import BF16, MIXERS, SHAPES, Shape, results
-from tests.ops.triton.test_compile import OnTheChip, compiled_launches, with_wrong_instructions
 
 # GDN: none at sm_100, K and V up to 128 at sm_120 (ops/triton/configs.py says why).
 # bytes a program may use on sm_<target>

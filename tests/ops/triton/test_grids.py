@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.ops.inputs import DEVICE
-from tests.ops.triton.test_compile import OnTheChip
+from tests.ops.triton.ahead_of_time import OnTheChip
 from titan_linear.ops.runtime.options import (
     DecayInputs,
     DecayOptions,

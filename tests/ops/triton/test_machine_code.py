@@ -56,7 +56,7 @@ def narrow():
 
 
 def main():
-    from tests.ops.triton.test_compile import compiled_launches, with_wrong_instructions
+    from tests.ops.triton.ahead_of_time import compiled_launches, with_wrong_instructions
     from titan_linear.ops.triton.rwkv7 import RWKV7
 
     K, V, H = 64, 32, 2

@@ -34,7 +34,13 @@ from typing import Any
 import numpy as np
 
 from titan_linear.data.corpus.chat import Completions, Conversations, Ids, Preferences
-from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens, other_width, with_columns
+from titan_linear.data.corpus.columns import (
+    WEIGHTS,
+    DocumentTokens,
+    Problem,
+    check_width,
+    with_columns,
+)
 from titan_linear.data.corpus.corpus import (
     CACHE_NAME,
     INFO,
@@ -55,7 +61,15 @@ from titan_linear.data.corpus.tokenise import (
     worker_count,
 )
 from titan_linear.data.corpus.tokenizer import Tokenizer
-from titan_linear.data.corpus.trees import BACK, MOST, Held, Trees, agreeing, shared, trees_of
+from titan_linear.data.corpus.tree_records import (
+    BACK,
+    MOST,
+    PendingDocument,
+    TreeEncoder,
+    agreeing,
+    shared,
+    trees_of,
+)
 from titan_linear.data.corpus.writing import (
     BadDocument,
     Journal,
@@ -65,7 +79,7 @@ from titan_linear.data.corpus.writing import (
     temporary_folder,
     write_into,
 )
-from titan_linear.ops.layout.nodes import Nodes
+from titan_linear.ops.layout.prefix_trees import PrefixTrees
 from titan_linear.storage.files import (
     Unreadable,
     default_cache_dir,
@@ -128,24 +142,21 @@ class Texts:
             "completion": Completions,
             "tokens": Ids,
             "preference": Preferences,
-            "tree": partial(Trees, columns=self.columns),
+            "tree": partial(TreeEncoder, columns=self.columns),
         }
-        return (
-            self.tokenizer
-            if self.dataset_format == "text"
-            else makers[self.dataset_format](self.tokenizer)
-        )
+        if self.dataset_format == "text":
+            return self.tokenizer
+        return makers[self.dataset_format](self.tokenizer)
 
     @property
     def all_columns(self) -> dict[str, str]:
         """Return all columns, including the structure of trees and the weights of answers."""
-        trees = self.dataset_format == "tree" or self.share_prefixes
-        weighted = self.dataset_format not in ("text", "tokens")
-        return {
-            **self.columns,
-            **({BACK: "<i4"} if trees else {}),
-            **({WEIGHTS: "<f4"} if weighted else {}),
-        }
+        columns = dict(self.columns)
+        if self.dataset_format == "tree" or self.share_prefixes:
+            columns[BACK] = "<i4"
+        if self.dataset_format not in ("text", "tokens"):
+            columns[WEIGHTS] = "<f4"
+        return columns
 
     @property
     def group(self) -> int:
@@ -157,14 +168,10 @@ class Texts:
 
         It is independent of paths and times. Reads all files.
         """
-        content = hashlib.blake2b(
-            json.dumps(self._how).encode("utf-8", "surrogateescape"), digest_size=16
-        )
+        content = hashlib.blake2b(_encoded(json.dumps(self._how)), digest_size=16)
         try:
             for file in progress(self.files, f"reading {self.dataset}"):
-                content.update(
-                    f"\n{file.suffix} {file.stat().st_size}\n".encode("utf-8", "surrogateescape")
-                )
+                content.update(_encoded(f"\n{file.suffix} {file.stat().st_size}\n"))
                 add_file(file, content)
         except OSError as error:
             raise _unreadable(error) from error
@@ -172,7 +179,9 @@ class Texts:
 
     def documents(self, file: Path) -> Iterator[Document]:
         """Yield the documents of one of the files."""
-        fields = [*self.columns, *filter(None, [self.group_field])]
+        fields = list(self.columns)
+        if self.group_field:
+            fields.append(self.group_field)
         return read_documents(self.dataset, file, self.text_field, self.dataset_format, fields)
 
     @property
@@ -181,17 +190,14 @@ class Texts:
         field_or_format = self.text_field if self.dataset in FIELD_SOURCES else None
         if self.dataset_format != "text":
             field_or_format = self.encoder.fingerprint
-        sharing = [f"shared by {self.group_field}, 2"] if self.share_prefixes else []
-        kind = format_of(self.all_columns)
-        return [
-            kind,
-            self.dataset,
-            field_or_format,
-            self.tokenizer.fingerprint,
-            *(f"{name}, 2" for name in sorted(self.columns)),
-            *sharing,
-            *[f"seq_len {self.seq_len}"] * bool(self.seq_len),
-        ]
+        how = [format_of(self.all_columns), self.dataset, field_or_format]
+        how.append(self.tokenizer.fingerprint)
+        how += [f"{name}, 2" for name in sorted(self.columns)]
+        if self.share_prefixes:
+            how.append(f"shared by {self.group_field}, 2")
+        if self.seq_len:
+            how.append(f"seq_len {self.seq_len}")
+        return how
 
     @property
     def key(self) -> str:
@@ -199,14 +205,14 @@ class Texts:
 
         Files enter it by their paths, sizes and times.
         """
+        stats = []
         try:
-            stats = [
-                (str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in self.files
-            ]
+            for file in self.files:
+                stat = file.stat()
+                stats.append((str(file), stat.st_size, stat.st_mtime_ns))
         except OSError as error:
             raise _unreadable(error) from error
-        key = json.dumps([*self._how, stats])
-        return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
+        return hashlib.sha256(_encoded(json.dumps([*self._how, stats]))).hexdigest()[:24]
 
 
 def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool = False) -> Corpus:
@@ -251,12 +257,9 @@ def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool
             f"{t.path_key} = {t.path!r}: written with tokenizer {corpus.info['tokenizer']['fingerprint']!r}, but "
             f"model.tokenizer_path gives {t.tokenizer.fingerprint!r}; set the tokenizer that it was written with"
         )
-    if (
-        t.dataset != "tokens"
-        and t.on_bad_document == "stop"
-        and (source := corpus.info["source"]).get("skipped_bad")
-    ):
-        raise ValueError(f"{source['bad'][0]}; {_SKIP} ({source['skipped_bad']:,} in all)")
+    stops = t.dataset != "tokens" and t.on_bad_document == "stop"
+    if stops and (bad := corpus.info["source"].get("skipped_bad")):
+        raise ValueError(f"{corpus.info['source']['bad'][0]}; {_SKIP} ({bad:,} in all)")
     return corpus
 
 
@@ -324,6 +327,11 @@ def _paths_when_written(corpus: Corpus) -> tuple[str, ...] | None:
     if len(paths) != len(corpus.files) - 1:
         raise unfitting(path)
     return paths
+
+
+def _encoded(text: str) -> bytes:
+    """Return a text with paths in it as bytes."""
+    return text.encode("utf-8", "surrogateescape")
 
 
 def _unreadable(error: OSError) -> ValueError:
@@ -401,7 +409,6 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
     """
     # For each file that has been read: number of documents up to its end.
     ends: deque[int] = deque()
-    eos = [] if texts.tokenizer.eos_id is None else [texts.tokenizer.eos_id]
     total = sum(file.stat().st_size for file in texts.files)
     documents = islice(_read(texts, ends), journal.read, None)
     journal.files_read = 0
@@ -409,18 +416,20 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
     bar = progress(None, doing, total, initial=journal.size, unit="B", unit_scale=True, smoothing=0)
     # A chat template runs in a worker (chat.py).
     least = int(texts.dataset_format in ("messages", "preference") and may_have_children())
-    with (
-        bar,
-        closing(tokenise(texts.encoder, documents, max(least, worker_count(total)))) as encoded,
-    ):
-        held: list[Held] = []
+    workers = max(least, worker_count(total))
+    with bar, closing(tokenise(texts.encoder, documents, workers)) as encoded:
+        held: list[PendingDocument] = []
         for document, tokens in encoded:
             # Documents that may share a tree wait until one comes that does not join them.
-            parts = _fitting(_parts(document, tokens, texts, journal, eos), texts)
+            parts: Sequence[DocumentTokens] = []
+            problem = ""
+            try:
+                parts = _parts(document, tokens, texts, journal)
+            except Problem as error:
+                problem = str(error)
             file_ended = ends and ends[0] <= journal.read
-            if held and (
-                file_ended or not (isinstance(parts, str) or _joins(held, document, parts, texts))
-            ):
+            apart = parts and not (held and _joins(held, document, parts, texts))
+            if held and (file_ended or apart):
                 yield _trees(held, texts, journal)
                 held = []
             # Sizes of rows are fractions, whose sum may exceed the total.
@@ -433,13 +442,13 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
             journal.size += document.size
             for name in document.unread:
                 journal.unread.setdefault(name, document.origin)
-            if parts == "":
+            if problem:
+                _meet_bad_document(f"{document.origin}: {problem}", texts, journal)
+            elif not parts:
                 journal.skipped_empty += 1
-            elif isinstance(parts, str):
-                _meet_bad_document(f"{document.origin}: {parts}", texts, journal)
             elif texts.share_prefixes:
                 group = document.columns.get(texts.group_field)
-                held += [Held(document.origin, group, part) for part in parts]
+                held += [PendingDocument(document.origin, group, part) for part in parts]
             else:
                 yield parts
         if held:
@@ -448,13 +457,11 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
     # A corpus needs a document, and where tokens are weighted, one token that counts.
     if not journal.num_documents:
         more = f" and {len(texts.files) - 1:,} more" if len(texts.files) > 1 else ""
-        found = (
-            f"bad documents: {journal.skipped_bad:,}, the first {journal.bad[0]}"
-            if journal.bad
-            else "all empty"
-        )
+        why = "all empty"
+        if journal.bad:
+            why = f"bad documents: {journal.skipped_bad:,}, the first {journal.bad[0]}"
         raise ValueError(
-            f"{texts.path_key} has no text in {texts.files[0]}{more}: {found}; give other files"
+            f"{texts.path_key} has no text in {texts.files[0]}{more}: {why}; give other files"
         )
     if WEIGHTS in journal.columns and not journal.num_answer_tokens:
         raise ValueError(
@@ -464,49 +471,61 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
 
 
 def _parts(
-    document: Document, tokens: Any, texts: Texts, journal: Journal, eos: list[int]
-) -> Sequence[DocumentTokens] | str:
-    """Return a record's documents, or its problem as text; "" if it is empty."""
-    if isinstance(tokens, np.ndarray):
-        tokens = _ended(document, tokens, eos)
+    document: Document,
+    tokens: Any,
+    texts: Texts,
+    journal: Journal,
+) -> Sequence[DocumentTokens]:
+    """Return a record's documents; none if it is empty.
+
+    Raises:
+        Problem: the record's.
+    """
     if isinstance(tokens, str):
-        return tokens
+        raise Problem(tokens)
+    if isinstance(tokens, np.ndarray):
+        # A text gets its end token.
+        if not len(tokens):
+            if any(map(str.isalnum, document.content)):
+                raise Problem("the tokenizer has no token for any of it")
+            return []
+        end = np.array(texts.tokenizer.eos, dtype=tokens.dtype)
+        tokens = DocumentTokens(np.append(tokens, end))
     # Attach the columns. A tree's columns came with its nodes.
     parts = tokens if isinstance(tokens, list) else [tokens]
     if texts.dataset_format == "tree":
         widths = {**journal.widths}
-        wrong = [
-            f"{n!r} {problem}"
-            for n, x in parts[0].columns.items()
-            if (problem := other_width(n, x, widths))
-        ]
-        if wrong:
-            return wrong[0]
+        for name, column in parts[0].columns.items():
+            check_width(name, column, widths)
     elif texts.columns:
         values, dtypes = document.columns, texts.columns
         parts = with_columns(parts, values, dtypes, texts.tokenizer, journal.widths)
-    if isinstance(parts, str):
-        return parts
-    return next(filter(None, (part.problem for part in parts)), parts)
+    for part in parts:
+        part.check()
+    if texts.seq_len:
+        _check_length(parts, texts)
+    return parts
 
 
-def _fitting(parts: Sequence[DocumentTokens] | str, texts: Texts) -> Sequence[DocumentTokens] | str:
-    """Return the documents, or the problem if a unit for one stream is too long."""
-    if isinstance(parts, str) or not texts.seq_len:
-        return parts
+def _check_length(parts: Sequence[DocumentTokens], texts: Texts) -> None:
+    """Raise Problem if a unit for one stream is too long."""
     tokens = sum(len(document.tokens) for document in parts)
     if texts.dataset_format == "tree":
         # The longest path of the tree.
-        tokens = Nodes.behind(parts[0].columns[BACK]).positions.max() + 1
+        tokens = PrefixTrees.behind(parts[0].columns[BACK]).positions.max() + 1
     elif texts.share_prefixes and len(parts) > 1:
         tokens -= shared(*(document.tokens for document in parts))
-    if tokens <= texts.seq_len:
-        return parts
-    return f"{tokens:,} tokens that must lie in one stream, and training.seq_len = {texts.seq_len}; raise it"
+    if tokens > texts.seq_len:
+        raise Problem(
+            f"{tokens:,} tokens that must lie in one stream, and training.seq_len = {texts.seq_len}; raise it"
+        )
 
 
 def _joins(
-    held: Sequence[Held], document: Document, parts: Sequence[DocumentTokens], texts: Texts
+    held: Sequence[PendingDocument],
+    document: Document,
+    parts: Sequence[DocumentTokens],
+    texts: Texts,
 ) -> bool:
     """Whether a record's document may share a tree with the waiting ones.
 
@@ -517,24 +536,14 @@ def _joins(
     return len(held) < MOST and shared(held[0].document.tokens, parts[0].tokens) > 0
 
 
-def _trees(held: Sequence[Held], texts: Texts, journal: Journal) -> Sequence[DocumentTokens]:
+def _trees(
+    held: Sequence[PendingDocument], texts: Texts, journal: Journal
+) -> Sequence[DocumentTokens]:
     pair = texts.group == 2
     kept, problems = agreeing(held, pair)
     for problem in problems:
         _meet_bad_document(problem, texts, journal)
     return [] if pair and problems else trees_of(kept, pair)
-
-
-def _ended(document: Document, tokens: np.ndarray, eos: list[int]) -> DocumentTokens | str:
-    """Return a text with its end token, or its problem; "" if it is empty."""
-    if not len(tokens):
-        return (
-            "the tokenizer has no token for any of it"
-            if any(map(str.isalnum, document.content))
-            else ""
-        )
-    ids = np.concatenate([tokens, np.array(eos, dtype=tokens.dtype)])
-    return DocumentTokens(ids)
 
 
 def _read(texts: Texts, ends: deque[int]) -> Iterator[Document]:

@@ -38,12 +38,13 @@ import hashlib
 import json
 import re
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import accumulate, compress
 from os.path import commonprefix
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import jinja2
 import numpy as np
@@ -54,7 +55,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy import ndarray
 
 from titan_linear.config.nesting import check_nesting
-from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens
+from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens, Problem
 from titan_linear.data.corpus.tokenizer import NAMED_TOKENS, HuggingFaceTokenizer, Tokenizer
 from titan_linear.storage.files import parse_json
 
@@ -84,8 +85,8 @@ _ONE_QUESTION = "give all that stands before the answers once, as 'prompt'"
 _REMEDY = "put {% generation %} and {% endgeneration %} around answers in the chat template (docs/data.md)"
 
 
-class RecordEncoder(Protocol):
-    """Encoder of records; returns their tokens or a problem.
+class RecordEncoder(ABC):
+    """Encoder of records.
 
     Attributes:
         fingerprint: changes whenever the tokens of some record may change for a reason
@@ -94,10 +95,26 @@ class RecordEncoder(Protocol):
 
     fingerprint: str
 
-    def encode_batch(self, records: Sequence[Record]) -> list[DocumentTokens | str]: ...
+    @abstractmethod
+    def encode(self, record: Record) -> Any:
+        """Return a record's `DocumentTokens`, or a list of two.
+
+        Raises:
+            Problem: the record has no tokens.
+        """
+
+    def encode_batch(self, records: Sequence[Record]) -> list[Any]:
+        """Return the tokens of each record, or its problem as text."""
+        encoded = []
+        for record in records:
+            try:
+                encoded.append(self.encode(record))
+            except Problem as problem:
+                encoded.append(str(problem))
+        return encoded
 
 
-class Completions:
+class Completions(RecordEncoder):
     """Encoder of `prompt` and `completion`, two texts."""
 
     fingerprint = "completion-3"
@@ -106,27 +123,21 @@ class Completions:
         self._tokenizer = tokenizer
         self._continuing = tokenizer.continuing()
 
-    def encode_batch(self, records: Sequence[Record]) -> list[DocumentTokens | str]:
-        return [self._encode(record["prompt"], record["completion"]) for record in records]
-
-    def _encode(self, prompt: Any, completion: Any) -> DocumentTokens | str:
-        for name, text in (("prompt", prompt), ("completion", completion)):
-            if not isinstance(text, str):
-                return f"{name!r} is {type(text).__name__}, not text"
+    def encode(self, record: Record) -> DocumentTokens:
+        for name in ("prompt", "completion"):
+            if not isinstance(record[name], str):
+                raise Problem(f"{name!r} is {type(record[name]).__name__}, not text")
+        prompt, completion = record["prompt"], record["completion"]
         if not completion.strip():
-            return "no answer to learn: 'completion' is empty"
-        eos = [] if self._tokenizer.eos_id is None else [self._tokenizer.eos_id]
+            raise Problem("no answer to learn: 'completion' is empty")
         before = self._tokenizer.encode(prompt)
         after = (self._continuing if prompt else self._tokenizer).encode(completion)
-        ids = np.concatenate([before, after, np.array(eos, dtype=np.int64)])
-        return _with_answer(
-            ids,
-            np.arange(len(ids)) >= len(before),
-            "'completion' is the document's first token alone",
-        )
+        ids = np.concatenate([before, after, np.array(self._tokenizer.eos, dtype=np.int64)])
+        answered = np.arange(len(ids)) >= len(before)
+        return _with_answer(ids, answered, "'completion' is the document's first token alone")
 
 
-class Ids:
+class Ids(RecordEncoder):
     """Encoder of `tokens`, a list of ids."""
 
     fingerprint = "tokens-1"
@@ -134,21 +145,17 @@ class Ids:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
 
-    def encode_batch(self, records: Sequence[Record]) -> list[DocumentTokens | str]:
-        return [self._encode(record["tokens"]) for record in records]
-
-    def _encode(self, tokens: object) -> DocumentTokens | str:
-        size = self._tokenizer.vocab_size
-        if not (
-            isinstance(tokens, list)
-            and tokens
-            and all(type(x) is int and 0 <= x < size for x in tokens)
-        ):
-            return f"'tokens' is not a list of numbers from 0 to {size - 1}, those of the tokenizer's tokens"
+    def encode(self, record: Record) -> DocumentTokens:
+        tokens, size = record["tokens"], self._tokenizer.vocab_size
+        listed = isinstance(tokens, list) and tokens
+        if not listed or not all(type(x) is int and 0 <= x < size for x in tokens):
+            raise Problem(
+                f"'tokens' is not a list of numbers from 0 to {size - 1}, those of the tokenizer's tokens"
+            )
         return DocumentTokens(np.array(tokens))
 
 
-class Preferences:
+class Preferences(RecordEncoder):
     """Encoder of `chosen` and `rejected`, texts or messages.
 
     The question before them has one of the names in QUESTIONS. A question that the messages
@@ -160,24 +167,26 @@ class Preferences:
         self._chats = Conversations(tokenizer) if _has_template(tokenizer) else None
         self.fingerprint = f"preference-2 {self._chats.fingerprint if self._chats else ''}"
 
-    def encode_batch(self, records: Sequence[Record]) -> list[list[Any] | str]:
-        return [self._encode(record) for record in records]
-
-    def _encode(self, record: Record) -> list[Any] | str:
+    def encode(self, record: Record) -> list[DocumentTokens]:
+        # Encode both answers, as texts or as messages.
         answers = [record["chosen"], record["rejected"]]
         asked = {name: record[name] for name in QUESTIONS if record.get(name)}
         if all(isinstance(text, str) for text in (*answers, *asked.values())):
             asked["system"] = record.get("system") or ""
-            pair = self._texts.encode_batch(_completions(answers, {*asked.values()} - {""}))
+            texts = _completions(answers, {*asked.values()} - {""})
+            pair = [self._texts.encode(text) for text in texts]
         elif self._chats is None:
-            return "'chosen' and 'rejected' are no two texts, nor messages for a tokenizer with a chat template"
+            raise Problem(
+                "'chosen' and 'rejected' are no two texts, nor messages for a tokenizer with a chat template"
+            )
         else:
             chats = _conversations(answers, asked)
-            pair = self._chats.encode_batch([{**record, "messages": chat} for chat in chats])
-        problems = [document for document in pair if isinstance(document, str)]
-        if not problems and np.array_equal(pair[0].tokens, pair[1].tokens):
-            return "'chosen' and 'rejected' are equal, and nothing is learnt of them; correct one"
-        return problems[0] if problems else pair
+            pair = [self._chats.encode({**record, "messages": chat}) for chat in chats]
+        if np.array_equal(pair[0].tokens, pair[1].tokens):
+            raise Problem(
+                "'chosen' and 'rejected' are equal, and nothing is learnt of them; correct one"
+            )
+        return pair
 
 
 def _completions(answers: list[str], asked: set[str]) -> list[Record]:
@@ -186,7 +195,7 @@ def _completions(answers: list[str], asked: set[str]) -> list[Record]:
     Without a question, they are dialogues that share their beginning, up to some line.
     """
     if len(asked) > 1:
-        raise _Problem(f"there are several questions; {_ONE_QUESTION}")
+        raise Problem(f"there are several questions; {_ONE_QUESTION}")
     prompt = "".join(asked)
     if not asked:
         shared = commonprefix(answers)  # noqa: RUF071 (of texts, not of paths)
@@ -203,10 +212,12 @@ def _conversations(answers: list[Any], asked: Record) -> list[list[Record]]:
     chats = [_as_messages(answer, ANSWERER) for answer in answers]
     for name, value in asked.items():
         question = _as_messages(value, "user")
-        if value in answers or all(message in chat for chat in chats for message in question):
+        chosen, rejected = chats
+        repeated = all(message in chosen and message in rejected for message in question)
+        if value in answers or repeated:
             continue
         if any(chat[0].get("role") != ANSWERER for chat in chats):
-            raise _Problem(f"no answer follows the question {name!r}; {_ONE_QUESTION}")
+            raise Problem(f"no answer follows the question {name!r}; {_ONE_QUESTION}")
         chats = [question + chat for chat in chats]
     for i, (message, other) in enumerate(zip(*chats)):
         if message != other:
@@ -221,11 +232,11 @@ def _as_messages(value: Any, role: str) -> list[Record]:
         value = {"role": role, "content": value}
     messages = value if isinstance(value, list) else [value]
     if not messages or not _are_objects(messages):
-        raise _Problem(f"{value!r} is neither text nor messages; give one of these")
+        raise Problem(f"{value!r} is neither text nor messages; give one of these")
     return [_as_templates_know_it(message) for message in messages]
 
 
-class Conversations:
+class Conversations(RecordEncoder):
     """Encoder of `messages`, by the tokenizer's chat template.
 
     Args:
@@ -244,19 +255,17 @@ class Conversations:
                 "one (chat_template in tokenizer_config.json, or a chat_template.jinja beside tokenizer.json: "
                 "docs/data.md has an example), or train on 'completion'"
             )
-        found = tokenizer.chat_templates
-        self.source = found["default"]
-        sources = {name: found[name] for name in ("default", "tool_use") if name in found}
-        self._templates: dict[str, _Template] = {
-            name: _Template(name, source) for name, source in sources.items()
-        }
+        self._tokenizer = tokenizer
+        sources = tokenizer.chat_templates
+        self.source = sources["default"]
+        sources = {name: sources[name] for name in ("default", "tool_use") if name in sources}
+        self._templates = {name: _Template(name, source) for name, source in sources.items()}
         # Names of special tokens that templates mention. The fingerprint covers all that is
         # rendered.
-        own = set().union(*(template.names for template in self._templates.values())) - {
-            *NAMED_TOKENS
-        }
-        self._tokenizer, known = tokenizer, tokenizer.token_names
-        self._names = {name: known[name] for name in (*NAMED_TOKENS, *sorted(own)) if name in known}
+        mentioned = set().union(*(template.names for template in self._templates.values()))
+        names = [*NAMED_TOKENS, *sorted(mentioned - {*NAMED_TOKENS})]
+        tokens = tokenizer.token_names
+        self._names = {name: tokens[name] for name in names if name in tokens}
         content = json.dumps([sources, self._names, tokenizer.special_tokens]).encode(
             "utf-8", "surrogatepass"
         )
@@ -281,16 +290,10 @@ class Conversations:
         text = self._writer({})(written, add_generation_prompt=answered)
         return text.partition(_END)[0]
 
-    def encode_batch(self, records: Sequence[Record]) -> list[DocumentTokens | str]:
-        return [self._encode(record) for record in records]
-
-    def _encode(self, record: Record) -> DocumentTokens | str:
-        try:
-            messages = _messages(record)
-            weights = [_weight(i, message) for i, message in enumerate(messages, 1)]
-            text, answers = self._rendered(self._writer(record), messages, weights)
-        except _Problem as problem:
-            return str(problem)
+    def encode(self, record: Record) -> DocumentTokens:
+        messages = _messages(record)
+        weights = [_weight(i, message) for i, message in enumerate(messages, 1)]
+        text, answers = self._rendered(self._writer(record), messages, weights)
         # Places [n, 2]: the characters of each token.
         ids, places = self._tokenizer.encode_with_places(text)
         of_tokens = np.zeros(len(ids))
@@ -302,23 +305,22 @@ class Conversations:
         # Some tables hold tools and variables as JSON text.
         tools = [] if record.get("tools") == "" else _parsed(record.get("tools"))
         if not _are_objects(tools or []):
-            raise _Problem("'tools' is not a list of objects, nor the JSON text of one")
+            raise Problem("'tools' is not a list of objects, nor the JSON text of one")
         variables = _parsed(record.get("chat_template_kwargs") or {})
-        if (
-            not isinstance(variables, dict)
-            or {"messages", "tools", "add_generation_prompt"} & variables.keys()
-        ):
-            raise _Problem(
+        reserved = {"messages", "tools", "add_generation_prompt"}
+        if not isinstance(variables, dict) or reserved & variables.keys():
+            raise Problem(
                 "'chat_template_kwargs' is not an object, or has messages, tools or add_generation_prompt"
             )
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
-        return _Writer(
-            self._templates[name].programs,
-            {"documents": None, **self._names, **variables, "tools": tools},
-        )
+        variables = {"documents": None, **self._names, **variables, "tools": tools}
+        return _Writer(self._templates[name].programs, variables)
 
     def _rendered(
-        self, write: _Writer, messages: list[Record], weights: list[float | None]
+        self,
+        write: _Writer,
+        messages: list[Record],
+        weights: list[float | None],
     ) -> tuple[str, Answers]:
         """Return a conversation's text, and its ranges to train on with their weights.
 
@@ -330,14 +332,14 @@ class Conversations:
         if write.programs.marked is not None:
             plain, places = _cut_marks(write(messages, write.programs.marked))
             if plain != whole:
-                raise _Problem(
+                raise Problem(
                     "the chat template changes what it has between {% generation %} and {% endgeneration %}; have it "
                     "change that inside of them"
                 )
             said = [weight for weight in weights if weight is not None]
             if len(places) != len(said):
                 if set(said) != {1}:
-                    raise _Problem(
+                    raise Problem(
                         f"a weight that is not 1, and no answer for each message of the role {ANSWERER!r}; {_REMEDY}"
                     )
                 said = [1.0] * len(places)
@@ -348,7 +350,7 @@ class Conversations:
             prompt = write(messages[:i], add_generation_prompt=True)
             answered = write(messages[: i + 1])
             if not (answered.startswith(prompt) and whole.startswith(answered)):
-                raise _Problem(
+                raise Problem(
                     f"message {i + 1}: the chat template writes this answer otherwise as a prompt, or once the "
                     f"conversation goes on; {_REMEDY}, or let conversations end in such an answer"
                 )
@@ -370,25 +372,21 @@ class _Writer(NamedTuple):
     variables: dict[str, Any]
 
     def __call__(
-        self, messages: list[Record], program: jinja2.Template | None = None, **variables: Any
+        self,
+        messages: list[Record],
+        program: jinja2.Template | None = None,
+        **variables: Any,
     ) -> str:
-        values = {
-            "add_generation_prompt": False,
-            **self.variables,
-            **variables,
-            "messages": messages,
-        }
+        defaults = {"add_generation_prompt": False}
+        values = {**defaults, **self.variables, **variables, "messages": messages}
         try:
             with _in_time():
                 return (program or self.programs.plain).render(values)
         except Exception as error:
             # Whatever the template raises.
-            null = (
-                ""
-                if all("content" in message for message in messages)
-                else " (a message's content is null)"
-            )
-            raise _Problem(
+            complete = all("content" in message for message in messages)
+            null = "" if complete else " (a message's content is null)"
+            raise Problem(
                 f"the chat template refuses it{null}: {type(error).__name__}: {error}"
             ) from error
 
@@ -404,7 +402,7 @@ def _with_arguments(write: _Writer, messages: list[Record]) -> tuple[list[Record
         whole = write(messages)
         if not _QUOTED.search(whole):
             return messages, whole
-    except _Problem:
+    except Problem:
         if objects == messages:
             raise
     return objects, write(objects)
@@ -415,18 +413,18 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_all_written(write: _Writer, messages: list[Record], whole: str) -> None:
-    """Raise _Problem if the text omits a tool, a call or a message, or contains marks.
+    """Raise Problem if the text omits a tool, a call or a message, or contains marks.
 
     Something is omitted if the text is the same without it.
     """
 
     def same(messages: list[Record], **variables: Any) -> bool:
-        with suppress(_Problem):
+        with suppress(Problem):
             return write(messages, **variables) == whole
         return False
 
     if _BEGIN[0] in whole:
-        raise _Problem(
+        raise Problem(
             "a message holds the noncharacter U+FDD0, which marks answers here; remove it"
         )
     tools = write.variables["tools"]
@@ -441,7 +439,7 @@ def _check_all_written(write: _Writer, messages: list[Record], whole: str) -> No
         if message.get("content") and not found and same([*messages[:i], *messages[i + 1 :]]):
             unwritten.append(f"messages of the role {roles[i]!r}: message {i + 1}")
     if unwritten:
-        raise _Problem(
+        raise Problem(
             f"the chat template does not write all {unwritten[0]}; take one that does (docs/data.md has one)"
         )
 
@@ -506,10 +504,6 @@ class _Template:
             ) from error
 
 
-class _Problem(ValueError):
-    """A problem of a document."""
-
-
 def _parsed(value: object) -> object:
     """Return the value of a field, parsed if it is JSON text.
 
@@ -538,15 +532,14 @@ def _messages(record: Record) -> list[Record]:
     if system["content"] and not any(system.items() <= message.items() for message in messages):
         messages = [system, *messages]
     for i, message in enumerate(messages, 1):
-        if not isinstance(message.get("role"), str) or not _are_objects(
-            message.get("tool_calls", [])
-        ):
-            raise _Problem(
+        has_role = isinstance(message.get("role"), str)
+        if not has_role or not _are_objects(message.get("tool_calls", [])):
+            raise Problem(
                 f"'messages' is not a list of objects with a 'role' (or 'from': {', '.join(_SHARE_GPT)}), whose "
                 "'tool_calls', if any, are objects"
             )
         if "content" not in message and not any(map(message.get, ("tool_calls", *_REASONING))):
-            raise _Problem(
+            raise Problem(
                 f"message {i}: its content is null, and it calls nothing; write its text, or leave it out"
             )
     return messages
@@ -574,7 +567,7 @@ def _weight(i: int, message: Record) -> float | None:
     for name in ANSWER_WEIGHTS:
         factor = message.get(name, 1)
         if not (isinstance(factor, int | float) and 0 <= factor <= 1):
-            raise _Problem(
+            raise Problem(
                 f"message {i}: {name!r} is {factor!r}; give 0 (not trained on) to 1 for all of it"
             )
         weight *= factor
@@ -582,26 +575,29 @@ def _weight(i: int, message: Record) -> float | None:
         return None
     said = str(message.get("content", "")).rpartition("</think>")[2].strip()
     if weight and not (said or message.get("tool_calls")):
-        raise _Problem(f"message {i}: its answer is empty; write its text, or give it weight 0")
+        raise Problem(f"message {i}: its answer is empty; write its text, or give it weight 0")
     return weight
 
 
-def _with_answer(tokens: ndarray, weights: ndarray, lacking: str) -> DocumentTokens | str:
-    """Return a document, or a problem if it has nothing to learn.
+def _with_answer(tokens: ndarray, weights: ndarray, lacking: str) -> DocumentTokens:
+    """Return a document.
 
     The first token is never predicted.
+
+    Raises:
+        Problem: the document has nothing to learn.
     """
     if not weights[1:].any():
-        return f"no answer to learn: {lacking}"
+        raise Problem(f"no answer to learn: {lacking}")
     return DocumentTokens(tokens, {WEIGHTS: weights.astype(np.float32)})
 
 
 def _cut_marks(text: str) -> tuple[str, Ranges]:
     """Return a text without its marks, and the ranges that were between them."""
-    # Outside and inside in turn.
+    # Parts are outside and inside in turn.
     parts = re.split(f"{_BEGIN}|{_END}", text)
-    ends = [*accumulate(map(len, parts))]
-    return "".join(parts), [*zip(ends[::2], ends[1::2])]
+    ends = list(accumulate(map(len, parts)))
+    return "".join(parts), list(zip(ends[::2], ends[1::2]))
 
 
 # --- jinja2 ----------------------------------------------------------------------------------------------------------
@@ -650,7 +646,11 @@ def _to_json(
 ) -> str:
     """The filter `tojson`. jinja2's own escapes HTML."""
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
     )
 
 

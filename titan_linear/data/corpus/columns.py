@@ -19,7 +19,7 @@ from titan_linear.config import COLUMNS
 from titan_linear.data.corpus.tokenizer import Tokenizer
 
 WEIGHTS = "weights"
-# The column of prefix trees (trees.py).
+# The column of prefix trees (tree_records.py).
 BACK = "back"
 DTYPES = {**COLUMNS, BACK: "<i4"}
 LOGPROBS = "reference", "behaviour", "teacher_logprobs"
@@ -48,6 +48,10 @@ def check_kinds(kinds: Kinds, where: Any) -> None:
             )
 
 
+class Problem(ValueError):
+    """A problem of a document, which stops the work or is skipped."""
+
+
 class DocumentTokens(NamedTuple):
     tokens: ndarray  # [n] int64
     columns: Mapping[str, ndarray] = {}  # [n] or [n, width] each
@@ -57,9 +61,8 @@ class DocumentTokens(NamedTuple):
         """Return [n] float32, 0 for tokens that are not trained on."""
         return self.columns.get(WEIGHTS, np.ones(len(self.tokens), dtype=np.float32))
 
-    @property
-    def problem(self) -> str:
-        """Return a problem of the values of tokens that count, else "".
+    def check(self) -> None:
+        """Raise Problem if the values of tokens that count are wrong.
 
         Other values may be zero.
         """
@@ -67,12 +70,13 @@ class DocumentTokens(NamedTuple):
         for name, column in self.columns.items() if len(counted) else ():
             numbers = column[counted].reshape(len(counted), -1)
             if name in LOGPROBS and numbers.min() >= 0 and numbers.max() > EXACT:
-                return f"{name!r} is nowhere below 0, as probabilities are; give their logarithms"
+                raise Problem(
+                    f"{name!r} is nowhere below 0, as probabilities are; give their logarithms"
+                )
             if name == "teacher_ids" and not np.diff(np.sort(numbers)).all():
-                return f"{name!r} lists an id twice for a token; give each once"
+                raise Problem(f"{name!r} lists an id twice for a token; give each once")
             if name == "teacher_logprobs" and (most := np.exp(numbers).sum(1).max()) > MOST_SUM:
-                return f"{name!r} has probabilities that sum to {most:.4g}; give at most 1"
-        return ""
+                raise Problem(f"{name!r} has probabilities that sum to {most:.4g}; give at most 1")
 
 
 def with_columns(
@@ -81,65 +85,83 @@ def with_columns(
     dtypes: Mapping[str, str],
     tokenizer: Tokenizer,
     widths: MutableMapping[str, int],
-) -> list[DocumentTokens] | str:
-    """Return a record's documents with their columns, or a problem as text.
+) -> list[DocumentTokens]:
+    """Return a record's documents with their columns.
 
     Args:
         dtypes: dtypes of the columns to read.
         widths: count of numbers for each token in earlier documents, 0 for columns without
             lists. The widths of this record are added.
+
+    Raises:
+        Problem: a value does not fit its document.
     """
-    columns: list[dict[str, ndarray]] = [{} for _ in documents]
+    made = [DocumentTokens(ids, {**columns}) for ids, columns in documents]
     for name, dtype in dtypes.items():
-        of_each = values[name] if len(documents) > 1 else [values[name]]
-        if not isinstance(of_each, list) or len(of_each) != len(documents):
-            return f"{name!r} is not a list of {len(documents)}, one for each of its documents; give that"
-        for document, value, into in zip(documents, of_each, columns):
-            column = column_of(name, value, len(document.tokens), widths, tokenizer.vocab_size)
-            if isinstance(column, str):
-                return f"{name!r} {column}"
-            into[name] = column.astype(dtype) * document.columns.get(name, 1)
-    return [DocumentTokens(ids, {**own, **more}) for (ids, own), more in zip(documents, columns)]
+        of_each = values[name] if len(made) > 1 else [values[name]]
+        if not isinstance(of_each, list) or len(of_each) != len(made):
+            raise Problem(
+                f"{name!r} is not a list of {len(made)}, one for each of its documents; give that"
+            )
+        for (ids, columns), value in zip(made, of_each):
+            column = column_of(name, value, len(ids), widths, tokenizer.vocab_size).astype(dtype)
+            columns[name] = column * columns.get(name, 1)
+    return made
 
 
 def column_of(
-    name: str, value: Any, tokens: int, widths: MutableMapping[str, int], vocab_size: int
-) -> ndarray | str:
-    """Return a column of a document, [tokens] or [tokens, width], or its problem."""
+    name: str,
+    value: Any,
+    tokens: int,
+    widths: MutableMapping[str, int],
+    vocab_size: int,
+) -> ndarray:
+    """Return a column of a document, [tokens] or [tokens, width] float64.
+
+    Raises:
+        Problem: the value does not fit the document.
+    """
     try:
         column = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
-        return "is neither a number nor a list of numbers, or of lists of one length"
+        raise Problem(
+            f"{name!r} is neither a number nor a list of numbers, or of lists of one length"
+        ) from None
+    # One number stands for all tokens.
     if column.ndim == 0 and (tokens == 1 or name not in LOGPROBS):
         column = np.full(tokens, column)
     if column.ndim == 0:
-        return "is one number, the document's sum perhaps; give each token's log-probability"
+        raise Problem(
+            f"{name!r} is one number, the document's sum perhaps; give each token's log-probability"
+        )
     if len(column) != tokens or column.ndim > 2:
-        return f"has {len(column):,} rows, and the document {tokens:,} tokens with its end; give one each"
-    return other_width(name, column, widths) or problem_of(name, column, vocab_size) or column
-
-
-def other_width(name: str, column: ndarray, widths: MutableMapping[str, int]) -> str:
-    """Return a problem if a column's width differs from earlier documents', else ""."""
-    width = column.shape[1] if column.ndim == 2 else 0
-    if widths.setdefault(name, width) == width:
-        return ""
-    return f"has {width} numbers for a token, and {widths[name]} in documents before; let all have those"
-
-
-def problem_of(name: str, column: ndarray, vocab_size: int) -> str:
-    """Return a problem of a document's values, else ""."""
+        raise Problem(
+            f"{name!r} has {len(column):,} rows, and the document {tokens:,} tokens with its end; give one each"
+        )
+    check_width(name, column, widths)
     # Neither infinite nor NaN.
     finite = column.size and np.abs(column).max() <= np.finfo(np.float32).max
     if not finite or (name == WEIGHTS and (column.ndim == 2 or column.min() < 0)):
-        return (
-            "has a number that is not finite, or a weight below 0, or several, or none; correct it"
+        raise Problem(
+            f"{name!r} has a number that is not finite, or a weight below 0, or several, or none; correct it"
         )
-    if (
-        name == "teacher_ids"
-        and not ((column >= 0) & (column < vocab_size) & (column % 1 == 0)).all()
-    ):
-        return f"has ids outside the vocabulary, 0 to {vocab_size - 1}; correct it"
+    if name == "teacher_ids":
+        ids = (column >= 0) & (column < vocab_size) & (column % 1 == 0)
+        if not ids.all():
+            raise Problem(
+                f"{name!r} has ids outside the vocabulary, 0 to {vocab_size - 1}; correct it"
+            )
     if name in LOGPROBS and column.max() > ROUNDED:
-        return f"has {column.max():g}, and log-probabilities are 0 or less; give these"
-    return ""
+        raise Problem(
+            f"{name!r} has {column.max():g}, and log-probabilities are 0 or less; give these"
+        )
+    return column
+
+
+def check_width(name: str, column: ndarray, widths: MutableMapping[str, int]) -> None:
+    """Raise Problem if a column's width differs from earlier documents'."""
+    width = column.shape[1] if column.ndim == 2 else 0
+    if widths.setdefault(name, width) != width:
+        raise Problem(
+            f"{name!r} has {width} numbers for a token, and {widths[name]} in documents before; let all have those"
+        )

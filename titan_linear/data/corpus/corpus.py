@@ -149,26 +149,20 @@ class Corpus:
     def summary(self) -> str:
         """Return one line for the console, then one for each warning."""
         source = self.info["source"] or {"dataset": "tokens", "skipped_empty": 0}
-        what = "texts" if source["dataset"] in FIELD_SOURCES else "files"
-        skipped = (
-            f" ({source['skipped_empty']:,} empty {what} skipped)"
-            if source["skipped_empty"]
-            else ""
-        )
-        answers = (
-            f", {self.info['num_answer_tokens']:,} of them in answers"
-            if WEIGHTS in self.columns
-            else ""
-        )
+        skipped = answers = ""
+        if empty := source["skipped_empty"]:
+            what = "texts" if source["dataset"] in FIELD_SOURCES else "files"
+            skipped = f" ({empty:,} empty {what} skipped)"
+        if WEIGHTS in self.columns:
+            answers = f", {self.info['num_answer_tokens']:,} of them in answers"
         lines = [
             f"corpus {source['dataset']}: {self.num_documents:,} documents{skipped}, {self.num_tokens:,} tokens"
             f"{answers}, in {self.folder}"
         ]
         # Warnings.
         if bad := source.get("skipped_bad"):
-            lines.append(
-                f"warning: {bad:,} bad documents skipped: " + "; ".join([*source["bad"], "…"][:bad])
-            )
+            named = "; ".join([*source["bad"], "…"][:bad])
+            lines.append(f"warning: {bad:,} bad documents skipped: {named}")
         if unread := source.get("unread"):
             lines.append(
                 f"warning: fields that are not read: {unread}; training.dataset_columns reads those that a loss has, "
@@ -205,6 +199,9 @@ def load_corpus(folder: Path) -> Corpus:
         _check_size(folder / name, file["size"])
         if name in dtypes:
             files[name] = np.asarray(np.memmap(folder / name, dtypes[name], mode="r"))
+    columns = {}
+    for name, kind in info.get("columns", {}).items():
+        columns[name] = open_column(folder, name, *kind)
     corpus = Corpus(
         folder=folder,
         tokens=files[TOKENS],
@@ -213,20 +210,15 @@ def load_corpus(folder: Path) -> Corpus:
         info=info,
         name=str(folder),
         files=files.get(FILE_ENDS),
-        columns={
-            name: open_column(folder, name, *kind) for name, kind in info.get("columns", {}).items()
-        },
+        columns=columns,
     )
     # Check that offsets and files span the corpus in ascending order.
-    if len(corpus.offsets) != corpus.num_documents + 1 or not _spans(
-        corpus.offsets, corpus.num_tokens
-    ):
+    count, offsets, ends = corpus.num_documents, corpus.offsets, corpus.files
+    if len(offsets) != count + 1 or not _spans(offsets, corpus.num_tokens):
         raise unfitting(folder / OFFSETS)
-    if corpus.num_documents <= SMALL:
-        check_lengths(corpus, 0, corpus.num_documents)
-    if corpus.files is not None and (
-        not _spans(corpus.files, corpus.num_documents) or _falls(corpus.files)
-    ):
+    if count <= SMALL:
+        check_lengths(corpus, 0, count)
+    if ends is not None and (not _spans(ends, count) or _falls(ends)):
         raise unfitting(folder / FILE_ENDS)
     return corpus
 
@@ -269,12 +261,11 @@ def check_lengths(corpus: Corpus, low: int, high: int) -> ndarray:
         ValueError: a document has no tokens.
     """
     offsets = read(corpus.offsets, low, high + 1)
-    if not (rising := offsets[1:] > offsets[:-1]).all():
+    rising = offsets[1:] > offsets[:-1]
+    if not rising.all():
         empty = low + int(rising.argmin())
         remedy = how_to_mend(corpus.folder)
-        raise ValueError(
-            f"{corpus.folder / 'offsets.bin'}: document {empty} has no tokens; {remedy}"
-        )
+        raise ValueError(f"{corpus.folder / OFFSETS}: document {empty} has no tokens; {remedy}")
     return offsets
 
 
@@ -295,11 +286,11 @@ def _falls(numbers: ndarray) -> bool:
 
     Numbers are checked in parts, as there may be 10⁹.
     """
-    parts = (
-        read(numbers, low, min(low + SMALL, len(numbers)))
-        for low in range(0, len(numbers), SMALL - 1)
-    )
-    return any((part[1:] < part[:-1]).any() for part in parts)
+    for low in range(0, len(numbers), SMALL - 1):
+        part = read(numbers, low, min(low + SMALL, len(numbers)))
+        if (part[1:] < part[:-1]).any():
+            return True
+    return False
 
 
 def verify_corpus(corpus: Corpus) -> None:
@@ -399,11 +390,8 @@ def how_to_mend(folder: Path) -> str:
 def _read_info(folder: Path) -> Json:
     path = folder / INFO
     remedy = how_to_mend(folder)
-    if (
-        not path.is_file()
-        and not CACHE_NAME.fullmatch(folder.name)
-        and not (folder / FILES[0]).exists()
-    ):
+    ours = CACHE_NAME.fullmatch(folder.name) or (folder / TOKENS).exists()
+    if not path.is_file() and not ours:
         raise ValueError(
             f"{path} is missing: {folder} is not a corpus of tokens; titan-linear corpus writes one; for texts "
             f"training.dataset is {', '.join(TEXT_SOURCES[1:-1])} or {TEXT_SOURCES[-1]}"

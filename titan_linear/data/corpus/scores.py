@@ -92,10 +92,11 @@ def with_scores(
     for folder in map(Path, folders):
         scores, columns = open_scores(folder)
         identity = scores.corpus, scores.tokenizer
-        if identity not in (known := [corpus.identity for corpus in corpora]):
+        identities = [corpus.identity for corpus in corpora]
+        if identity not in identities:
             raise ValueError(
                 f"loss.scores: {folder} is of another corpus or tokenizer (fingerprints {' and '.join(identity)}) than "
-                f"the run's ({', '.join(map(' and '.join, known))}); score that"
+                f"the run's ({', '.join(map(' and '.join, identities))}); score that"
             )
         if float(scores.by["temperature"]) != temperature:
             raise ValueError(
@@ -103,12 +104,9 @@ def with_scores(
                 f"log-probabilities at {temperature:g}; score with that, or set distillation.temperature"
             )
         # Add the columns to every corpus with the content that was scored.
-        corpora = [
-            replace(corpus, columns={**corpus.columns, **columns})
-            if corpus.identity == identity
-            else corpus
-            for corpus in corpora
-        ]
+        for i, corpus in enumerate(corpora):
+            if corpus.identity == identity:
+                corpora[i] = replace(corpus, columns={**corpus.columns, **columns})
     return corpora
 
 
@@ -171,6 +169,7 @@ def differences(first: Path, second: Path) -> dict[str, tuple[float, int]]:
     found = {}
     for name, column in columns.items():
         if other.columns.get(name) == one.columns[name]:
-            apart = np.abs(column.astype(np.float64) - others[name]).reshape(len(column), -1).max(1)
-            found[name] = float(apart.max()), int(apart.argmax())
+            apart = np.abs(column.astype(np.float64) - others[name])
+            of_tokens = apart.reshape(len(column), -1).max(1)
+            found[name] = float(of_tokens.max()), int(of_tokens.argmax())
     return found

@@ -34,6 +34,8 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +129,11 @@ class _Fields:
     columns: tuple[str, ...] = ()
 
     def document(
-        self, record: Json, origin: str, size: float, names: Collection[str] = ()
+        self,
+        record: Json,
+        origin: str,
+        size: float,
+        names: Collection[str] = (),
     ) -> Document:
         """Return the document of a record.
 
@@ -151,44 +157,45 @@ class _Fields:
             return Document("", origin, size, f"not JSON in UTF-8: {error}; repair it")
         columns = {name: record[name] for name in self.columns}
         # Look for unread fields of the record and its messages that are named like columns.
-        lists = [value for value in record.values() if isinstance(value, list)]
-        of_messages = {key for each in lists for x in each if isinstance(x, dict) for key in x}
-        others = {*names, *record, *(of_messages - {*ANSWER_WEIGHTS})}
-        others -= {*self.needed, *self.optional, *columns}
-        unread = sorted(filter(_LIKE_A_COLUMN.search, others))
+        of_messages: set[str] = set()
+        for value in record.values():
+            for element in value if isinstance(value, list) else ():
+                if isinstance(element, dict):
+                    of_messages |= element.keys()
+        fields = {*names, *record} | (of_messages - {*ANSWER_WEIGHTS})
+        fields -= {*self.needed, *self.optional, *columns}
+        unread = sorted(filter(_LIKE_A_COLUMN.search, fields))
         return Document(content, origin, size, columns=columns, unread=unread)
 
     def missing(self, names: Collection[str], what: str = "field") -> str:
         """Return a problem if a needed field is missing, else ""."""
-        if (name := _lacked(self.needed, names)) is None:
-            lacked = _lacked(self.columns, names)
-            return (
-                f"no {what} {lacked!r}, which training.dataset_columns or group_field names; correct that"
-                if lacked
-                else ""
-            )
-        return f"no {what} {name!r} (it has: {', '.join(map(repr, names))}); {self.remedy or _reading(names)}"
+        if name := _lacked(self.needed, names):
+            has = ", ".join(map(repr, names))
+            return f"no {what} {name!r} (it has: {has}); {self.remedy or _reading(names)}"
+        if name := _lacked(self.columns, names):
+            return f"no {what} {name!r}, which training.dataset_columns or group_field names; correct that"
+        return ""
 
 
 def _lacked(needed: Iterable[str], names: Collection[str]) -> str | None:
     """Return the first of the needed fields that is missing, under its other name too."""
-    return next((name for name in needed if not {name, _OTHER_NAMES.get(name)} & {*names}), None)
+    for name in needed:
+        if name not in names and _OTHER_NAMES.get(name) not in names:
+            return name
+    return None
 
 
 def _reading(names: Collection[str]) -> str:
     """Return how records with these fields can be read, other than by the field asked for."""
-    fits = next(
-        (form for form, (needed, _) in RECORD_FIELDS.items() if _lacked(needed, names) is None),
-        None,
-    )
-    if fits is None:
-        return (
-            "set training.dataset_text_field (titan-linear corpus: --text-field), or for conversations "
-            "training.dataset_format (--format)"
-        )
+    for form, (needed, _) in RECORD_FIELDS.items():
+        if _lacked(needed, names) is None:
+            return (
+                f'for conversations set training.dataset_format = "{form}" (titan-linear corpus: --format {form}), '
+                "for texts training.dataset_text_field (--text-field)"
+            )
     return (
-        f'for conversations set training.dataset_format = "{fits}" (titan-linear corpus: --format {fits}), '
-        "for texts training.dataset_text_field (--text-field)"
+        "set training.dataset_text_field (titan-linear corpus: --text-field), or for conversations "
+        "training.dataset_format (--format)"
     )
 
 
@@ -204,7 +211,10 @@ class _Saved(BaseModel):
 
 
 def source_files(
-    dataset: str, dataset_path: str | None, *, path_key: str = "training.dataset_path"
+    dataset: str,
+    dataset_path: str | None,
+    *,
+    path_key: str = "training.dataset_path",
 ) -> list[Path]:
     """Return the files of a text source, in order.
 
@@ -233,10 +243,10 @@ def source_files(
         if not found:
             path = Path(os.path.expanduser(pattern.strip()))
             here = "" if path.is_absolute() else f" in {os.getcwd()}"
-            kind = f"no {suffixes[0]} file".replace("  ", " ") + (
-                ", compressed or not," if suffixes[1:] else ""
-            )
-            what = kind if os.path.exists(path) or glob.has_magic(pattern) else "nothing"
+            what = "nothing"
+            if os.path.exists(path) or glob.has_magic(pattern):
+                what = f"no {suffixes[0]} file".replace("  ", " ")
+                what += ", compressed or not," if suffixes[1:] else ""
             raise ValueError(
                 f"{path_key} = {dataset_path!r}: {what} is at {pattern.strip()!r}{here}; "
                 "give a file, a folder or globs (separated by commas)"
@@ -253,7 +263,11 @@ def source_files(
 
 
 def read_documents(
-    dataset: str, file: Path, text_field: str, dataset_format: str, columns: Collection[str] = ()
+    dataset: str,
+    file: Path,
+    text_field: str,
+    dataset_format: str,
+    columns: Collection[str] = (),
 ) -> Iterator[Document]:
     """Yield the documents of a file, in order; a bad one has its `problem`.
 
@@ -310,7 +324,11 @@ def _stdlib_files() -> list[Path]:
 
 
 def _walk(
-    folder: Path, suffixes: tuple[str, ...], skip: Set[str] = frozenset(), *, follow: bool = True
+    folder: Path,
+    suffixes: tuple[str, ...],
+    skip: Set[str] = frozenset(),
+    *,
+    follow: bool = True,
 ) -> list[Path]:
     """Return the files in a folder and in folders below it.
 
@@ -328,14 +346,9 @@ def _walk(
         seen.add(real)
         # Sorted, so that of two links to a folder the first one is followed on any file
         # system.
-        folders[:] = sorted(
-            name for name in folders if not name.startswith(".") and name not in skip
-        )
-        found += [
-            Path(root, name)
-            for name in names
-            if name.endswith(suffixes) and not name.startswith(".")
-        ]
+        folders[:] = sorted(name for name in folders if name[0] != "." and name not in skip)
+        names = [name for name in names if name[0] != "." and name.endswith(suffixes)]
+        found += [Path(root, name) for name in names]
     return sorted(found)
 
 
@@ -360,29 +373,30 @@ def _expand(pattern: str, dataset: str) -> list[Path]:
     below = path.relative_to(folder)
     matches = [folder / name for name in glob.glob(str(below), root_dir=folder, recursive=True)]
     files = [match for match in matches if not match.is_dir()]
-    files = files or [file for match in matches for file in _walk(match, SUFFIXES[dataset])]
+    if not files:
+        for match in matches:
+            files += _walk(match, SUFFIXES[dataset])
     if dataset == "text":
         return files
-    return [
-        file
-        for file in files
-        if not any(
-            name.startswith("_")
-            for name in {*file.relative_to(folder).parent.parts} - {*below.parts}
-        )
-    ]
+
+    def skipped(file: Path) -> bool:
+        unnamed = {*file.relative_to(folder).parent.parts} - {*below.parts}
+        return any(name.startswith("_") for name in unnamed)
+
+    return [file for file in files if not skipped(file)]
 
 
 def _each_once(files: Set[Path]) -> set[Path]:
     """Return each file under one path: the first of several paths that lead to it by links."""
-    folders = {folder: os.path.realpath(folder) for folder in {file.parent for file in files}}
-    real = {
-        os.path.realpath(file)
-        if file.is_symlink()
-        else os.path.join(folders[file.parent], file.name): file
-        for file in sorted(files, reverse=True)
-    }
-    return set(real.values())
+    # A folder is resolved once for all its files.
+    folder_of = cache(os.path.realpath)
+    first: dict[str, Path] = {}
+    for file in sorted(files):
+        real = os.path.join(folder_of(file.parent), file.name)
+        if file.is_symlink():
+            real = os.path.realpath(file)
+        first.setdefault(real, file)
+    return set(first.values())
 
 
 def _as_saved(files: Set[Path], path_key: str) -> list[Path]:
@@ -393,18 +407,14 @@ def _as_saved(files: Set[Path], path_key: str) -> list[Path]:
             splits of a dataset are given at once.
     """
     ordered: list[Path] = []
-    splits = {
-        file.parent.parent for file in files if (file.parent.parent / "dataset_dict.json").is_file()
-    }
-    for root in sorted(splits):
-        if (
-            len(names := sorted({file.parent.name for file in files if file.parent.parent == root}))
-            > 1
-        ):
+    folders = sorted({file.parent for file in files})
+    for root in sorted({folder.parent for folder in folders}):
+        names = [folder.name for folder in folders if folder.parent == root]
+        if len(names) > 1 and (root / "dataset_dict.json").is_file():
             raise ValueError(
                 f"{path_key}: {root} holds the splits {', '.join(names)}; give one, {root / names[0]}"
             )
-    for folder in sorted({file.parent for file in files}):
+    for folder in folders:
         here = sorted(file for file in files if file.parent == folder)
         if (folder / "state.json").is_file():
             listed = _listed(folder / "state.json")
@@ -436,18 +446,13 @@ def _read_text(file: Path, _: _Fields) -> Iterator[Document]:
     with file.open("rb") as raw, _decompressed(raw) as text:
         _check_kind(file, text.peek(1), "text")
         data = text.read().removeprefix(codecs.BOM_UTF8)
-    problem = (
-        "lines of JSON; training.dataset = 'jsonl' reads them" if _holds_records(file, data) else ""
-    )
-    yield Document(
-        data.decode("utf-8", "surrogateescape"), shown(file), file.stat().st_size, problem
-    )
-
-
-def _holds_records(file: Path, data: bytes) -> bool:
-    """Whether a file's first lines are JSON objects, or its beginning and its name say so."""
+    # The first lines are JSON objects, or the beginning and the name say so.
+    problem = ""
     named = file.name.endswith(SUFFIXES["jsonl"]) and data.lstrip().startswith(b"{")
-    return named or bool(_TWO_OBJECTS.match(data))
+    if named or _TWO_OBJECTS.match(data):
+        problem = "lines of JSON; training.dataset = 'jsonl' reads them"
+    content = data.decode("utf-8", "surrogateescape")
+    yield Document(content, shown(file), file.stat().st_size, problem)
 
 
 def _read_jsonl(file: Path, fields: _Fields) -> Iterator[Document]:
@@ -488,19 +493,20 @@ def _decompressed(raw: io.BufferedReader) -> Iterator[io.BufferedReader]:
 
         with io.BufferedReader(pa.CompressedInputStream(raw, "zstd")) as lines:
             yield lines
-    elif opened := next(
-        (opened for begin, opened in _COMPRESSED.items() if head.startswith(begin)), None
-    ):
-        with opened(raw) as lines:
-            yield lines
-    else:
-        yield raw
+        return
+    for begin, opened in _COMPRESSED.items():
+        if head.startswith(begin):
+            with opened(raw) as lines:
+                yield lines
+            return
+    yield raw
 
 
 def _check_kind(file: Path, head: bytes, wanted: str) -> None:
     """Raise ValueError if a file with these first bytes does not hold what is wanted."""
-    if kind := next((kind for begin, kind in _NO_TEXT.items() if head.startswith(begin)), ""):
-        raise ValueError(f"{file} does not hold {wanted}: it is {kind}")
+    for begin, kind in _NO_TEXT.items():
+        if head.startswith(begin):
+            raise ValueError(f"{file} does not hold {wanted}: it is {kind}")
 
 
 def _read_parquet(file: Path, fields: _Fields) -> Iterator[Document]:
@@ -563,18 +569,17 @@ def _of_bytes(kind: Any) -> Any:
     """Return the type with bytes in place of texts, also inside lists and structs."""
     import pyarrow as pa
 
+    def field(of: Any) -> Any:
+        return of.with_type(_of_bytes(of.type))
+
     if isinstance(kind, pa.MapType):
-        return pa.map_(
-            _of_bytes(kind.key_type), kind.item_field.with_type(_of_bytes(kind.item_type))
-        )
+        return pa.map_(_of_bytes(kind.key_type), field(kind.item_field))
     if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_of_bytes(kind.value_type)))
+        return pa.list_(field(kind.value_field))
     if pa.types.is_large_list(kind):
-        return pa.large_list(kind.value_field.with_type(_of_bytes(kind.value_type)))
+        return pa.large_list(field(kind.value_field))
     if pa.types.is_struct(kind):
-        return pa.struct(
-            [kind.field(i).with_type(_of_bytes(kind.field(i).type)) for i in range(kind.num_fields)]
-        )
+        return pa.struct(list(map(field, kind)))
     return {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}.get(kind, kind)
 
 
@@ -583,15 +588,20 @@ def _columns(file: Path, names: list[str], fields: _Fields) -> list[str]:
     if missing := fields.missing(names, "column"):
         raise ValueError(f"{file}: {missing}")
     wanted = [name for name in fields.needed + fields.optional + fields.columns if name in names]
-    if twice := next((name for name in wanted if names.count(name) > 1), None):
-        raise ValueError(f"{file} has several columns {twice!r}; write it with one")
+    for name in wanted:
+        if names.count(name) > 1:
+            raise ValueError(f"{file} has several columns {name!r}; write it with one")
     return wanted
 
 
 def _rows(
-    file: Path, names: list[str], batches: Iterable[Any], size: float, fields: _Fields
+    file: Path,
+    names: list[str],
+    batches: Iterable[Any],
+    size: float,
+    fields: _Fields,
 ) -> Iterator[Document]:
-    records = (record for batch in batches for record in _records(batch, fields))
+    records = chain.from_iterable(_records(batch, fields) for batch in batches)
     for number, record in enumerate(records, 1):
         origin = f"{shown(file)}, row {number}"
         if isinstance(record, str):
@@ -607,18 +617,12 @@ def _records(batch: Any, fields: _Fields) -> Iterator[Json | str]:
         if not fields.is_text:
             records = [_as_in_json(record, batch.schema) for record in records]
     except ValueError as error:
-        records = [
-            f"not UTF-8 ({error})"
-            if isinstance(error, UnicodeDecodeError)
-            else f"cannot be read ({error})"
-        ]
+        what = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "cannot be read"
+        records = [f"{what} ({error})"]
         # Read the rows one by one, so that only unreadable rows become problems.
         if len(batch) > 1:
-            records = (
-                record
-                for row in range(len(batch))
-                for record in _records(batch.slice(row, 1), fields)
-            )
+            rows = (batch.slice(row, 1) for row in range(len(batch)))
+            records = chain.from_iterable(_records(row, fields) for row in rows)
     yield from records
 
 
@@ -638,15 +642,13 @@ def _as_in_json(value: Any, kind: Any) -> Any:
         return json.loads(value)
     # Nested types: structs lose their null fields.
     if isinstance(kind, pa.Schema | pa.StructType):
-        return {
-            field.name: _as_in_json(x, field.type)
-            for field in kind
-            if (x := value[field.name]) is not None
-        }
+        present = [field for field in kind if value[field.name] is not None]
+        return {field.name: _as_in_json(value[field.name], field.type) for field in present}
     if isinstance(kind, pa.MapType):
-        return {
-            str(_as_in_json(key, kind.key_type)): _as_in_json(x, kind.item_type) for key, x in value
-        }
+        entries = {}
+        for key, x in value:
+            entries[str(_as_in_json(key, kind.key_type))] = _as_in_json(x, kind.item_type)
+        return entries
     if isinstance(value, list):
         return [_as_in_json(x, kind.value_type) for x in value]
     # Scalars.

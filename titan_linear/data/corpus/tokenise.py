@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from itertools import chain
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -121,14 +122,13 @@ def _encode(encoder: Encoder, contents: Sequence[Any]) -> Encoded:
     except ValueError as error:
         # Find the documents at fault one by one.
         if len(contents) > 1:
-            return [encoded for content in contents for encoded in _encode(encoder, [content])]
+            return list(chain.from_iterable(_encode(encoder, [content]) for content in contents))
         if not isinstance(error, UnicodeEncodeError):
             return [str(error)]
         # A byte of a file that is not UTF-8.
-        is_byte = 0xDC80 <= ord(error.object[error.start]) <= 0xDCFF
-        remedy = "; repair it" + (
-            ", or train on bytes (no model.tokenizer_path)" if is_byte else ""
-        )
+        remedy = "; repair it"
+        if 0xDC80 <= ord(error.object[error.start]) <= 0xDCFF:
+            remedy += ", or train on bytes (no model.tokenizer_path)"
         return [f"not UTF-8 at character {error.start}{remedy}"]
 
 

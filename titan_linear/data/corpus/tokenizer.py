@@ -110,7 +110,11 @@ class Tokenizer(Protocol):
     @property
     def summary(self) -> str:
         """Return a line for the console, and one for a warning if there is any."""
-        ...
+
+    @property
+    def eos(self) -> list[int]:
+        """Return the tokens that end a document: one, or none."""
+        return [] if self.eos_id is None else [self.eos_id]
 
     def encode(self, text: str) -> ndarray:
         """Return the tokens of a text, [n] integers, without eos.
@@ -119,11 +123,10 @@ class Tokenizer(Protocol):
             ValueError: the tokenizer refuses the text; UnicodeEncodeError if the text is
                 not UTF-8.
         """
-        ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[ndarray]:
         """Return `encode` of each text, in parallel where the tokenizer can."""
-        ...
+        return [self.encode(text) for text in texts]
 
     def continuing(self) -> Tokenizer:
         """Return this tokenizer for texts that continue another.
@@ -133,7 +136,6 @@ class Tokenizer(Protocol):
         Raises:
             ValueError: such a tokenizer cannot be made.
         """
-        ...
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """Return printable text.
@@ -141,14 +143,12 @@ class Tokenizer(Protocol):
         Ids beyond the vocabulary are left out, and special tokens too unless asked for.
         Broken UTF-8 becomes U+FFFD.
         """
-        ...
 
     def hugging_face_files(self) -> dict[str, bytes]:
         """Return files for AutoTokenizer, with these tokens and this end token, by name."""
-        ...
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Tokenizer of UTF-8 bytes: token b is byte b, and token 256 ends a document.
 
     A byte that is not UTF-8 comes in as a surrogate escape (the text sources read files
@@ -164,13 +164,9 @@ class ByteTokenizer:
     summary = "tokenizer: none, bytes are tokens (model.tokenizer_path)"
 
     def encode(self, text: str) -> ndarray:
+        data = text.encode("utf-8", "surrogateescape")
         # The type on disk, uint16, because a document may be large.
-        return np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8).astype(
-            np.uint16
-        )
-
-    def encode_batch(self, texts: Sequence[str]) -> list[ndarray]:
-        return [self.encode(text) for text in texts]
+        return np.frombuffer(data, dtype=np.uint8).astype(np.uint16)
 
     def continuing(self) -> ByteTokenizer:
         return self
@@ -230,7 +226,7 @@ class ByteTokenizer:
         }
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """Tokenizer of a `tokenizer.json`, read by the `tokenizers` library.
 
     A text's tokens depend on it alone and are always the same: truncation, padding, a
@@ -285,18 +281,14 @@ class HuggingFaceTokenizer:
         self.eos_id = _find_eos(file, self._settings, self._added, vocabulary)
         # The end of generated texts is in generation_config.json, else in the model's
         # config.json.
-        ends = _read_object(file.with_name("config.json")) | _read_object(
-            file.with_name(GENERATION)
-        )
-        ends = ends.get("eos_token_id")
+        settings = _read_object(file.with_name("config.json"))
+        settings |= _read_object(file.with_name(GENERATION))
+        ends = settings.get("eos_token_id")
         ends = ends if isinstance(ends, list) else [ends]
-        self.end_ids = frozenset(x for x in (self.eos_id, *ends) if isinstance(x, int))
+        self.end_ids = frozenset([*self.eos, *(x for x in ends if isinstance(x, int))])
         self.fingerprint = (
             "hf-" + hashlib.sha256(data + f"eos={self.eos_id}".encode()).hexdigest()[:32]
         )
-
-    def encode(self, text: str) -> ndarray:
-        return self.encode_batch([text])[0]
 
     @property
     def summary(self) -> str:
@@ -314,6 +306,9 @@ class HuggingFaceTokenizer:
             else f"{line}\nwarning: it drops characters that it does not know: no token stands for them"
         )
 
+    def encode(self, text: str) -> ndarray:
+        return self.encode_batch([text])[0]
+
     def encode_batch(self, texts: Sequence[str]) -> list[ndarray]:
         for text in texts:
             # Raises at a lone surrogate, and names it; the library only says "must be str".
@@ -327,9 +322,8 @@ class HuggingFaceTokenizer:
         text.encode("utf-8")
         with _refusals():
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        return np.array(encoding.ids, dtype=np.int64), np.array(
-            encoding.offsets, dtype=np.int64
-        ).reshape(-1, 2)
+        places = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return np.array(encoding.ids, dtype=np.int64), places
 
     def continuing(self) -> HuggingFaceTokenizer:
         content = json.loads(self._content)
@@ -353,22 +347,19 @@ class HuggingFaceTokenizer:
         """
         folder = self._file.parent
         files = [folder / CHAT_TEMPLATE, *sorted((folder / MORE_TEMPLATES).glob("*.jinja"))]
-        if found := {
-            "default" if file.parent == folder else file.stem: _read_text(file)
-            for file in files
-            if file.is_file()
-        }:
-            return found
+        templates: dict[str, Any] = {}
+        for file in files:
+            if file.is_file():
+                name = "default" if file.parent == folder else file.stem
+                templates[name] = _read_text(file)
         # A setting is one template, a list of named ones, or an object by name.
-        setting = self._settings.get("chat_template")
-        if isinstance(setting, list):
-            setting = {
-                entry.get("name"): entry.get("template")
-                for entry in setting
-                if isinstance(entry, dict)
-            }
-        named = setting if isinstance(setting, dict) else {"default": setting}
-        return {name: text for name, text in named.items() if isinstance(text, str)}
+        if not templates:
+            setting = self._settings.get("chat_template")
+            templates = setting if isinstance(setting, dict) else {"default": setting}
+            if isinstance(setting, list):
+                entries = [entry for entry in setting if isinstance(entry, dict)]
+                templates = {entry.get("name"): entry.get("template") for entry in entries}
+        return {name: text for name, text in templates.items() if isinstance(text, str)}
 
     @cached_property
     def token_names(self) -> dict[str, str]:
@@ -376,15 +367,18 @@ class HuggingFaceTokenizer:
 
         Names are bos_token, eos_token, and the model's own (image_token, …).
         """
-        given = {name: value for name, value in self._settings.items() if name.endswith("_token")}
-        for tokens in (self._settings.get(name) for name in _TOKEN_LISTS):
-            given |= tokens if isinstance(tokens, dict) else {}
-        given["eos_token"] = (
-            None if self.eos_id is None else self._tokenizer.id_to_token(self.eos_id)
-        )
-        return {
-            name: text for name, value in given.items() if isinstance(text := _name_of(value), str)
-        }
+        tokens = {name: value for name, value in self._settings.items() if name.endswith("_token")}
+        for name in _TOKEN_LISTS:
+            listed = self._settings.get(name)
+            tokens |= listed if isinstance(listed, dict) else {}
+        tokens["eos_token"] = self._end
+        texts = {name: _name_of(token) for name, token in tokens.items()}
+        return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+    @property
+    def _end(self) -> str | None:
+        """Return the end token's text."""
+        return None if self.eos_id is None else self._tokenizer.id_to_token(self.eos_id)
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
@@ -393,8 +387,7 @@ class HuggingFaceTokenizer:
         The end token need not be a special one.
         """
         special = [token["content"] for token in self._added if token.get("special")]
-        end = self.token_names.get("eos_token")
-        return tuple(special) if end in (None, *special) else (*special, end)
+        return tuple(special) if self._end in (None, *special) else (*special, self._end)
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         with _refusals():
@@ -410,24 +403,21 @@ class HuggingFaceTokenizer:
 
     def _kept_settings(self) -> tuple[Json, str | None]:
         """Return the settings without keys that change tokens, and the end token's text."""
-        found = {key: value for key, value in self._settings.items() if key not in _CHANGES_TOKENS}
+        kept = {key: value for key, value in self._settings.items() if key not in _CHANGES_TOKENS}
         # Keep tokens as texts: tokenizer.json has the rest. transformers would add unknown
         # ones.
         added = [token["content"] for token in self._added]
-        for key, value in list(found.items()):
+        for key, value in list(kept.items()):
             if key.endswith("_token"):
-                found[key] = _name_of(value)
-                if found[key] not in added:
-                    del found[key]
+                kept[key] = _name_of(value)
+                if kept[key] not in added:
+                    del kept[key]
             elif key in _TOKEN_LISTS and isinstance(value, list):
-                found[key] = [_name_of(token) for token in value if _name_of(token) in added]
+                kept[key] = [text for text in map(_name_of, value) if text in added]
             elif key in _TOKEN_LISTS and isinstance(value, dict):
-                found[key] = {
-                    name: _name_of(token)
-                    for name, token in value.items()
-                    if _name_of(token) in added
-                }
-        return found, None if self.eos_id is None else self._tokenizer.id_to_token(self.eos_id)
+                texts = {name: _name_of(token) for name, token in value.items()}
+                kept[key] = {name: text for name, text in texts.items() if text in added}
+        return kept, self._end
 
 
 def build_tokenizer(path: str | None, key: str = "model.tokenizer_path") -> Tokenizer:
@@ -562,18 +552,21 @@ def _name_of(token: object) -> Any:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _settings(found: Json, eos: str | None) -> bytes:
+def _settings(kept: Json, eos: str | None) -> bytes:
     """Return the content of tokenizer_config.json."""
     forced = {
         "tokenizer_class": _GENERIC_CLASS,
         "eos_token": eos,
         "clean_up_tokenization_spaces": False,
     }
-    return json_bytes({**found, **forced})
+    return json_bytes({**kept, **forced})
 
 
 def _find_eos(
-    file: Path, settings: Json, added: list[Json], vocabulary: dict[str, int]
+    file: Path,
+    settings: Json,
+    added: list[Json],
+    vocabulary: dict[str, int],
 ) -> int | None:
     eos = _name_of(settings.get("eos_token"))
     if eos is not None:
@@ -584,9 +577,8 @@ def _find_eos(
             )
         return vocabulary[eos]
     special = {token["content"] for token in added if token.get("special")}
-    return next(
-        (vocabulary[name] for name in _USUAL_EOS if name in special and name in vocabulary), None
-    )
+    usual = [name for name in _USUAL_EOS if name in special and name in vocabulary]
+    return vocabulary[usual[0]] if usual else None
 
 
 def _byte_letters() -> dict[int, str]:
@@ -597,6 +589,5 @@ def _byte_letters() -> dict[int, str]:
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {
-        byte: chr(256 + i) for i, byte in enumerate(others)
-    }
+    codes = dict(zip(others, range(256, 512)))
+    return {byte: chr(codes.get(byte, byte)) for byte in (*printable, *others)}

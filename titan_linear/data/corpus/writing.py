@@ -18,12 +18,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 from numpy import ndarray
 
-from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens, check_kinds, column_of
+from titan_linear.data.corpus.columns import (
+    WEIGHTS,
+    DocumentTokens,
+    Problem,
+    check_kinds,
+    column_of,
+)
 from titan_linear.data.corpus.corpus import (
     FILE_ENDS,
     FILES,
@@ -46,11 +52,7 @@ from titan_linear.storage.files import Json, lock, open_own, read_json, shown, s
 # Seconds of tokenising that a kill costs.
 JOURNAL_SECONDS = 5.0
 JOURNAL = "journal.json"
-_OURS = {
-    *FILES,
-    FILE_ENDS,
-    *(name + end for name in (PATHS, INFO, JOURNAL) for end in ("", ".new")),
-}
+_OURS = {*FILES, FILE_ENDS, PATHS, INFO, JOURNAL}
 
 
 def write_corpus(
@@ -176,10 +178,11 @@ def write_into(
         # corpus.json comes last; its folder then gets its name.
         content = _write_arrays(temporary, documents, tokenizer, journal)
         names = _names(journal)
+        source = None
         if dataset:
             write_whole(temporary / PATHS, as_json(list(map(shown, texts))))
             names.append(PATHS)
-        source = _source(dataset, len(texts), journal) if dataset else None
+            source = _source(dataset, len(texts), journal)
         files = {name: described(temporary / name) for name in names}
         write_whole(temporary / INFO, as_json(_info(content, tokenizer, source, files, journal)))
         (temporary / JOURNAL).unlink(missing_ok=True)
@@ -187,10 +190,8 @@ def write_into(
         os.rename(temporary, folder)
         sync(folder.parent)
     except BaseException as stop:
-        if (
-            isinstance(stop, (KeyboardInterrupt, SystemExit, BadDocument))
-            and (temporary / JOURNAL).exists()
-        ):
+        asked = isinstance(stop, (KeyboardInterrupt, SystemExit, BadDocument))
+        if asked and (temporary / JOURNAL).exists():
             print(f"what is tokenised is kept in {temporary}: the same command resumes from it")
         else:
             # On a full disk, for example: leave no half corpus that fills it.
@@ -206,24 +207,21 @@ def _info(
     journal: Journal,
 ) -> Json:
     """Return the content of corpus.json."""
-    of_tokenizer = {
+    info = {"format": format_of(journal.columns), **content}
+    info["tokenizer"] = {
         "fingerprint": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
         "eos": tokenizer.eos_id,
     }
-    info = {
-        "format": format_of(journal.columns),
-        **content,
-        "tokenizer": of_tokenizer,
-        "source": source,
-        "files": files,
-    }
+    info |= {"source": source, "files": files}
     # Entries that only some corpora have.
-    info |= {name: n for name in ("group", "leaves") if (n := getattr(journal, name)) > 1}
+    if journal.group > 1:
+        info["group"] = journal.group
+    if journal.leaves > 1:
+        info["leaves"] = journal.leaves
     if journal.columns:
-        info["columns"] = {
-            name: [dtype, journal.widths[name]] for name, dtype in journal.columns.items()
-        }
+        columns = journal.columns.items()
+        info["columns"] = {name: [dtype, journal.widths[name]] for name, dtype in columns}
     if journal.texts:
         info["texts"] = journal.texts
     return {**info, "checksum": info_checksum(info)}
@@ -231,17 +229,18 @@ def _info(
 
 def _source(dataset: str, files: int, journal: Journal) -> Json:
     """Return the value of "source" in corpus.json."""
-    source = {"dataset": dataset, "files": files, "skipped_empty": journal.skipped_empty}
+    source: Json = {"dataset": dataset, "files": files, "skipped_empty": journal.skipped_empty}
     source["unread"] = journal.unread
-    return source | (
-        {"skipped_bad": journal.skipped_bad, "bad": journal.bad} if journal.bad else {}
-    )
+    if journal.bad:
+        source |= {"skipped_bad": journal.skipped_bad, "bad": journal.bad}
+    return source
 
 
 def _remove_remains(temporary: Path) -> None:
     if temporary.exists():
-        names = {path.name for path in temporary.iterdir()} - _OURS
-        if others := sorted(name for name in names if not name.startswith("column-")):
+        # A writer that was killed may leave files in the making.
+        names = {path.name.removesuffix(".new") for path in temporary.iterdir()}
+        if others := sorted(name for name in names - _OURS if not name.startswith("column-")):
             raise ValueError(
                 f"{temporary}, where a corpus is written first, holds {others[0]!r}; choose another folder"
             )
@@ -249,15 +248,20 @@ def _remove_remains(temporary: Path) -> None:
 
 
 def _write_arrays(
-    folder: Path, documents: Iterator[Sequence[Tokens]], tokenizer: Tokenizer, journal: Journal
+    folder: Path,
+    documents: Iterator[Sequence[Tokens]],
+    tokenizer: Tokenizer,
+    journal: Journal,
 ) -> Json:
     """Continue the files of `_names` after the content that counts.
 
     Returns the counts, dtype and fingerprint for corpus.json.
     """
+    dtype = _dtype(tokenizer.vocab_size)
+    content = hashlib.sha256()
     with ExitStack() as stack:
-        files = _open_arrays(folder, _dtype(tokenizer.vocab_size), journal, stack)
-        content = _content_so_far(folder / HASHES)
+        files = _open_arrays(folder, dtype, journal, stack)
+        add_file(folder / HASHES, content)
         journaled = time.monotonic()
         for together in documents:
             for document in together:
@@ -276,22 +280,22 @@ def _write_arrays(
         if FILE_ENDS in files:
             files[FILE_ENDS].write(_file_ends(journal))
         _sync_files(files)
-    found = {
-        "num_documents": journal.num_documents,
-        "num_tokens": journal.num_tokens,
-        "dtype": _dtype(tokenizer.vocab_size),
-    }
+    counts = {"num_documents": journal.num_documents, "num_tokens": journal.num_tokens}
+    counts["dtype"] = dtype
     if WEIGHTS in journal.columns:
         if not journal.num_answer_tokens:
             raise ValueError(f"no token of {folder} has a weight above 0; give some")
-        found |= {"num_answer_tokens": journal.num_answer_tokens, "num_ended": journal.num_ended}
+        counts |= {"num_answer_tokens": journal.num_answer_tokens, "num_ended": journal.num_ended}
     for name in sorted(journal.columns):
         add_file(folder / column_file(name), content)
-    return {**found, "fingerprint": content.hexdigest()[:32]}
+    return {**counts, "fingerprint": content.hexdigest()[:32]}
 
 
 def _write_document(
-    document: Tokens, files: dict[str, BinaryIO], tokenizer: Tokenizer, journal: Journal
+    document: Tokens,
+    files: dict[str, BinaryIO],
+    tokenizer: Tokenizer,
+    journal: Journal,
 ) -> bytes:
     """Add a document to all files but corpus.json, and return its hash."""
     ids, columns = document if isinstance(document, tuple) else DocumentTokens(document)
@@ -347,19 +351,24 @@ def _columns(document: DocumentTokens, tokenizer: Tokenizer, journal: Journal) -
         raise ValueError(f"{said} has no column {min(missing)!r}, which columns names; give it")
     # Missing columns are zeros.
     for name in missing & widths.keys():
-        columns[name] = np.zeros((n, widths[name]) if widths[name] else n)
+        zeros = np.zeros((n, max(widths[name], 1)))
+        columns[name] = zeros if widths[name] else zeros[:, 0]
     for name in columns:
         dtype, is_new = journal.columns[name], name not in widths
-        column = column_of(name, columns[name], n, widths, tokenizer.vocab_size)
-        if isinstance(column, str):
-            raise ValueError(f"{said}: its column {name!r} {column}")
+        try:
+            column = column_of(name, columns[name], n, widths, tokenizer.vocab_size)
+        except Problem as problem:
+            raise ValueError(f"{said}: its column {problem}") from None
         checked[name] = column.astype(dtype)
         # Earlier documents, none of whose tokens counted, lacked the column.
         before = np.zeros((journal.num_tokens * is_new, max(widths[name], 1)), dtype)
         added[name] = before.tobytes() + checked[name].tobytes()
     # A record was checked where its line is known.
-    if not journal.key and (problem := DocumentTokens(document.tokens, checked).problem):
-        raise ValueError(f"{said}: {problem}")
+    if not journal.key:
+        try:
+            DocumentTokens(document.tokens, checked).check()
+        except Problem as problem:
+            raise ValueError(f"{said}: {problem}") from None
     return added
 
 
@@ -370,19 +379,14 @@ def _file_ends(journal: Journal) -> bytes:
     return ends.tobytes()
 
 
-def _content_so_far(hashes: Path) -> Any:
-    content = hashlib.sha256()
-    add_file(hashes, content)
-    return content
-
-
 def _dtype(vocab_size: int) -> str:
     return "<u2" if vocab_size <= 1 << 16 else "<u4"
 
 
 def _names(journal: Journal) -> list[str]:
     """Return the names of the files that are written document by document."""
-    return [*FILES, *map(column_file, journal.columns), *[FILE_ENDS] * bool(journal.texts)]
+    names = [*FILES, *map(column_file, journal.columns)]
+    return [*names, FILE_ENDS] if journal.texts else names
 
 
 def _sizes(journal: Journal, dtype: str) -> dict[str, int]:
@@ -400,7 +404,10 @@ def _sizes(journal: Journal, dtype: str) -> dict[str, int]:
 
 
 def _open_arrays(
-    folder: Path, dtype: str, journal: Journal, stack: ExitStack
+    folder: Path,
+    dtype: str,
+    journal: Journal,
+    stack: ExitStack,
 ) -> dict[str, BinaryIO]:
     """Open the files of `_names` at their ends, cut to the content that counts."""
     files: Json = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -40,9 +41,13 @@ class FileGroups:
         self.streams = streams
         self.names = [*patterns, other]
         corpora = {name: source.corpus for name, source in streams.sources.items()}
-        of_files = _grouped(corpora, patterns)
-        self._edges = {name: _edges(corpus) for name, corpus in corpora.items()}
-        self._groups = {name: of_files.get(name, np.array([len(patterns)])) for name in corpora}
+        # Where each file's tokens begin and the last file ends, [num_files + 1] int64, and the
+        # group of each file. A corpus that does not know its files counts as one file.
+        self._edges = {name: np.array([0, corpus.num_tokens]) for name, corpus in corpora.items()}
+        self._groups = {name: np.array([len(patterns)]) for name in corpora}
+        for name, groups in _grouped(corpora, patterns).items():
+            self._edges[name] = corpora[name].offsets[corpora[name].files]
+            self._groups[name] = groups
 
     def of_stream(self, i: int) -> ndarray:
         """Return the group of each token of stream i as an index into `names`, [T] int64.
@@ -54,35 +59,24 @@ class FileGroups:
         starts, lengths = source.runs(own)
         # The file of each document that the stream holds.
         files = np.searchsorted(self._edges[name][1:], starts, side="right")
-        padding = source.place(own)[1] - lengths.sum()
-        return np.repeat([*self._groups[name][files], len(self.names) - 1], [*lengths, padding])
+        groups = np.append(self._groups[name][files], len(self.names) - 1)
+        _, seq_len = source.place(own)
+        return np.repeat(groups, np.append(lengths, seq_len - lengths.sum()))
 
     @property
     def summary(self) -> str:
         """Return the number of tokens of each group, for the console."""
-        tokens = sum(
-            np.bincount(groups, np.diff(self._edges[name]), minlength=len(self.names))
-            for name, groups in self._groups.items()
-        )
-        return "loss by source: " + ", ".join(
-            f"{n} {count:,.0f} tokens" for n, count in zip(self.names, tokens)
-        )
-
-
-def _edges(corpus: Corpus) -> ndarray:
-    """Return where each file's tokens begin and the last file ends, [num_files + 1] int64.
-
-    If the files are not known, the corpus counts as one file.
-    """
-    return (
-        np.array([0, corpus.num_tokens]) if corpus.paths is None else corpus.offsets[corpus.files]
-    )
+        tokens = np.zeros(len(self.names))
+        for name, groups in self._groups.items():
+            tokens += np.bincount(groups, np.diff(self._edges[name]), minlength=len(tokens))
+        counts = [f"{name} {count:,.0f} tokens" for name, count in zip(self.names, tokens)]
+        return "loss by source: " + ", ".join(counts)
 
 
 def _grouped(corpora: Mapping[str, Corpus], patterns: Mapping[str, str]) -> dict[str, ndarray]:
     """Map each corpus that knows its files to the group of each file, [num_files] int64."""
-    known = {name: corpus.paths for name, corpus in corpora.items() if corpus.paths is not None}
-    paths = [path for own in known.values() for path in own]
+    paths_of = {name: corpus.paths for name, corpus in corpora.items() if corpus.paths is not None}
+    paths = list(chain.from_iterable(paths_of.values()))
     if not paths:
         folders = ", ".join(corpus.name for corpus in corpora.values())
         raise ValueError(
@@ -91,18 +85,19 @@ def _grouped(corpora: Mapping[str, Corpus], patterns: Mapping[str, str]) -> dict
         )
     # Assign from the last group to the first, so that the first match wins.
     groups = np.full(len(paths), len(patterns))
-    for place, (name, globs) in reversed(list(enumerate(patterns.items()))):
-        fits = [_fits(glob.strip(), paths, name) for glob in globs.split(",")]
-        groups[np.any(fits, axis=0)] = place
-    for place, (name, globs) in enumerate(patterns.items()):
+    numbered = list(enumerate(patterns.items()))
+    for place, (name, globs) in reversed(numbered):
+        for glob in globs.split(","):
+            groups[_fits(glob.strip(), paths, name)] = place
+    for place, (name, globs) in numbered:
         if not (groups == place).any():
             raise ValueError(
                 f"metrics.loss_by_source, group {name!r}: files = {globs!r} fits only files of groups before it; "
                 "put it before them, or remove it"
             )
     # Split the groups of all files by corpus.
-    sizes = np.cumsum([len(own) for own in known.values()])
-    return dict(zip(known, np.split(groups, sizes[:-1]), strict=True))
+    ends = np.cumsum([len(own) for own in paths_of.values()])
+    return dict(zip(paths_of, np.split(groups, ends[:-1])))
 
 
 def _fits(glob: str, paths: Sequence[str], name: str) -> ndarray:

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torchdata.nodes import IterableWrapper, Loader, ParallelMapper
 
-from titan_linear.data.corpus.trees import BACK
+from titan_linear.data.corpus.tree_records import BACK
 from titan_linear.data.streams.mixture import Streams
 from titan_linear.data.streams.packing import Stream
-from titan_linear.ops.layout.nodes import Nodes
+from titan_linear.ops.layout.prefix_trees import PrefixTrees
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,14 +48,12 @@ class Batch:
         return float(self.columns["weights"].sum(dtype=torch.float64))
 
     @cached_property
-    def nodes(self) -> Nodes:
+    def trees(self) -> PrefixTrees:
         """Return the documents, or the nodes of prefix trees."""
         edges = self.cu_seqlens.numpy().astype(np.int64)
-        return (
-            Nodes.behind(self.columns[BACK][0].numpy(), edges)
-            if BACK in self.columns
-            else Nodes.apart(edges)
-        )
+        if BACK in self.columns:
+            return PrefixTrees.behind(self.columns[BACK][0].numpy(), edges)
+        return PrefixTrees.apart(edges)
 
 
 @dataclass(eq=False)
@@ -98,7 +96,10 @@ class StreamLoader(Stateful):
         # G is a multiple of dp·L: step s begins at micro-batch s·G / (dp·L).
         numbers = itertools.count(self.next_stream // (self.dp_degree * self.local_batch_size))
         node = ParallelMapper(
-            IterableWrapper(numbers), self._read, num_workers=self.num_workers, method="thread"
+            IterableWrapper(numbers),
+            self._read,
+            num_workers=self.num_workers,
+            method="thread",
         )
         for batch in Loader(node):
             if isinstance(batch, Exception):
@@ -173,19 +174,22 @@ def micro_batch(
 def _collate(streams: list[Stream], indices: tuple[int, ...]) -> Batch:
     def joined(parts: Iterable[np.ndarray]) -> Tensor:
         first, *others = parts
-        return torch.from_numpy(np.concatenate([first, *others]) if others else first)[None]
+        # One stream is not copied.
+        array = np.concatenate([first, *others]) if others else first
+        return torch.from_numpy(array)[None]
 
     # Shift each stream's boundaries to its place in the micro-batch.
     seq_len = len(streams[0].tokens)
     edges = [stream.cu_seqlens[1:] + j * seq_len for j, stream in enumerate(streams)]
-    columns = {
-        name: joined(stream.columns[name] for stream in streams) for name in streams[0].columns
-    }
+    columns = {}
+    for name in streams[0].columns:
+        columns[name] = joined(stream.columns[name] for stream in streams)
     # Make the numbers of documents unique across streams. Each stream's count includes
     # padding and is rounded to an even number, so that pairs stay pairs.
     counts = [len(stream.cu_seqlens) // 2 * 2 for stream in streams]
     if "document" in columns:
-        columns["document"] += torch.from_numpy(np.repeat(np.cumsum([0, *counts[:-1]]), seq_len))
+        before = np.cumsum([0, *counts[:-1]])
+        columns["document"] += torch.from_numpy(np.repeat(before, seq_len))
     return Batch(
         tokens=joined(stream.tokens for stream in streams),
         labels=joined(stream.labels for stream in streams),

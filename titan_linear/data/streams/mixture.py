@@ -72,9 +72,10 @@ class MixedStreams:
         self.phases = list(phases)
         self.repeat = repeat
         self.known = dict(known or {})
-        self._turns = [
-            Interleaving(list(p.weights.values()), seed, p.start, finite=not repeat) for p in phases
-        ]
+        self._turns = []
+        for phase in phases:
+            weights = list(phase.weights.values())
+            self._turns.append(Interleaving(weights, seed, phase.start, finite=not repeat))
         # Streams that each source gave before each phase.
         self._before: list[dict[str, int]] = [{}]
         for n, following in enumerate(phases[1:]):
@@ -82,20 +83,19 @@ class MixedStreams:
         # Translate each change of length from the mixture's stream indices to each source's
         # own.
         if lengths:
-            given = [
-                (self._given(length.start, self._phase(length.start)), length.seq_len)
-                for length in lengths
-            ]
+            own: dict[str, list[Length]] = {name: [] for name in sources}
+            for length in lengths:
+                before = self._given(length.start)
+                for name in sources:
+                    own[name].append(Length(before.get(name, 0), length.seq_len))
             for name, streams in sources.items():
-                own = [Length(counts.get(name, 0), seq_len) for counts, seq_len in given]
-                self.sources[name] = streams.of_lengths(own)
+                self.sources[name] = streams.of_lengths(own[name])
 
     @property
     def fingerprints(self) -> dict[str, str]:
         """Return the fingerprints, by source name, of the corpora that sources have or had."""
-        return self.known | {
-            name: streams.corpus.fingerprint for name, streams in self.sources.items()
-        }
+        own = {name: streams.corpus.fingerprint for name, streams in self.sources.items()}
+        return self.known | own
 
     def __len__(self) -> int:
         if self.repeat:
@@ -122,12 +122,13 @@ class MixedStreams:
 
     def summary(self, end: int) -> str:
         """Return each source's share of the streams before `end` and its epochs, as a line."""
-        given = self._given(end, self._phase(end))
+        given = self._given(end)
         parts = []
         for name, source in self.sources.items():
-            epochs = source.place(given[name])[0] / source.num_tokens
+            read, _ = source.place(given[name])
             parts.append(
-                f"{name} {given[name] / end:.1%} ({epochs:.3g} epochs of {source.num_tokens:,} tokens)"
+                f"{name} {given[name] / end:.1%} ({read / source.num_tokens:.3g} epochs of "
+                f"{source.num_tokens:,} tokens)"
             )
         return f"mixture: {', '.join(parts)}"
 
@@ -135,11 +136,12 @@ class MixedStreams:
         """Return the index of the phase that contains stream i."""
         return bisect_right(self.phases, i, key=lambda phase: phase.start) - 1
 
-    def _given(self, i: int, n: int) -> dict[str, int]:
+    def _given(self, i: int, n: int | None = None) -> dict[str, int]:
         """Return the number of streams that each source gave before stream i.
 
-        Phase n contains stream i or ends there.
+        Phase n contains stream i (the default) or ends there.
         """
+        n = self._phase(i) if n is None else n
         given = dict(self._before[n])
         counts = self._turns[n].counts(i - self.phases[n].start)
         for name, count in zip(self.phases[n].weights, counts, strict=True):
@@ -163,7 +165,12 @@ class Interleaving:
     """
 
     def __init__(
-        self, weights: Sequence[float], seed: int, start: int = 0, *, finite: bool = False
+        self,
+        weights: Sequence[float],
+        seed: int,
+        start: int = 0,
+        *,
+        finite: bool = False,
     ):
         # Convert the weights to integers over their common denominator.
         exact = [Fraction(str(weight)) for weight in weights]
@@ -187,12 +194,12 @@ class Interleaving:
     def counts(self, i: int) -> list[int]:
         """Return the number of turns that each index had before position i."""
         cycle, rest = divmod(i, self.cycle)
-        within = (
-            np.bincount(self._cycle(cycle)[:rest], minlength=len(self.sums) - 1)
-            if rest
-            else [0] * len(self.sums)
-        )
-        return [edge + int(more) for edge, more in zip(self._at_edge(cycle), within)]
+        counts = self._at_edge(cycle)
+        # At an edge the next cycle, which may be none, is not drawn.
+        if rest:
+            within = np.bincount(self._cycle(cycle)[:rest], minlength=len(counts))
+            counts = (counts + within).tolist()
+        return counts
 
     def _at_edge(self, cycle: int) -> list[int]:
         """Return the number of turns of each index before a cycle.
@@ -209,9 +216,7 @@ class Interleaving:
 
         The last cycle of a finite sequence is shorter.
         """
-        turns = [
-            after - before for before, after in zip(self._at_edge(cycle), self._at_edge(cycle + 1))
-        ]
+        turns = np.subtract(self._at_edge(cycle + 1), self._at_edge(cycle))
         order = np.repeat(np.arange(len(turns)), turns)
         # Sort by a random draw for each turn, keyed by seed, cycle and start.
         key = np.array([self.seed % 2**64, cycle], dtype=np.uint64)

@@ -37,7 +37,7 @@ from numpy import ndarray
 from titan_linear.data.corpus.corpus import Corpus
 from titan_linear.data.streams.split import Side
 from titan_linear.ops.cross_entropy import IGNORE
-from titan_linear.ops.layout.nodes import Nodes
+from titan_linear.ops.layout.prefix_trees import PrefixTrees
 
 # --- The order of documents ------------------------------------------------------------------------------------------
 
@@ -47,7 +47,7 @@ ROUNDS = 8
 POOLS_KEPT = 8
 
 
-class Line(Protocol):
+class DocumentOrder(Protocol):
     """Documents laid end to end, epoch after epoch."""
 
     # Number of tokens in one epoch.
@@ -71,9 +71,8 @@ class InPlace:
         assert epoch == 0, epoch
         low, high = np.searchsorted(self.side.ends[1:], [first, last - 1], side="right")
         documents = self.side.documents(np.arange(low, high + 1))
-        return documents, self.side.ends[low] + np.cumsum(
-            document_lengths(self.side.corpus, documents)
-        )
+        lengths = document_lengths(self.side.corpus, documents)
+        return documents, self.side.ends[low] + np.cumsum(lengths)
 
 
 class Pooled:
@@ -107,8 +106,8 @@ class Pooled:
         documents = self.side.documents(self._bundles(epoch, pool * POOL, (pool + 1) * POOL))
         groups = documents.reshape(-1, self.side.corpus.group)
         # Sort groups by a random draw each; documents that belong together stay together.
-        order = np.argsort(_draws(self.seed, epoch, len(groups), stream=pool + 1), kind="stable")
-        order = groups[order].ravel()
+        draws = _draws(self.seed, epoch, len(groups), stream=pool + 1)
+        order = groups[np.argsort(draws, kind="stable")].ravel()
         return order, document_lengths(self.side.corpus, order)
 
     def _pool_ends(self, epoch: int) -> ndarray:
@@ -176,9 +175,8 @@ def _scrambled(values: ndarray, key: np.uint64) -> ndarray:
 def _draws(seed: int, epoch: int, count: int, stream: int = 0) -> ndarray:
     """Return [count] uint64 random draws, independent for different values of `stream`."""
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
-    return np.random.Philox(
-        key=key, counter=np.array([0, stream, 0, 0], dtype=np.uint64)
-    ).random_raw(count)
+    counter = np.array([0, stream, 0, 0], dtype=np.uint64)
+    return np.random.Philox(key=key, counter=counter).random_raw(count)
 
 
 def document_lengths(corpus: Corpus, documents: ndarray) -> ndarray:
@@ -254,7 +252,7 @@ class PackedStreams:
         self.corpus = side.corpus
         self.targets = targets
         self.repeat = repeat
-        self.line: Line = Pooled(side, seed) if repeat else InPlace(side)
+        self.line: DocumentOrder = Pooled(side, seed) if repeat else InPlace(side)
         # Number of tokens in one epoch.
         self.num_tokens = side.num_tokens
         self._set_lengths([Length(0, seq_len)])
@@ -276,10 +274,9 @@ class PackedStreams:
 
     def place(self, i: int) -> tuple[int, int]:
         """Return the first token of stream i in the line, and the number of its tokens."""
-        n = bisect_right([length.start for length in self.lengths], i) - 1
-        start = self.lengths[n].start
-        seq_len = self.lengths[n].seq_len
-        return self._begin[n] + (i - start) * seq_len, seq_len
+        n = bisect_right(self.lengths, i, key=lambda length: length.start) - 1
+        length = self.lengths[n]
+        return self._begin[n] + (i - length.start) * length.seq_len, length.seq_len
 
     # The interface of a mixture, with one source that has no name.
 
@@ -303,7 +300,8 @@ class PackedStreams:
         i = operator.index(i)
         if i < 0 or (not self.repeat and i >= len(self)):
             raise IndexError(f"stream {i}")
-        return self._stream(self.place(i)[1], *self._parts(i))
+        _, seq_len = self.place(i)
+        return self._stream(seq_len, *self._parts(i))
 
     def padding(self) -> Stream:
         """Return a stream of padding only, for ranks that have fewer streams than others."""
@@ -325,13 +323,14 @@ class PackedStreams:
         Args:
             starts, lengths: the runs' places in the corpus's tokens.
             next_token: the token that follows the last run in its document, else IGNORE.
-            parents: parents of runs that continue other runs, as in `Nodes`. Runs without
+            parents: parents of runs that continue other runs, as in `PrefixTrees`. Runs without
                 an entry continue none.
         """
         end = lengths.sum()
         # Padding is a last run, with token 0.
         if end < seq_len:
-            starts, lengths = np.append(starts, 0), np.append(lengths, seq_len - end)
+            starts = np.append(starts, 0)
+            lengths = np.append(lengths, seq_len - end)
         # Gather the tokens of all runs.
         edges = np.concatenate([[0], np.cumsum(lengths)])
         within = np.arange(seq_len) - np.repeat(edges[:-1], lengths)
@@ -341,33 +340,41 @@ class PackedStreams:
         tokens[end:] = 0
         # Label each token with the next one, if that continues it and has a weight. Where
         # the next token continues an earlier one, only the columns hold its values.
-        nodes = Nodes(edges, np.array([*parents, *[-1] * (len(lengths) - len(parents))]))
-        behind = np.append(nodes.back[1:], next_token != IGNORE)
+        unparented = [-1] * (len(lengths) - len(parents))
+        trees = PrefixTrees(edges, np.array([*parents, *unparented]))
+        behind = np.append(trees.back[1:], next_token != IGNORE)
         behind[end:] = 0
         following = np.append(positions[1:], positions[-1] + 1)
         weights = self.corpus.column("weights", following) * (behind > 0)
-        labels = np.where((behind == 1) & (weights > 0), np.append(tokens[1:], next_token), IGNORE)
+        labelled = (behind == 1) & (weights > 0)
+        labels = np.where(labelled, np.append(tokens[1:], next_token), IGNORE)
         # Columns hold the values of the next token, as labels do.
-        columns = self._weighted(weights, nodes)
+        columns = self._weighted(weights, trees)
         for name in self.targets.columns:
             column = self.corpus.column(name, following)
             column[weights == 0] = 0
             columns[name] = column
         if self.targets.group:
-            columns["document"] = np.roll(np.repeat(np.arange(len(lengths)), lengths), -1)
-        return Stream(tokens, labels, edges.astype(np.int32), nodes.positions, columns)
+            numbers = np.repeat(np.arange(len(lengths)), lengths)
+            columns["document"] = np.roll(numbers, -1)
+        return Stream(tokens, labels, edges.astype(np.int32), trees.positions, columns)
 
     def _parts(self, i: int) -> tuple[Any, ...]:
         """Return the arguments of `_stream` after `seq_len` for stream i."""
         start, seq_len = self.place(i)
         stop = start + seq_len
-        return self._runs(start, stop if self.repeat else min(stop, self.num_tokens))
+        if not self.repeat:
+            stop = min(stop, self.num_tokens)
+        return self._runs(start, stop)
 
-    def _weighted(self, weights: ndarray, nodes: Nodes) -> dict[str, ndarray]:
+    def _weighted(self, weights: ndarray, trees: PrefixTrees) -> dict[str, ndarray]:
         """Return the column of label weights [T], divided according to `targets.normalise`."""
         if self.targets.normalise == "token":
             return {"weights": weights}
-        edges = nodes.edges if self.targets.normalise == "document" else np.array([0, len(weights)])
+        edges = trees.edges
+        if self.targets.normalise == "stream":
+            edges = edges[[0, -1]]
+        # Divide by the number of labels between two edges.
         counts = np.add.reduceat(weights > 0, edges[:-1], dtype=np.int64)
         return {"weights": weights / np.repeat(np.maximum(counts, 1), np.diff(edges))}
 
@@ -402,9 +409,7 @@ class PackedStreams:
             start += last - first
         # The last document may continue after the range.
         end = int(starts[-1][-1] + lengths[-1][-1])
-        goes_on = end < self.corpus.offsets[documents[-1] + 1]
-        return (
-            np.concatenate(starts),
-            np.concatenate(lengths),
-            int(self.corpus.tokens[end]) if goes_on else IGNORE,
-        )
+        next_token = IGNORE
+        if end < self.corpus.offsets[documents[-1] + 1]:
+            next_token = int(self.corpus.tokens[end])
+        return np.concatenate(starts), np.concatenate(lengths), next_token

@@ -28,9 +28,19 @@ PIECE = re.compile(r"[^\n]{1,80}\n?|\n")
 # Tokens of a text that are decoded at a time.
 DECODED = 1 << 14
 NONE = -1
+# What a prompt says of each of its tokens; NONE where nothing applies.
+TOKEN = np.dtype(
+    [
+        ("token", np.int64),
+        # The index of the answer that holds the token.
+        ("answer", np.int64),
+        # The tokens that other answers have instead, where they first differ from this one.
+        ("others", np.int64, OTHERS),
+    ]
+)
 
 
-class Sample(NamedTuple):
+class TaskSample(NamedTuple):
     task: str
     length: int  # tokens, answers included
     depth: float
@@ -38,14 +48,10 @@ class Sample(NamedTuple):
 
 
 def rows_of(tokens: Sequence[int] | np.ndarray, answer: int = NONE, begin: int = 0) -> np.ndarray:
-    """Return a row for each token, [n, 2 + OTHERS] int64, NONE where nothing applies.
-
-    A row holds the token, the index of its answer, and the tokens that other answers have
-    instead of it where they first differ from this one. The answer begins at `begin`.
-    """
-    rows = np.full((len(tokens), 2 + OTHERS), NONE)
-    rows[:, 0] = tokens
-    rows[begin:, 1] = answer
+    """Return a row for each token, [n] TOKEN. The answer begins at `begin`."""
+    rows = np.full(len(tokens), NONE, TOKEN)
+    rows["token"] = tokens
+    rows["answer"][begin:] = answer
     return rows
 
 
@@ -57,8 +63,8 @@ class Prompts:
         prompt: returns a sample's rows (`rows_of`).
     """
 
-    samples: Sequence[Sample]
-    prompt: Callable[[Sample], np.ndarray]
+    samples: Sequence[TaskSample]
+    prompt: Callable[[TaskSample], np.ndarray]
     seq_len: int
 
     def __post_init__(self) -> None:
@@ -84,20 +90,24 @@ class Prompts:
 
     def _stream(self, samples: list[int]) -> Stream:
         prompts = [self.prompt(self.samples[i]) for i in samples]
-        lengths = [*map(len, prompts), self.seq_len - sum(map(len, prompts))]
-        # Concatenate the prompts and the padding; positions begin at 0 in each.
-        rows = np.concatenate([*prompts, rows_of([0] * lengths[-1])])
-        positions = np.concatenate([*map(np.arange, lengths)])
-        tokens, answers = (
-            rows[:, 0],
-            np.c_[np.repeat([*samples, NONE], lengths), positions, rows[:, 1:]],
-        )
+        # Padding is a last prompt without answers.
+        prompts.append(rows_of([0] * (self.seq_len - sum(map(len, prompts)))))
+        lengths = [len(prompt) for prompt in prompts]
+        rows = np.concatenate(prompts)
+        # Positions begin at 0 in each prompt.
+        positions = np.concatenate([np.arange(length) for length in lengths])
         # Shift to the labels. No prompt begins with an answer, so nothing wraps around.
-        answers = np.roll(answers, -1, 0)
-        labels = np.where(answers[:, 2] == NONE, IGNORE, np.roll(tokens, -1))
+        labelled = np.roll(rows, -1)
+        labels = np.where(labelled["answer"] == NONE, IGNORE, labelled["token"])
+        columns = {
+            "weights": np.float32(labels != IGNORE),
+            "prompt": np.roll(np.repeat([*samples, NONE], lengths), -1),
+            "position": np.roll(positions, -1),
+            "answer": labelled["answer"],
+            "others": labelled["others"],
+        }
         edges = np.unique(np.cumsum([0, *lengths])).astype(np.int32)
-        columns = {"weights": np.float32(labels != IGNORE), "answers": answers}
-        return Stream(tokens, labels, edges, positions, columns)
+        return Stream(rows["token"], labels, edges, positions, columns)
 
 
 class Questions:
@@ -112,36 +122,34 @@ class Questions:
         self.tokenizer, self.side, self.seed, self.around = tokenizer, side, seed, around
         self.encode = tokenizer.continuing().encode_batch
 
-    def prompt(self, sample: Sample) -> np.ndarray:
+    def prompt(self, sample: TaskSample) -> np.ndarray:
         rng = random.Random(f"{self.seed} {sample.task} {sample.length} {sample.number}")
         if sample.task == LOSS:
             return rows_of(self._document(rng, sample.length), 0, 1)
         question = TASKS[sample.task](Draw(rng), self._text(rng), sample.depth)
         # The question and the answers have fixed tokens; the context fills the rest of the
         # length.
-        before, after = self.encode(
-            [self.around[0] + question.head, question.question + self.around[1]]
-        )
-        answers = np.concatenate(
-            [self._answer(i, *answer) for i, answer in enumerate(question.answers)]
-        )
+        begin, end = self.around
+        before, after = self.encode([begin + question.head, question.question + end])
+        answers = [self._answer(i, *answer) for i, answer in enumerate(question.answers)]
+        answers = np.concatenate(answers)
         context = self._context(question, sample, len(before) + len(after) + len(answers))
         return np.concatenate([rows_of(np.concatenate([before, *context, after])), answers])
 
     def _answer(self, number: int, lead: str, text: str, others: list[str]) -> np.ndarray:
         """Return the rows of an answer's lead and of its own tokens."""
         before, *texts = self.encode([lead, text, *others])
-        own, *rest = [tokens.tolist() for tokens in texts]
         # The first place where any of the other answers differs from this one.
-        place = next(i for i, tokens in enumerate(zip(own, *rest)) if len({*tokens}) > 1)
-        there = [*dict.fromkeys(tokens[place] for tokens in rest if tokens[place] != own[place])][
-            :OTHERS
-        ]
-        rows = rows_of(own, number)
-        rows[place, 2 : 2 + len(there)] = there
+        by_place = zip(*(tokens.tolist() for tokens in texts))
+        place, (own, *others_there) = next(
+            (i, tokens) for i, tokens in enumerate(by_place) if len({*tokens}) > 1
+        )
+        differing = [*dict.fromkeys(token for token in others_there if token != own)][:OTHERS]
+        rows = rows_of(texts[0], number)
+        rows["others"][place, : len(differing)] = differing
         return np.concatenate([rows_of(before), rows])
 
-    def _context(self, question: Question, sample: Sample, fixed: int) -> list[np.ndarray]:
+    def _context(self, question: Question, sample: TaskSample, fixed: int) -> list[np.ndarray]:
         """Return the needles between pieces of the context, with as many tokens as remain."""
         depths = sorted(question.needles)
         needles = self.encode([needle for _, needle in depths])
@@ -162,17 +170,20 @@ class Questions:
                     f"evaluation.lengths: {sample.length:,} tokens are more than the text's {self.side.num_tokens:,}; "
                     "give a longer training.dataset_path, or more of it as validation.holdout"
                 )
-            more = self.encode(
-                [text for text in texts if not any(hidden in text for hidden in question.hidden)]
-            )
+            for hidden in question.hidden:
+                texts = [text for text in texts if hidden not in text]
+            more = self.encode(texts)
             pieces += more
             total += sum(map(len, more))
         # Insert each needle at the edge of a piece that is nearest to its depth.
-        between = np.cumsum([len(piece) for piece in pieces])
-        between = between[between <= count]
-        places = [between[np.abs(between - depth * count).argmin()] for depth, _ in depths]
-        parts = np.split(np.concatenate(pieces)[:count], places)
-        return [tokens for pair in zip(parts, [*needles, parts[0][:0]]) for tokens in pair]
+        edges = np.cumsum([len(piece) for piece in pieces])
+        edges = edges[edges <= count]
+        places = [edges[np.abs(edges - depth * count).argmin()] for depth, _ in depths]
+        first, *parts = np.split(np.concatenate(pieces)[:count], places)
+        context = [first]
+        for needle, part in zip(needles, parts):
+            context += [needle, part]
+        return context
 
     # --- The text ----------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,9 +63,8 @@ class Side:
             return documents
         # Both documents of a pair go to the side of the first.
         first = documents // self.corpus.group * self.corpus.group
-        return documents[
-            (self.corpus.hashes[first] < _threshold(self.holdout)) == (self.split == "validation")
-        ]
+        held_out = self.corpus.hashes[first] < _threshold(self.holdout)
+        return documents[held_out == (self.split == "validation")]
 
 
 def split_corpus(corpus: Corpus, holdout: float, split: str) -> Side:
@@ -121,25 +119,15 @@ def _ends(corpus: Corpus, threshold: np.uint64) -> ndarray:
     if corpus.num_documents <= SMALL:
         return _sums(corpus, threshold)
     path = default_cache_dir() / f"split-{corpus.fingerprint}-{threshold:016x}.bin"
-
-    def kept() -> ndarray | None:
-        return _mapped(path, corpus)
-
-    ends = kept()
-    return ends if ends is not None else _keep(path, kept, corpus, threshold)
-
-
-def _keep(
-    path: Path, kept: Callable[[], ndarray | None], corpus: Corpus, threshold: np.uint64
-) -> ndarray:
-    """Write the sums, unless another process has just written them, and map them."""
+    if (ends := _mapped(path, corpus)) is not None:
+        return ends
+    # Write the sums, unless another process has just written them, and map them.
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path):
-            if (ends := kept()) is None:
+            if (ends := _mapped(path, corpus)) is None:
                 ends = _sums(corpus, threshold)
                 write_whole(path, ends.tobytes() + np.int64(zlib.crc32(ends)).tobytes())
-                ends = kept()
+                ends = _mapped(path, corpus)
     except OSError as error:
         raise ValueError(
             f"the sums of a split, {path}, cannot be written ({error}); set XDG_CACHE_HOME to a folder that can"
@@ -152,10 +140,8 @@ def _mapped(path: Path, corpus: Corpus) -> ndarray | None:
     """Return the sums in this file, or None if it is missing or damaged."""
     with suppress(OSError, ValueError):
         numbers = np.asarray(np.memmap(path, "<i8", mode="r"))
-        if (
-            len(numbers) == 2 * (_num_bundles(corpus) + 1) + 1
-            and zlib.crc32(numbers[:-1]) == numbers[-1]
-        ):
+        complete = len(numbers) == 2 * (_num_bundles(corpus) + 1) + 1
+        if complete and zlib.crc32(numbers[:-1]) == numbers[-1]:
             return numbers[:-1].reshape(2, -1)
     return None
 

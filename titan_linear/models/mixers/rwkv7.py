@@ -32,6 +32,8 @@ from titan_linear.models.layers import (
 from titan_linear.models.mixers.recurrent import Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_rwkv7
+from titan_linear.ops.layout.segments import scan_programs
+from titan_linear.ops.triton.configs import kernel_dims
 
 
 def log_decay(w: Tensor) -> Tensor:
@@ -224,6 +226,9 @@ class RWKV7(RecurrentOptions):
             * self.head_dim
             * (8 * self.head_dim * documents.tokens + 16 * documents.chunk_pairs)
         )
+
+    def scan_programs(self, ranks: int) -> int:
+        return scan_programs(self.heads // ranks, kernel_dims(self.head_dim, self.head_dim)[1])
 
     @property
     def contradiction(self) -> str | None:

@@ -32,8 +32,8 @@ from titan_linear.ops.layout.spans import ALL, NOTHING, KeyRoutes, Spans
 from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.torch.attention import (
-    Attention,
-    Rows,
+    AttentionFunction,
+    AttentionRows,
     attend_spans,
     attend_spans_backward,
     empty_gradients,
@@ -56,7 +56,9 @@ def allgather_attention(
     [1, T_local, Hkv, Dv] → o [1, T_local, Hq, Dv]."""
     spans, keys, pairs = cp.gathered if causal else cp.full_gathered
     where = spans.tensors(), list(keys), pairs, cp.ranks.group_name
-    return Attention.apply(q, k, v, (allgather_forward, allgather_backward), where, scale, causal)
+    return AttentionFunction.apply(
+        q, k, v, (allgather_forward, allgather_backward), where, scale, causal
+    )
 
 
 def slice_bytes(tokens: int, heads: int, Hkv: int, width: int, dtype: torch.dtype) -> int:
@@ -109,7 +111,7 @@ def _cost(
     keys: list[Tensor],
     pairs: Tensor,
     **more: Any,
-) -> costs.Attention:
+) -> costs.AttentionCost:
     gathered = costs.Gathered(
         nbytes=costs.travelling(k, v, **more),
         share=KeyRoutes(*keys).coming.sum().item() / k.shape[1],
@@ -182,7 +184,7 @@ def allgather_backward(
     returning: list[Arriving] = []  # at most one slice's gradients
     for heads, k_slice, v_slice in _slices(k[0], v[0], exchange, heads_of_slice(pairs, q, k, v)):
         queries = _queries_of(heads, q, k)
-        rows = Rows(
+        rows = AttentionRows(
             do=do[:, :, queries],
             q=q[:, :, queries],
             k=k_slice[None],

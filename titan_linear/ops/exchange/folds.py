@@ -16,7 +16,7 @@ from torch import Tensor
 from titan_linear.ops.layout.chains import STATE, STATE_AND_M, Chains
 
 
-class Runs(NamedTuple):
+class BlockRuns(NamedTuple):
     """Runs of n blocks that follow each other in global order, and what the blocks pass on."""
 
     S_ext: Tensor  # [runs, n, HV, K, V]
@@ -58,7 +58,7 @@ def fold_chains(S_rows: Tensor, M_rows: Tensor, c: Chains, reverse: bool) -> Ten
     return states.to(S_rows.dtype)
 
 
-def fold_runs(runs: Runs, start: Tensor | None, reverse: bool) -> Tensor:
+def fold_runs(runs: BlockRuns, start: Tensor | None, reverse: bool) -> Tensor:
     """Return the state that enters each block [runs, n, HV, K, V].
 
     In reverse, return the gradient of the state that leaves it. `start` [runs, HV, K, V]
@@ -86,7 +86,7 @@ def fold_runs(runs: Runs, start: Tensor | None, reverse: bool) -> Tensor:
     return states.to(S_ext.dtype)
 
 
-def compose_runs(runs: Runs, reverse: bool) -> tuple[Tensor, Tensor]:
+def compose_runs(runs: BlockRuns, reverse: bool) -> tuple[Tensor, Tensor]:
     """Compose the blocks of each run into one block: S_ext [runs, HV, K, V], M [runs, HV,
     ...].
 
@@ -127,7 +127,7 @@ def _passed(S_ext: Tensor, M: Tensor, wanted: int, S: Tensor, reverse: bool) -> 
     return S_ext.double() if wanted == STATE else torch.zeros_like(S)
 
 
-def _firsts(runs: Runs) -> Tensor:
+def _firsts(runs: BlockRuns) -> Tensor:
     """Return the first block of each run, [runs + 1] int32."""
     count, n = runs.wanted.shape
     return torch.arange(0, count * n + 1, n, dtype=torch.int32, device=runs.wanted.device)

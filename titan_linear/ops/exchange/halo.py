@@ -47,8 +47,8 @@ class _WithHalo(torch.autograd.Function):
         return dx, None, None, None, None
 
 
-def _cost(*_: Any, **__: Any) -> costs.Exchange:
-    return costs.Exchange("halo")
+def _cost(*_: Any, **__: Any) -> costs.ExchangeCost:
+    return costs.ExchangeCost("halo")
 
 
 @operator(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.ops.exchange.collectives import all_to_all, group_named
-from titan_linear.ops.exchange.folds import Runs, by_kernels, compose_runs, fold_runs
+from titan_linear.ops.exchange.folds import BlockRuns, by_kernels, compose_runs, fold_runs
 from titan_linear.ops.layout.chains import Chains, block_sizes
 from titan_linear.ops.layout.levels import Level
 
@@ -25,7 +25,7 @@ def incoming_by_levels(
             S_ext, M = compose_runs(runs, reverse)
     top = climbed.pop()
     # At the top, the runs of all slots are one run in global order: fold through it.
-    joined = Runs(*(x.flatten(0, 1).unsqueeze(0) for x in top))
+    joined = BlockRuns(*(x.flatten(0, 1).unsqueeze(0) for x in top))
     states = fold_runs(joined, None, reverse).view_as(top.S_ext)
     # Descend: pick this rank's states, and fold them through the members of each lower
     # level.
@@ -36,7 +36,7 @@ def incoming_by_levels(
     return states
 
 
-def _members(S_ext: Tensor, M: Tensor, c: Chains, level: Level, group: str) -> Runs:
+def _members(S_ext: Tensor, M: Tensor, c: Chains, level: Level, group: str) -> BlockRuns:
     """Exchange S_ext and M of this rank's block [slots, HV, ...] with a level's members.
 
     Returns the pairs of all members [slots, members, h, ...] in global order; h is HV, or
@@ -59,7 +59,7 @@ def _members(S_ext: Tensor, M: Tensor, c: Chains, level: Level, group: str) -> R
     smaller = sum(W // n for n in block_sizes(W) if n < level.stride)
     begin = (smaller + first // level.stride) * slots
     wanted = table[begin : begin + level.members * slots].view(level.members, slots)
-    return Runs(
+    return BlockRuns(
         states.unflatten(-1, (K, V)).contiguous(),
         transitions.unflatten(-1, M.shape[2:]).contiguous(),
         _mirrored(wanted.T, c).contiguous(),

@@ -23,8 +23,8 @@ from titan_linear.ops.layout.spans import Spans
 from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.torch.attention import (
-    Attention,
-    Rows,
+    AttentionFunction,
+    AttentionRows,
     attend,
     attend_backward,
     attend_spans,
@@ -48,10 +48,10 @@ def ring_attention(
     rectangles = cp.rectangles if causal else cp.full_rectangles
     squares = cp.tables.boundaries.spans.tensors()
     where = squares, rectangles.by_hop, rectangles.hops, cp.ranks.group_name, stride
-    return Attention.apply(q, k, v, (ring_forward, ring_backward), where, scale, causal)
+    return AttentionFunction.apply(q, k, v, (ring_forward, ring_backward), where, scale, causal)
 
 
-def _cost(outputs: costs.Outputs, stride: int, **arguments: Any) -> costs.Attention:
+def _cost(outputs: costs.Outputs, stride: int, **arguments: Any) -> costs.AttentionCost:
     keys = costs.Ring(costs.travelling(**arguments), stride)
     return costs.attention(outputs, **arguments)._replace(keys=keys)
 
@@ -121,7 +121,7 @@ def ring_backward(
     # Start sending the keys, and compute the gradients of this rank's own squares.
     acc, D = accumulator_dtype(q.dtype), k.shape[-1]
     kv = _Travelling(k, v, group, stride, int(hops))
-    rows = Rows(do, q, k, v, o, lse)
+    rows = AttentionRows(do, q, k, v, o, lse)
     grads = attend_spans_backward(rows, scale, causal, Spans(*squares))
     dq = grads[0].to(acc)
     # dK|dV of this rank's keys, to which the other ranks' parts are added at the end.
@@ -151,7 +151,9 @@ def _by_hop(by_hop: Tensor, hops: int) -> Iterator[list[Rectangle]]:
         yield [Rectangle((a, b), (c, d)) for h, a, b, c, d in rows if h == hop]
 
 
-def _add_rectangle(rectangle: Rectangle, rows: Rows, scale: float, dq: Tensor, dkv: Tensor) -> None:
+def _add_rectangle(
+    rectangle: Rectangle, rows: AttentionRows, scale: float, dq: Tensor, dkv: Tensor
+) -> None:
     """Add the gradients of one rectangle to dq [1, T, Hq, D] and dkv [1, T, Hkv, D + Dv]."""
     (a, b), (c, d) = rectangle
     D = rows.k.shape[-1]

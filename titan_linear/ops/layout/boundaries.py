@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titan_linear.ops.layout.spans import Spans
 from titan_linear.ops.layout.tables import OnHost
-from titan_linear.ops.layout.trees import Paths, Tree
+from titan_linear.ops.layout.tree_tables import PathTables, Tree
 
 CHUNK = 64  # tokens per chunk of the chunked recurrences
 
@@ -59,7 +59,7 @@ class Boundaries:
     # Tables of prefix trees for recurrences and for attention; None: no entry continues
     # another.
     tree: Tree | None = None
-    paths: Paths | None = None
+    paths: PathTables | None = None
     # Chunk tables made in advance, by number of tokens per chunk.
     chunks: Mapping[int, ChunkTable] = field(default_factory=dict)
     # Segments made in advance, by number of programs of a scan over one entry
@@ -75,7 +75,7 @@ class Boundaries:
     def spans(self) -> Spans:
         """One span per document, whose queries and keys are its tokens.
 
-        In prefix trees, these are the spans of `Paths`.
+        In prefix trees, these are the spans of `PathTables`.
         """
         if self.paths is not None:
             return self.paths.spans

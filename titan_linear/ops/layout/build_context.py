@@ -32,7 +32,7 @@ from titan_linear.ops.layout.rectangles import rectangles
 from titan_linear.ops.layout.segments import CONV_RUN, with_tables
 from titan_linear.ops.layout.spans import gathered_spans
 from titan_linear.ops.layout.tables import to_device
-from titan_linear.ops.layout.trees import Paths, Tree, paths_of, tree_of
+from titan_linear.ops.layout.tree_tables import PathTables, Tree, paths_of, tree_of
 
 
 # A context built under inference mode must also serve training.
@@ -71,7 +71,7 @@ def build_cp_context(
         num_streams: number of streams of equal length that `cu_seqlens` describes, one
             after the other. Each is cut separately, and a rank's tokens are its part of the
             first stream, then of the second, and so on.
-        parents: [N] int, a tensor or a list, for prefix trees (nodes.py): the segment of
+        parents: [N] int, a tensor or a list, for prefix trees (prefix_trees.py): the segment of
             `cu_seqlens` that each segment continues, which must come before it, or −1.
             Several segments may continue the same one; a document is a path. Ring methods
             do not support trees.
@@ -213,26 +213,26 @@ def _token_tables(
     )
 
 
-def _trees(cut: Cut, rank: int) -> tuple[dict[str, Tree], dict[str, Tree | Paths]]:
+def _trees(cut: Cut, rank: int) -> tuple[dict[str, Tree], dict[str, Tree | PathTables]]:
     """Return the tables of prefix trees in `Boundaries`.
 
     The first dictionary is for this rank's entries, the second for a whole stream on one
     rank.
     """
-    nodes, size = cut.nodes, cut.fragments[0].end
-    if not nodes.joined:
+    trees, size = cut.trees, cut.fragments[0].end
+    if not trees.joined:
         return {}, {}
-    whole = tree_of(nodes, np.zeros_like(cut.owners), size, 0)
-    return {"tree": tree_of(nodes, cut.owners, size, rank)}, {
+    whole = tree_of(trees, np.zeros_like(cut.owners), size, 0)
+    return {"tree": tree_of(trees, cut.owners, size, rank)}, {
         "tree": whole,
-        "paths": paths_of(nodes),
+        "paths": paths_of(trees),
     }
 
 
 def _softmax_tables(cut: Cut, ranks: RankGroup, methods: Collection[str]) -> SoftmaxTables:
     place = ranks.rank, ranks.world_size
     ring = spans = nodes = None
-    if cut.nodes.joined:
+    if cut.trees.joined:
         methods = [method for method in methods if "ring" not in method]
     if "ring" in methods:
         ring = rectangles(cut.fragments, *place, causal=True)
@@ -294,7 +294,7 @@ def _local_layout(cut: Cut, fragments: Fragments) -> tuple[np.ndarray, np.ndarra
         rank-local boundaries [N+1] int32, positions within documents [T_local] int64, and
             each fragment's first and last entry [slots, 2].
     """
-    documents, all_positions = cut.documents, cut.nodes.positions
+    documents, all_positions = cut.documents, cut.trees.positions
     lengths, positions, entries, count = [], [], [], 0
     for f in fragments:
         # The fragment's first and last document; each one's part in the fragment is an

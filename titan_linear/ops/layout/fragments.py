@@ -10,7 +10,7 @@ import torch.distributed as dist
 from numpy import ndarray
 from torch import Tensor
 
-from titan_linear.ops.layout.nodes import Nodes, checked_nodes
+from titan_linear.ops.layout.prefix_trees import PrefixTrees, checked_nodes
 from titan_linear.ops.layout.tables import OnHost, table
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -72,13 +72,13 @@ class Cut:
     slots: int  # number of fragments per rank
     tokens: int  # number of tokens per rank, T_local
     stream_tokens: int  # number of tokens of all ranks, T
-    nodes: Nodes  # the documents, without empty ones
-    joined: bool  # `nodes.joined` as a plain field for compiled code
+    trees: PrefixTrees  # the documents, without empty ones
+    joined: bool  # `trees.joined` as a plain field for compiled code
 
     @property
     def documents(self) -> ndarray:
         """Global boundaries [N+1] int64."""
-        return self.nodes.edges
+        return self.trees.edges
 
     def rows(self, tokens: ndarray) -> ndarray:
         """Return the local rows of these stream tokens on their owners."""
@@ -112,7 +112,7 @@ def cut_streams(
     """
     # Check that the streams can be cut into equal blocks, and that each begins with a
     # document.
-    nodes = checked_nodes(documents, parents, num_streams)
+    trees = checked_nodes(documents, parents, num_streams)
     total = int(documents[-1])
     length = total // num_streams
     blocks = world_size * (2 if layout == "zigzag" else 1)
@@ -153,8 +153,8 @@ def cut_streams(
         slots,
         slots * size,
         total,
-        nodes,
-        nodes.joined,
+        trees,
+        trees.joined,
     )
 
 
@@ -189,15 +189,15 @@ def halo_routes(cut: Cut, rank: int, world_size: int, width: int) -> HaloRoutes:
     """
     # The tokens that have a halo: the first of each fragment, or in prefix trees of each
     # entry.
-    nodes, size = cut.nodes, cut.fragments[0].end
+    trees, size = cut.trees, cut.fragments[0].end
     tokens = np.arange(len(cut.fragments)) * size
-    if nodes.joined:
-        tokens = nodes.starts(size if world_size > 1 else None)
+    if trees.joined:
+        tokens = trees.starts(size if world_size > 1 else None)
     owners = cut.owners[tokens // size]
     # Walk back `width` tokens from each of them, −1 where the document begins.
     before = np.empty((width, len(tokens)), dtype=np.int64)
     for n in range(width):
-        before[n] = tokens = nodes.before(tokens)
+        before[n] = tokens = trees.before(tokens)
     # Each token found is sent by its owner, to a row of the receiver's halos.
     n, target = np.nonzero(before >= 0)
     token = before[n, target]
@@ -209,15 +209,15 @@ def halo_routes(cut: Cut, rank: int, world_size: int, width: int) -> HaloRoutes:
     )
     # Group by rank, and pad the tables to a length that does not depend on the documents.
     most = cut.slots * width
-    lengths = (len(leaving), len(coming)) if nodes.joined else (most * max(width, 1), most)
+    lengths = (len(leaving), len(coming)) if trees.joined else (most * max(width, 1), most)
     rows, send_counts = _by_rank(leaving, world_size, lengths[0])
     places, receive_counts = _by_rank(coming, world_size, lengths[1])
     return table(
         HaloRoutes,
         rows=rows,
         places=places,
-        crosses=np.array([nodes.joined or any(f.enters for f in cut.fragments)]),
-        repeats=np.array([nodes.joined or size < width]),
+        crosses=np.array([trees.joined or any(f.enters for f in cut.fragments)]),
+        repeats=np.array([trees.joined or size < width]),
         send_counts=send_counts,
         receive_counts=receive_counts,
     )

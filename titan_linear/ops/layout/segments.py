@@ -10,7 +10,7 @@ from numpy import ndarray
 
 from titan_linear.ops.layout.boundaries import CHUNK, Boundaries, ChunkTable, Segments
 from titan_linear.ops.layout.tables import table
-from titan_linear.ops.layout.trees import Paths, Tree
+from titan_linear.ops.layout.tree_tables import PathTables, Tree
 
 CONV_RUN = 256  # tokens per program of the convolution
 
@@ -27,7 +27,7 @@ def with_tables(
     crossing: ndarray | None = None,
     joined: bool = False,
     tree: Tree | None = None,
-    paths: Paths | None = None,
+    paths: PathTables | None = None,
 ) -> Boundaries:
     """Build `Boundaries` on the host.
 

@@ -24,7 +24,7 @@ from titan_linear.ops.layout.tables import OnHost, table, two_or_more
 # --- The queries of each rank ----------------------------------------------------------------------------------------
 
 
-class Runs(NamedTuple):
+class QueryRuns(NamedTuple):
     """Runs of queries of all ranks, each within one document, in global tokens: [N] int64."""
 
     start: ndarray
@@ -40,10 +40,10 @@ class Runs(NamedTuple):
         return self.end if causal else self.last
 
 
-def entries(cut: Cut) -> Runs:
+def entries(cut: Cut) -> QueryRuns:
     """Cut documents at fragment boundaries. Returns the part of each document in each
     fragment, in global order."""
-    fragments, (documents, begins) = cut.fragments, cut.nodes.chains
+    fragments, (documents, begins) = cut.fragments, cut.trees.chains
     size = fragments[0].end
     cuts = np.arange(len(fragments)) * size
     at = np.searchsorted(documents, cuts)
@@ -53,10 +53,10 @@ def entries(cut: Cut) -> Runs:
     # The document and the rank of each part.
     document = np.insert(np.arange(len(documents)), at, at - 1)[:-1]
     rank = cut.owners[edges[:-1] // size]
-    return Runs(edges[:-1], edges[1:], begins[document], documents[document + 1], rank)
+    return QueryRuns(edges[:-1], edges[1:], begins[document], documents[document + 1], rank)
 
 
-def pairs_by_rank(runs: Runs, world_size: int, causal: bool) -> ndarray:
+def pairs_by_rank(runs: QueryRuns, world_size: int, causal: bool) -> ndarray:
     """Return the number of query-key pairs that each rank computes, [W] int64."""
     queries = runs.end - runs.start
     if causal:
@@ -162,9 +162,9 @@ def gathered_spans(cut: Cut, rank: int, world_size: int, *, causal: bool) -> Gat
     longest = {"longest_q": q_lengths.max(keepdims=True), "longest_k": k_lengths.max(keepdims=True)}
     # The keys that all ranks need determine what this rank sends. Its own keys determine
     # where each row of its spans comes from.
-    number, start, end = cut.nodes.ranges(runs.start, after)
+    number, start, end = cut.trees.ranges(runs.start, after)
     needed = _Needed(*_union(runs.rank[number], start, end))
-    _, *keys = cut.nodes.ranges(runs.start[here], after[here])
+    _, *keys = cut.trees.ranges(runs.start[here], after[here])
     return GatheredSpans(
         table(Spans, q=q, k=k, q_cpu=q, k_cpu=k, **longest),
         _key_routes(cut, _blocks(cut.fragments, world_size), needed, rank, *keys),
@@ -232,7 +232,7 @@ def _key_routes(
     # in order. A document may also continue in the same rank's next fragment, as across the
     # middle of zig-zag. It needs no rows of other ranks, but some of its rows are keys of
     # two spans. In trees any row may be a key of several spans.
-    apart = not cut.nodes.joined and not any(f.enters for f in fragments)
+    apart = not cut.trees.joined and not any(f.enters for f in fragments)
     travel = SOME if received.any() or not apart else NOTHING
     if travel and max(received.max(), sent.max()) > GATHER_FROM * (world_size - 1) * tokens:
         travel = ALL

@@ -29,7 +29,7 @@ class Gathered(NamedTuple):
     slices: int
 
 
-class Attention(NamedTuple):
+class AttentionCost(NamedTuple):
     """Softmax attention over the query-key pairs that the mask leaves."""
 
     heads: int
@@ -39,7 +39,7 @@ class Attention(NamedTuple):
     keys: Ring | Gathered | None = None  # how keys travel; None: all keys are on this rank
 
 
-class Recurrence(NamedTuple):
+class RecurrenceCost(NamedTuple):
     """One operator over all chunks of a recurrence. Its rate has the operator's name."""
 
     tokens: int
@@ -49,17 +49,17 @@ class Recurrence(NamedTuple):
     any_gate: bool = False  # whether gates are unbounded, which takes longer
 
 
-class Segments(NamedTuple):
+class SegmentsCost(NamedTuple):
     """Number of segments of a document, which are scanned in parallel."""
 
     number: int
 
 
-class Convolution(NamedTuple):
+class ConvolutionCost(NamedTuple):
     elements: int
 
 
-class Product(NamedTuple):
+class ProductCost(NamedTuple):
     """A product [m, k] @ [k, n] in float8."""
 
     m: int
@@ -67,7 +67,7 @@ class Product(NamedTuple):
     k: int
 
 
-class Grouped(NamedTuple):
+class GroupedCost(NamedTuple):
     """A product [m, k] @ [k, n] in bfloat16, with one matrix per group of rows."""
 
     m: int
@@ -76,7 +76,7 @@ class Grouped(NamedTuple):
     inside: int = 0  # bytes of a pass over rows that exist only inside the call
 
 
-class Exchange(NamedTuple):
+class ExchangeCost(NamedTuple):
     kind: Literal["gather", "scatter", "sum", "heads", "halo"]
     nbytes: int = 0  # bytes of a rank's input; 0 for a halo, which is small
     ranks: int = 0  # ranks that exchange heads: all ranks, or a node's
@@ -90,13 +90,22 @@ class Incoming(NamedTuple):
     M: Tensor
 
 
-Cost = Attention | Recurrence | Segments | Convolution | Product | Grouped | Exchange | Incoming
+Cost = (
+    AttentionCost
+    | RecurrenceCost
+    | SegmentsCost
+    | ConvolutionCost
+    | ProductCost
+    | GroupedCost
+    | ExchangeCost
+    | Incoming
+)
 
 
 def attention(
     outputs: Outputs, q: Tensor, v: Tensor, do: Tensor | None = None, **_: Any
-) -> Attention:
-    return Attention(q.shape[2], q.shape[3], v.shape[3], do is not None)
+) -> AttentionCost:
+    return AttentionCost(q.shape[2], q.shape[3], v.shape[3], do is not None)
 
 
 def travelling(k: Tensor, v: Tensor, do: Tensor | None = None, **_: Any) -> int:
@@ -104,12 +113,12 @@ def travelling(k: Tensor, v: Tensor, do: Tensor | None = None, **_: Any) -> int:
     return (k.numel() + v.numel()) * (k.element_size() + (0 if do is None else 4))
 
 
-def recurrence(outputs: Outputs, inputs: list[Tensor | None], **_: Any) -> Recurrence:
+def recurrence(outputs: Outputs, inputs: list[Tensor | None], **_: Any) -> RecurrenceCost:
     """Return the cost of an operator whose `inputs` begin with q, k and v."""
     _, k, v, *_ = inputs
-    return Recurrence(v.shape[0], v.shape[1], k.shape[2], v.shape[2])
+    return RecurrenceCost(v.shape[0], v.shape[1], k.shape[2], v.shape[2])
 
 
 def exchange(kind: str) -> Any:
     """Return a function that computes the cost of an exchange of `x`."""
-    return lambda outputs, x, world_size=0, **_: Exchange(kind, x.nbytes, world_size)
+    return lambda outputs, x, world_size=0, **_: ExchangeCost(kind, x.nbytes, world_size)

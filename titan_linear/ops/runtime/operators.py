@@ -53,7 +53,7 @@ from titan_linear.ops.runtime.costs import Cost
 
 # Modes of activation checkpointing; the first keeps the most.
 MODES = ("selective", "attention", "full")
-_current: ContextVar[Run | None] = ContextVar("run of a region", default=None)
+_current: ContextVar[RegionPass | None] = ContextVar("run of a region", default=None)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -96,13 +96,13 @@ def _versions(leaves: list[Any]) -> list[int]:
     return [x._version for x in leaves if isinstance(x, Tensor)]
 
 
-class Run:
+class RegionPass:
     """One of a region's two runs, as a context manager."""
 
     def __init__(self, region: Region, again: bool):
         self.region, self.again = region, again
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> RegionPass:
         self.token = _current.set(self)
         return self
 
@@ -110,7 +110,7 @@ class Run:
         _current.reset(self.token)
 
 
-def contexts(copied: bool = False, mode: str = "selective") -> tuple[Run, Run]:
+def contexts(copied: bool = False, mode: str = "selective") -> tuple[RegionPass, RegionPass]:
     """Return a region's forward and its recomputation.
 
     This is the `context_fn` of `torch.utils.checkpoint.checkpoint`.
@@ -120,7 +120,7 @@ def contexts(copied: bool = False, mode: str = "selective") -> tuple[Run, Run]:
         mode: one of MODES.
     """
     region = Region(copied, mode)
-    return Run(region, again=False), Run(region, again=True)
+    return RegionPass(region, again=False), RegionPass(region, again=True)
 
 
 def kept(fn: Callable[P, R], *, modes: tuple[str, ...] = ("selective",)) -> Callable[P, R]:

@@ -44,7 +44,7 @@ from titan_linear.ops.torch.attention_kernels import (
 )
 
 
-class Attention(torch.autograd.Function):
+class AttentionFunction(torch.autograd.Function):
     """Attention by a pair of operators, of local, ring or all-gather attention.
 
     (q, k, v, *where, scale, causal) -> o, lse
@@ -83,7 +83,7 @@ def empty_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> 
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-class Rows(NamedTuple):
+class AttentionRows(NamedTuple):
     """Tensors that backward reads of some queries and some keys."""
 
     do: Tensor
@@ -93,9 +93,9 @@ class Rows(NamedTuple):
     o: Tensor  # merged
     lse: Tensor  # [B, Hq, Tq], merged
 
-    def block(self, i: slice, j: slice) -> Rows:
+    def block(self, i: slice, j: slice) -> AttentionRows:
         """Return queries i and keys j."""
-        return Rows(
+        return AttentionRows(
             self.do[:, i], self.q[:, i], self.k[:, j], self.v[:, j], self.o[:, i], self.lse[:, :, i]
         )
 
@@ -118,7 +118,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
     return o.to(q.dtype), lse
 
 
-def attend_backward(x: Rows, scale: float, causal: bool) -> Triple:
+def attend_backward(x: AttentionRows, scale: float, causal: bool) -> Triple:
     """Compute (dq, dk, dv) of one block."""
     past = x.k.shape[1] - x.q.shape[1] if causal else 0
     kernel = _kernel_of(x.q, x.k, x.v)
@@ -155,7 +155,9 @@ def attend_spans(
     return o, lse
 
 
-def attend_spans_backward(x: Rows, scale: float, causal: bool, spans: Spans | None) -> Triple:
+def attend_spans_backward(
+    x: AttentionRows, scale: float, causal: bool, spans: Spans | None
+) -> Triple:
     """Compute (dq, dk, dv) of `attend_spans`."""
     if spans is None or len(spans.q) == 2:
         return attend_backward(x, scale, causal)
@@ -233,7 +235,7 @@ def local_attention(
     # In prefix trees with many branches, keys are copied from each span's path.
     if documents is not None and (paths := documents.paths) and paths.rows is not None:
         k, v = (_OnPaths.apply(x[0], *paths[1:]).unsqueeze(0) for x in (k, v))
-    return Attention.apply(
+    return AttentionFunction.apply(
         q, k, v, (attention_forward, attention_backward), (spans,), scale, causal
     )
 
@@ -268,7 +270,7 @@ def attention_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads = attend_spans_backward(
-        Rows(do, q, k, v, o, lse), scale, causal, Spans(*spans) if spans else None
+        AttentionRows(do, q, k, v, o, lse), scale, causal, Spans(*spans) if spans else None
     )
     dq, dk, dv = (grad.to(x.dtype).contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv

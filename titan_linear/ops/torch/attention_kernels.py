@@ -297,7 +297,7 @@ FLASH4 = CUDNN  # capabilities for which FlashAttention-4 has specific kernels
 WITHOUT_FLASH4 = "packed documents take half as long again without it (docs/performance.md)"
 
 
-class Kernel(NamedTuple):
+class BlockKernel(NamedTuple):
     """Functions that compute a block.
 
     Those called padded_… may return rows with more channels, where they padded with zeros.
@@ -355,25 +355,25 @@ ATTENTION = Op(
     "attention",
     {
         "flash4": Implementation(
-            lambda: Kernel(_flash4_forward, _flash4_backward),
+            lambda: BlockKernel(_flash4_forward, _flash4_backward),
             (*IN_HALF, capability_in(FLASH4), WIDE, flash4_installed, flash4_is_right),
         ),
-        "cpu": Implementation(lambda: Kernel(_cpu_forward, _cpu_backward), (on_cpu,)),
+        "cpu": Implementation(lambda: BlockKernel(_cpu_forward, _cpu_backward), (on_cpu,)),
         "cudnn": Implementation(
-            lambda: Kernel(_cudnn_forward, _cudnn_backward),
+            lambda: BlockKernel(_cudnn_forward, _cudnn_backward),
             (*IN_HALF, capability_in(CUDNN), cudnn_holds, lengths_recur, may_vary),
         ),
         "flash": Implementation(
-            lambda: Kernel(_flash_forward, _flash_backward),
+            lambda: BlockKernel(_flash_forward, _flash_backward),
             (*IN_HALF, on_ampere, WIDE),
             instead_of("flash4", WITHOUT_FLASH4, on=FLASH4),
         ),
         "efficient": Implementation(
-            lambda: Kernel(_efficient_forward, _efficient_backward),
+            lambda: BlockKernel(_efficient_forward, _efficient_backward),
             (on_gpu, dtype_in(torch.float32), on_ampere, WIDE, may_vary),
         ),
         "tiled": Implementation(
-            lambda: Kernel(_tiled_forward, _tiled_backward),
+            lambda: BlockKernel(_tiled_forward, _tiled_backward),
             remark=instead_of("flash", "expect it to be several times slower"),
         ),
     },

@@ -32,7 +32,7 @@ from titan_linear.ops.runtime.support import without_autocast
 
 
 @dataclass(frozen=True)
-class Chunks:
+class ChunkLayout:
     """Positions of the tokens of packed entries in chunks of `CHUNK`."""
 
     num_chunks: int
@@ -65,7 +65,7 @@ class Chunks:
         return slice(self.first[entry], self.first[entry] + self.count[entry])
 
 
-def make_chunks(boundaries: Boundaries) -> Chunks:
+def make_chunks(boundaries: Boundaries) -> ChunkLayout:
     """Cut the entries into chunks; an entry without tokens has no chunk."""
     device = boundaries.cu_seqlens.device
     # Number of chunks of each entry, and its first chunk.
@@ -83,7 +83,7 @@ def make_chunks(boundaries: Boundaries) -> Chunks:
     entry = torch.arange(len(counts)).repeat_interleave(counts)
     filled = counts.nonzero().flatten()
     before = torch.arange(len(entry)) - first[entry]
-    return Chunks(
+    return ChunkLayout(
         int(counts.sum()),
         tuple(first.tolist()),
         tuple(counts.tolist()),
@@ -147,7 +147,7 @@ class Scanned(NamedTuple):
     v_new: Tensor  # [NC, HV, R, V]
 
 
-def scan(p: Prepared, chunks: Chunks, initial_state: Tensor) -> Scanned:
+def scan(p: Prepared, chunks: ChunkLayout, initial_state: Tensor) -> Scanned:
     """Carry the state [N, HV, K, V] through the chunks of every entry, all entries
     together.
     """
@@ -166,7 +166,7 @@ def scan(p: Prepared, chunks: Chunks, initial_state: Tensor) -> Scanned:
 
 
 def carry(
-    added: Tensor, decay: Tensor, initial: Tensor, chunks: Chunks, reverse: bool = False
+    added: Tensor, decay: Tensor, initial: Tensor, chunks: ChunkLayout, reverse: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Apply S ← decay ⊙ S + added chunk by chunk, from the initial states [N, HV, K, V].
 
@@ -207,7 +207,7 @@ def output(p: Prepared, s: Scanned) -> Tensor:
     return o if p.skip is None else o + p.skip
 
 
-def boundary(p: Prepared, chunks: Chunks, entry: int) -> Tensor:
+def boundary(p: Prepared, chunks: ChunkLayout, entry: int) -> Tensor:
     """Return S_ext [HV, K, V] of an entry: the end state is M S + S_ext for any S that
     enters.
     """
@@ -220,7 +220,7 @@ def boundary(p: Prepared, chunks: Chunks, entry: int) -> Tensor:
     return S
 
 
-def transition(p: Prepared, chunks: Chunks, entry: int) -> Tensor:
+def transition(p: Prepared, chunks: ChunkLayout, entry: int) -> Tensor:
     """Return M of an entry, [HV, K, K], or if it is diagonal, its diagonal [HV, K or 1]."""
     of_entry = chunks.of_entry(entry)
     if p.w is None:
@@ -232,7 +232,7 @@ def transition(p: Prepared, chunks: Chunks, entry: int) -> Tensor:
     return M
 
 
-def boundary_backward(p: Prepared, do: Tensor, chunks: Chunks, entry: int) -> Tensor:
+def boundary_backward(p: Prepared, do: Tensor, chunks: ChunkLayout, entry: int) -> Tensor:
     """Return dS_ext [HV, K, V] of an entry.
 
     This is the gradient of its incoming state if its outgoing state had no gradient.
@@ -258,7 +258,7 @@ def _decayed_sum(added: Tensor, decay: Tensor) -> Tensor:
 
 
 def backward(
-    p: Prepared, s: Scanned, do: Tensor, d_final: Tensor, chunks: Chunks
+    p: Prepared, s: Scanned, do: Tensor, d_final: Tensor, chunks: ChunkLayout
 ) -> tuple[Prepared, Tensor]:
     """Run the adjoint of scan and output.
 
@@ -310,7 +310,7 @@ class TorchRule(ABC):
 
     @staticmethod
     @abstractmethod
-    def prepare(inputs: Any, options: Any, chunks: Chunks) -> Prepared:
+    def prepare(inputs: Any, options: Any, chunks: ChunkLayout) -> Prepared:
         """Compute everything that is local to a chunk, differentiably."""
 
     @without_autocast

@@ -19,7 +19,13 @@ from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs
-from titan_linear.ops.torch.chunked import Chunks, Prepared, TorchRule, sums_after, sums_between
+from titan_linear.ops.torch.chunked import (
+    ChunkLayout,
+    Prepared,
+    TorchRule,
+    sums_after,
+    sums_between,
+)
 
 SUB = 16  # rows that share a reference point of the gate
 
@@ -30,7 +36,7 @@ def prepare(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    chunks: Chunks,
+    chunks: ChunkLayout,
     *,
     scale: float,
     safe_gate: bool,
@@ -122,7 +128,7 @@ def step(inputs: Inputs, options: DeltaRuleOptions, S: Tensor) -> tuple[Tensor, 
 
 class TorchDeltaRule(TorchRule):
     @staticmethod
-    def prepare(inputs: Inputs, options: DeltaRuleOptions, chunks: Chunks) -> Prepared:
+    def prepare(inputs: Inputs, options: DeltaRuleOptions, chunks: ChunkLayout) -> Prepared:
         tokens = normalise(inputs, options)
         return prepare(*tokens, chunks, scale=options.scale, safe_gate=options.safe_gate)
 

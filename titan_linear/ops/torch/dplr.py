@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_linear.ops.runtime.options import DPLRInputs, DPLROptions
-from titan_linear.ops.torch.chunked import Chunks, Prepared, TorchRule, sums_after
+from titan_linear.ops.torch.chunked import ChunkLayout, Prepared, TorchRule, sums_after
 from titan_linear.ops.torch.delta_rule import pair_products, solved
 
 
 class TorchDPLR(TorchRule):
     @staticmethod
-    def prepare(inputs: DPLRInputs, options: DPLROptions, chunks: Chunks) -> Prepared:
+    def prepare(inputs: DPLRInputs, options: DPLROptions, chunks: ChunkLayout) -> Prepared:
         q, k, v, a, b, g = (chunks.split(x) for x in widened(inputs, options))
         q = q * options.scale
         gamma = g.cumsum(-2).exp()  # [NC, H, C, K]
@@ -35,7 +35,7 @@ class TorchDPLR(TorchRule):
         # token's, one row further down.
         rows = torch.cat([q, F.pad(a[:, :, 1:], (0, 0, 0, 1))], 1)
         (qk, ak), (qb, ab) = (
-            pair_products(rows, x, g, options.safe_gate).tril().chunk(2, dim=1) for x in (k, b)
+            pair_products(rows, x, g, safe_gate=True).tril().chunk(2, dim=1) for x in (k, b)
         )
         ak, ab = (F.pad(x[:, :, :-1], (0, 0, 1, 0)) for x in (ak, ab))  # [NC, H, C, C]
         # Solve for the reads, and stack two rows for each token.

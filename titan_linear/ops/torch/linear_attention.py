@@ -18,12 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_linear.ops.runtime.options import DecayInputs, DecayOptions
-from titan_linear.ops.torch.chunked import Chunks, Prepared, TorchRule, sums_after, sums_between
+from titan_linear.ops.torch.chunked import (
+    ChunkLayout,
+    Prepared,
+    TorchRule,
+    sums_after,
+    sums_between,
+)
 
 
 class TorchLinearAttention(TorchRule):
     @staticmethod
-    def prepare(inputs: DecayInputs, options: DecayOptions, chunks: Chunks) -> Prepared:
+    def prepare(inputs: DecayInputs, options: DecayOptions, chunks: ChunkLayout) -> Prepared:
         q, k, v, g, skip = discretise(inputs, options)
         groups = v.shape[1] // q.shape[1]
         # Scores are computed once per head of q and k, then repeated for the heads of v.

@@ -198,17 +198,6 @@ def with_kernels(
     return {"triton": Implementation(kernels, (*KERNELS, *needs), unmeasured), "torch": in_torch}
 
 
-def without_kernels(torch_code: Callable[[], Any]) -> dict[str, Implementation]:
-    """Return the implementations of an op that has only PyTorch code so far."""
-    return with_kernels(torch_code, torch_code) | {
-        "triton": Implementation(torch_code, (no_kernels,))
-    }
-
-
-def no_kernels(_: Target) -> str:
-    return "it has no kernels"
-
-
 def delta_rule_needs(family: str, largest: int = MAX_HEAD_DIM) -> tuple[Check, ...]:
     return dims_up_to(largest, "K", "V"), has_configurations(family)
 

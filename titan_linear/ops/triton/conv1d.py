@@ -366,8 +366,8 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _cost(outputs: costs.Outputs, x: Tensor, **_: Any) -> costs.Convolution:
-    return costs.Convolution(x.numel())
+def _cost(outputs: costs.Outputs, x: Tensor, **_: Any) -> costs.ConvolutionCost:
+    return costs.ConvolutionCost(x.numel())
 
 
 def _outputs(

@@ -159,8 +159,8 @@ def fold_segments_kernel(
         tl.debug_barrier()  # the next segment reads all rows
 
 
-def _segments(outputs: costs.Outputs, S_ext: Tensor, **_: Any) -> costs.Segments:
-    return costs.Segments(len(S_ext))
+def _segments(outputs: costs.Outputs, S_ext: Tensor, **_: Any) -> costs.SegmentsCost:
+    return costs.SegmentsCost(len(S_ext))
 
 
 @operator(

@@ -19,20 +19,26 @@ from titan_linear.ops.layout.boundaries import CHUNK as BT
 from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs
 from titan_linear.ops.triton import gdn_hopper
 from titan_linear.ops.triton import gdn_kernels as kernels
-from titan_linear.ops.triton.chunks import listed_entries
 from titan_linear.ops.triton.configs import Config, config, widest_slice
 from titan_linear.ops.triton.solve import solve_kernel
 from titan_linear.ops.triton.stages import Given, Stages
-from titan_linear.ops.triton.tiles import Pair, chunk_tiles, ragged_tiles, rows, sum_groups
+from titan_linear.ops.triton.tiles import (
+    Pair,
+    chunk_tiles,
+    gradient_like,
+    ragged_tiles,
+    rows,
+    sum_groups,
+)
 
 
-class Numbers(NamedTuple):
+class GDNScalars(NamedTuple):
     scale: float
     # 0: beta is β; otherwise beta holds logits, and β is this times their sigmoid
     beta_range: float | None
 
 
-class Tiles(NamedTuple):
+class GDNTiles(NamedTuple):
     """Tiles of NT chunks with BT = 64 tokens each. The letters are defined in gdn_kernels."""
 
     C: Tensor  # [NT, HV, BT, BT]
@@ -48,23 +54,21 @@ def _sliced(kernel: str, k: Tensor, HV: int, V: int) -> Config:
 
 
 class GDNStages(Stages):
-    name, inputs, prepared, tiles, numbers, kept = (
-        "gdn",
-        Inputs,
-        Inputs._fields,
-        Tiles,
-        Numbers,
-        Tiles._fields,
-    )
+    name = "gdn"
+    inputs = Inputs
+    prepared = Inputs._fields
+    tiles = GDNTiles
+    numbers = GDNScalars
+    kept = GDNTiles._fields
 
-    def numbers_of(self, x: Inputs, options: DeltaRuleOptions) -> Numbers:
-        return Numbers(options.scale, options.beta_range)
+    def numbers_of(self, x: Inputs, options: DeltaRuleOptions) -> GDNScalars:
+        return GDNScalars(options.scale, options.beta_range)
 
-    def tile_shapes(self, x: Inputs, numbers: Numbers) -> Sequence[tuple[Any, ...]]:
+    def tile_shapes(self, x: Inputs, numbers: GDNScalars) -> Sequence[tuple[Any, ...]]:
         matrix = x.k.dtype, x.g.shape[1], BT, BT
         return matrix, matrix, (torch.float32, x.g.shape[1], 2, BT)
 
-    def launch_prepare(self, given: Given, tiles: Tiles) -> None:
+    def launch_prepare(self, given: Given, tiles: GDNTiles) -> None:
         x, numbers = given.x, given.numbers
         if gdn_hopper.prepares(x.k):
             return gdn_hopper.launch_prepare(given, tiles)
@@ -83,44 +87,36 @@ class GDNStages(Stages):
         )
 
     def launch_scan(self, given: Given, **outputs: Any) -> None:
-        x, tiles, chunks, numbers, initial, _, listed, *_ = given
+        x, tiles = given.x, given.tiles
         (_, HV, V), K = x.v.shape, x.k.shape[2]
         if "M" not in outputs and gdn_hopper.fits(x.k, V):
             return gdn_hopper.launch_scan(given, **outputs)
-        kernel = (
-            "gdn boundary" if "M" in outputs else "gdn scan" if "o" in outputs else "gdn states"
-        )
-        chosen = _sliced(kernel, x.k, HV, V)
+        kernel = "gdn boundary" if "M" in outputs else "gdn states"
         if "o" in outputs:
+            kernel = "gdn scan"
             outputs |= {"q_desc": ragged_tiles(x.q, K), "A_desc": chunk_tiles(tiles.A)}
+        chosen = _sliced(kernel, x.k, HV, V)
         # Slices of the transition's columns follow the slices of V.
-        columns = V + K if "M" in outputs else V
-        read = ragged_tiles(x.k, K), ragged_tiles(x.v, chosen["BV"]), chunk_tiles(tiles.C)
-        kernels.scan_kernel[(listed_entries(listed, chunks) * HV * (columns // chosen["BV"]),)](
-            *read, tiles.gates, initial, listed, chunks, numbers.scale, HV, **outputs, **chosen
-        )
+        columns, BV = V + K if "M" in outputs else V, chosen["BV"]
+        programs = given.listed_entries * HV * (columns // BV)
+        kernels.scan_kernel[(programs,)](
+            ragged_tiles(x.k, K), ragged_tiles(x.v, BV), chunk_tiles(tiles.C), tiles.gates, given.initial,
+            given.listed, given.chunks, given.numbers.scale, HV, **outputs, **chosen,
+        )  # fmt: skip
 
     def launch_reverse(self, given: Given, d_initial: Pair, **outputs: Tensor) -> None:
-        x, tiles, chunks, numbers, _, d_final, listed, do, _ = given
-        (_, HV, V), K = do.shape, x.k.shape[2]
+        x, tiles = given.x, given.tiles
+        (_, HV, V), K = given.do.shape, x.k.shape[2]
         if outputs and gdn_hopper.fits(x.k, V):
             return gdn_hopper.launch_reverse(given, d_initial, **outputs)
         # Scan in Triton, slice by slice of V.
         chosen = _sliced("gdn reverse" if outputs else "gdn boundary", x.k, HV, V)
-        read = ragged_tiles(x.q, K), ragged_tiles(x.k, K), ragged_tiles(do, chosen["BV"])
-        read = *read, chunk_tiles(tiles.C), chunk_tiles(tiles.A)
-        kernels.reverse_kernel[(listed_entries(listed, chunks) * HV * (V // chosen["BV"]),)](
-            *read,
-            tiles.gates,
-            d_final,
-            d_initial,
-            listed,
-            chunks,
-            numbers.scale,
-            HV,
-            **outputs,
-            **chosen,
-        )
+        programs = given.listed_entries * HV * (V // chosen["BV"])
+        kernels.reverse_kernel[(programs,)](
+            ragged_tiles(x.q, K), ragged_tiles(x.k, K), ragged_tiles(given.do, chosen["BV"]), chunk_tiles(tiles.C),
+            chunk_tiles(tiles.A), tiles.gates, given.d_final, d_initial, given.listed, given.chunks,
+            given.numbers.scale, HV, **outputs, **chosen,
+        )  # fmt: skip
 
     def launch_backward(self, given: Given, d_initial: Tensor | None) -> tuple[Tensor | None, ...]:
         x = given.x
@@ -148,7 +144,7 @@ def _gradients(
     given: Given, h: Tensor, dh: Tensor, y: Tensor, dv: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Return dq, dk, dg, dbeta, dA_log and ddt_bias."""
-    x, tiles, chunks, numbers, initial, d_final, _, do, _ = given
+    x, tiles, numbers = given.x, given.tiles, given.numbers
     (T, H, K), (NT, HV, _, V) = x.k.shape, h.shape
     dq, dk = (x.q.new_empty(T, HV, K) for _ in range(2))
     dg, dbeta = x.g.new_empty(x.g.shape), x.beta.new_empty(x.beta.shape)
@@ -159,31 +155,13 @@ def _gradients(
     else:
         chosen = _sliced("gdn gradients", x.k, HV, V)
         BV, chosen["BETA_RANGE"] = chosen["BV"], numbers.beta_range or None
-        read = (
-            rows(x.q),
-            rows(x.k),
-            ragged_tiles(x.k, K),
-            *(ragged_tiles(t, BV) for t in (do, y, dv)),
-        )
-        read = (
-            *read,
-            *(chunk_tiles(t, BV, K) for t in (h, dh)),
-            tiles.gates,
-            rows(x.g),
-            x.A_log,
-            x.dt_bias,
-        )
         kernels.gradients_kernel[(NT * HV,)](
-            *read, initial, d_final, *written, chunks, numbers.scale, HV, NT, **chosen
-        )
+            rows(x.q), rows(x.k), ragged_tiles(x.k, K), ragged_tiles(given.do, BV), ragged_tiles(y, BV),
+            ragged_tiles(dv, BV), chunk_tiles(h, BV, K), chunk_tiles(dh, BV, K), tiles.gates, rows(x.g), x.A_log,
+            x.dt_bias, given.initial, given.d_final, *written, given.chunks, numbers.scale, HV, NT, **chosen,
+        )  # fmt: skip
     # Value heads that share a key head add up their dq and dk.
     if HV > H:
         dq, dk = sum_groups(dq, x.q), sum_groups(dk, x.k)
-    pairs = (d_gate[0], x.A_log), (d_gate[1], x.dt_bias)
-    return (
-        dq,
-        dk,
-        dg,
-        dbeta,
-        *(None if p is None else d.sum(0).view(p.shape).to(p.dtype) for d, p in pairs),
-    )
+    dA_log, ddt_bias = d_gate.sum(1)
+    return dq, dk, dg, dbeta, gradient_like(x.A_log, dA_log), gradient_like(x.dt_bias, ddt_bias)

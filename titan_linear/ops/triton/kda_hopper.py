@@ -424,11 +424,11 @@ def launch_gradient(
 ) -> None:
     """Launch the gradients. read: r, y, h, dh, dA and dK. written: dq, dk and dg. sums:
     dA_part, dbias_part and fast."""
-    (x, tiles, chunks, n, *_, do, _), (r, *states, dA, dK) = given, read
+    x, tiles, n, (r, *states, dA, dK) = given.x, given.tiles, given.numbers, read
     NT, HV, K, _ = tiles.qg.shape
     gradient_kernel[(NT * HV * (K // C.value),)](
-        *(swizzled(t, C.value) for t in (x.q, x.k, x.g, do)), swizzled(r, C.value, C.value),
+        *(swizzled(t, C.value) for t in (x.q, x.k, x.g, given.do)), swizzled(r, C.value, C.value),
         *(swizzled(t, C.value, K) for t in states), *(swizzled(t, C.value, C.value) for t in (dA, dK)),
-        *(swizzled(t, C.value) for t in written), x.A_log, x.dt_bias, tiles.b, *sums, chunks, n.scale, n.lower_bound,
-        HV, GATE=int(n.gate), num_warps=4,
+        *(swizzled(t, C.value) for t in written), x.A_log, x.dt_bias, tiles.b, *sums, given.chunks, n.scale,
+        n.lower_bound, HV, GATE=int(n.gate), num_warps=4,
     )  # fmt: skip

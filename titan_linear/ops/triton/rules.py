@@ -72,6 +72,8 @@ def _segments(boundaries: Boundaries, tokens: int, programs: int) -> Callable[[]
     if programs in boundaries.segments:
         planned = boundaries.segments[programs]
         return None if planned is None else lambda: planned
+    # Compiled code would have another form for each number of entries, and other rounding.
+    assert not boundaries.segments, f"no segments are planned for a scan of {programs} programs"
     length = segment_length(tokens, len(boundaries), programs, boundaries.joined)
     return None if length is None else lambda: boundaries.derived(segments_of, tokens, length)
 

@@ -376,10 +376,9 @@ def gradient_kernel(
 
 
 def launch_gradient(given: Given, h: Tensor, dh: Tensor, grads: list[Tensor]) -> None:
-    x, tiles, chunks, numbers, *_, do, _ = given
-    NT, H, K, _ = tiles.U.shape
-    chunked = (swizzled(t, K, K) for t in (tiles.inverse, h, dh))
+    numbers, (NT, H, K, _) = given.numbers, given.tiles.U.shape
+    chunked = (swizzled(t, K, K) for t in (given.tiles.inverse, h, dh))
     gradient_kernel[NT * H,](
-        *(swizzled(t, K) for t in (*x, do)), *chunked, *(swizzled(t, K) for t in grads), chunks, numbers.scale, H,
-        RATE=numbers.rate or None, num_warps=4,
+        *(swizzled(t, K) for t in (*given.x, given.do)), *chunked, *(swizzled(t, K) for t in grads), given.chunks,
+        numbers.scale, H, RATE=numbers.rate or None, num_warps=4,
     )  # fmt: skip

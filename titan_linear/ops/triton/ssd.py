@@ -37,7 +37,7 @@ from titan_linear.ops.layout.segments import SHORTEST
 from titan_linear.ops.runtime.options import DecayInputs, DecayOptions
 from titan_linear.ops.triton import ssd_hopper
 from titan_linear.ops.triton import ssd_kernels as kernels
-from titan_linear.ops.triton.chunks import ALL, listed_entries
+from titan_linear.ops.triton.chunks import ALL
 from titan_linear.ops.triton.configs import Config, config
 from titan_linear.ops.triton.stages import Given, Stages
 from titan_linear.ops.triton.tiles import (
@@ -53,7 +53,7 @@ BH = 16  # heads per program of the kernels of decays
 PROGRAMS = 256  # programs of `scan`, `carried` or `pairs` that fill a GPU, two per multiprocessor
 
 
-class Numbers(NamedTuple):
+class SSDScalars(NamedTuple):
     scale: float
     softplus: float
     low: float
@@ -61,7 +61,7 @@ class Numbers(NamedTuple):
     parts: float  # numbers per sum of decays; with two, differences are as exact as their terms
 
 
-class Tiles(NamedTuple):
+class SSDTiles(NamedTuple):
     gates: Tensor  # [NT, HV, 1 + parts, BT] fp32: the decay summed in a chunk, in base 2, and Δ
 
 
@@ -76,7 +76,7 @@ def _sliced(kernel: str, k: Tensor, v: Tensor, gates: Tensor) -> Config:
     return {"R": HV // H, "K": K, "V": V, "PARTS": gates.shape[2] - 1} | chosen
 
 
-def _of_decays(n: Numbers, parts: int) -> Config:
+def _of_decays(n: SSDScalars, parts: int) -> Config:
     """Return constants of a kernel that computes a chunk's decays or their gradients."""
     return {"BH": BH, "PARTS": parts - 1, "SOFTPLUS": bool(n.softplus), "num_warps": 4}
 
@@ -139,7 +139,7 @@ def _before_last_piece(given: Given, pieces: int) -> tuple[Tensor | None, Tensor
         return None, None, 1
     x, parts = given.x, 2 * pieces
     n = parts - 2
-    S_ext = empty_states(x.v, listed_entries(ALL, given.chunks) * n, x.k.shape[2])
+    S_ext = empty_states(x.v, given.all_entries * n, x.k.shape[2])
     M = S_ext.new_empty(*S_ext.shape[:2], 1)
     _launch_boundary(given, x.k, x.v, S_ext, M, 1.0, n, parts)
     return S_ext, M, parts
@@ -175,24 +175,22 @@ def _splits(NT: int, H: int, R: int) -> int:
 
 
 class SSDStages(Stages):
-    name, inputs, prepared, tiles, numbers, kept = (
-        "ssd",
-        DecayInputs,
-        ("g", "A", "dt_bias"),
-        Tiles,
-        Numbers,
-        (),
-    )
+    name = "ssd"
+    inputs = DecayInputs
+    prepared = "g", "A", "dt_bias"
+    tiles = SSDTiles
+    numbers = SSDScalars
+    kept = ()
 
-    def numbers_of(self, x: DecayInputs, options: DecayOptions) -> Numbers:
-        return Numbers(
-            options.scale, options.dt_softplus, *options.dt_limit, 2 if x.q.dtype == float32 else 1
-        )
+    def numbers_of(self, x: DecayInputs, options: DecayOptions) -> SSDScalars:
+        low, high = options.dt_limit
+        parts = 2 if x.q.dtype == float32 else 1
+        return SSDScalars(options.scale, options.dt_softplus, low, high, parts)
 
-    def tile_shapes(self, x: DecayInputs, numbers: Numbers) -> Sequence[tuple[Any, ...]]:
+    def tile_shapes(self, x: DecayInputs, numbers: SSDScalars) -> Sequence[tuple[Any, ...]]:
         return ((float32, x.g.shape[1], 1 + int(numbers.parts), BT),)
 
-    def launch_prepare(self, given: Given, tiles: Tiles) -> None:
+    def launch_prepare(self, given: Given, tiles: SSDTiles) -> None:
         x, (gates,), n = given.x, tiles, given.numbers
         NT, HV, parts, _ = gates.shape
         constants = _of_decays(n, parts)
@@ -211,28 +209,17 @@ class SSDStages(Stages):
         _launch_boundary(given, given.x.q, given.do, dS_ext, None, given.numbers.scale)
 
     def _launch_outputs(self, given: Given, o: Tensor, final_state: Tensor | None) -> None:
-        x, (gates,), chunks, numbers, initial, *_ = given
-        (T, HV, V), N = x.v.shape, listed_entries(ALL, chunks)
+        x, gates, chunks = given.x, given.tiles.gates, given.chunks
+        (T, HV, V), N = x.v.shape, given.all_entries
         chosen, scores = _sliced("ssd scan", x.k, x.v, gates), _scores(x.q, x.k, len(gates), chunks)
         slices = blocks_of(V, chosen["BV"])
         pieces = _pieces(T, N, HV * slices)
-        *before, parts = _before_last_piece(given, pieces)
+        S_ext, M, parts = _before_last_piece(given, pieces)
         # The Hopper kernel takes the same arguments in the same order.
         programs, R = N * HV * pieces, chosen.pop("R")
         more = (
-            gates,
-            x.D,
-            initial,
-            *before,
-            final_state,
-            chunks,
-            ALL,
-            numbers.scale,
-            HV,
-            R,
-            pieces,
-            parts,
-        )
+            gates, x.D, given.initial, S_ext, M, final_state, chunks, ALL, given.numbers.scale, HV, R, pieces, parts
+        )  # fmt: skip
         if ssd_hopper.fits(x):
             return ssd_hopper.launch_scan(x, scores, o, programs, *more)
         scores = chunk_tiles(scores) if _fetches(x.k) else scores
@@ -269,15 +256,15 @@ SSD = SSDStages()
 def _states(given: Given, d_initial: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute the state before each chunk and the gradient of the state after it, both
     [NT, HV, K, V]."""
-    x, (gates,), chunks, numbers, initial, d_final, _, do, _ = given
+    x, gates = given.x, given.tiles.gates
     (NT, HV, _, _), K, V = gates.shape, x.k.shape[2], x.v.shape[2]
     h, dh = (x.v.new_empty(NT, HV, K, V) for _ in range(2))
     chosen = _sliced("ssd states", x.k, x.v, gates)
     BV = chosen["BV"]
-    tiles = _fetched(x.q), _fetched(x.k), _fetched(x.v, BV), _fetched(do, BV)
-    kernels.states_kernel[(2 * listed_entries(ALL, chunks) * HV * blocks_of(V, BV),)](
-        *tiles, gates, initial, d_final, h, dh, d_initial, chunks, ALL, numbers.scale, HV, **chosen
-    )
+    kernels.states_kernel[(2 * given.all_entries * HV * blocks_of(V, BV),)](
+        _fetched(x.q), _fetched(x.k), _fetched(x.v, BV), _fetched(given.do, BV), gates, given.initial, given.d_final,
+        h, dh, d_initial, given.chunks, ALL, given.numbers.scale, HV, **chosen,
+    )  # fmt: skip
     return h, dh
 
 
@@ -297,14 +284,14 @@ class ChunkGradients(NamedTuple):
 
 
 def _chunk_gradients(given: Given, h: Tensor, dh: Tensor) -> ChunkGradients:
-    x, (gates,), chunks, numbers, *_, do, _ = given
+    x, gates, do = given.x, given.tiles.gates, given.do
     (T, H, K), (NT, HV, _, V) = x.k.shape, h.shape
     # Launch constants, and how heads and columns are divided among programs.
     of_pairs, of_carried = (
         _sliced(f"ssd {kernel}", x.k, x.v, gates) for kernel in ("pairs", "carried")
     )
     R, BK, BV, wide = of_carried["R"], of_carried["BK"], of_carried["BV"], _wide(x.D, HV)
-    splits, slices, scale = _splits(NT, H, R), blocks_of(V, BV) * (K // BK), numbers.scale
+    splits, slices, scale = _splits(NT, H, R), blocks_of(V, BV) * (K // BK), given.numbers.scale
     # Splits are summed later, so they stay in fp32.
     sums = x.k if splits == 1 else gates
     grads = ChunkGradients(
@@ -318,41 +305,24 @@ def _chunk_gradients(given: Given, h: Tensor, dh: Tensor) -> ChunkGradients:
         passed=gates.new_empty(NT, HV, slices, 2, BT),
         products=gates.new_empty(NT, HV, slices, BV),
     )
-    programs, heads, read, of_pairs["WIDE"] = (
-        NT * H * splits,
-        R // splits,
-        (rows(x.q), rows(x.k)),
-        wide,
-    )
-    *of_pair, dq, dk, passed, products = grads
+    programs, heads = NT * H * splits, R // splits
     # dv and dE come from pairs of tokens; then dq and dk from dE and the states.
     tiles = _tiles(x.v, do, of_pairs["BV"], K, dh)
     kernels.pairs_kernel[(programs,)](
-        *read, *tiles, gates, x.D, *of_pair, chunks, scale, HV, heads, **of_pairs
-    )
+        rows(x.q), rows(x.k), *tiles, gates, x.D, grads.dv, grads.dE, grads.own, grads.sums, grads.dD, given.chunks,
+        scale, HV, heads, WIDE=wide, **of_pairs,
+    )  # fmt: skip
     tiles = _tiles(x.v, do, BV, BK, h, dh)
     kernels.carried_kernel[(programs * (K // BK),)](
-        *read,
-        *tiles,
-        gates,
-        grads.dE,
-        dq,
-        dk,
-        passed,
-        products,
-        chunks,
-        scale,
-        T,
-        HV,
-        heads,
-        **of_carried,
-    )
+        rows(x.q), rows(x.k), *tiles, gates, grads.dE, grads.dq, grads.dk, grads.passed, grads.products, given.chunks,
+        scale, T, HV, heads, **of_carried,
+    )  # fmt: skip
     return grads
 
 
 def _gate_gradients(given: Given, chunk: ChunkGradients) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dg, and the heads' gradients of A, dt_bias and D, summed over chunks."""
-    x, (gates,), chunks, n, initial, d_final, *_ = given
+    x, gates, n = given.x, given.tiles.gates, given.numbers
     (NT, HV, parts, _), (_, H, K), V = gates.shape, x.k.shape, x.v.shape[2]
     dg, d_heads = x.g.new_empty(x.g.shape), gates.new_empty(3, NT, HV)
     # The kernel adds up the slices that the two kernels before it wrote.
@@ -362,9 +332,8 @@ def _gate_gradients(given: Given, chunk: ChunkGradients) -> tuple[Tensor, Tensor
         "SLICES": chunk.sums.shape[2],
     }
     constants = {"R": HV // H, "K": K, "V": V} | slices | _of_decays(n, parts)
-    raw, limits = (rows(x.g), x.A, x.dt_bias), (n.low, n.high)
-    terms = chunk.passed, chunk.products, chunk.sums, chunk.own
     kernels.gates_kernel[(NT * blocks_of(HV, BH),)](
-        *raw, gates, *terms, initial, d_final, dg, d_heads, chunks, *limits, HV, NT, **constants
-    )
+        rows(x.g), x.A, x.dt_bias, gates, chunk.passed, chunk.products, chunk.sums, chunk.own, given.initial,
+        given.d_final, dg, d_heads, given.chunks, n.low, n.high, HV, NT, **constants,
+    )  # fmt: skip
     return dg, *d_heads.sum(1)

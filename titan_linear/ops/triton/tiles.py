@@ -117,6 +117,11 @@ def dense_heads(x: Tensor) -> Tensor:
     return x if dense and aligned else x.contiguous()
 
 
+def gradient_like(parameter: Tensor | None, gradient: Tensor) -> Tensor | None:
+    """Return the gradient in the shape and dtype of its parameter; None without one."""
+    return None if parameter is None else gradient.view(parameter.shape).to(parameter.dtype)
+
+
 def ragged_tiles(x: Tensor, width: int) -> TensorDescriptor:
     """Return a descriptor of x [T, heads, dim] as the matrix [T, heads·dim], read by the
     copy engine in tiles of a chunk's tokens and `width` columns. Reads past an entry's end
