@@ -95,8 +95,8 @@ def targets(subject: ProofSubject) -> Findings:
                 if (numbers != corpus.columns[column][start + rows + 1]).any():
                     wrong.append(f"{column}, stream {i}, document {n}")
     if subject.loss.group:
-        said = "streams with a text that is not beside its other one, the chosen one first"
-        yield Finding("pairs", said, len(apart), 0, (apart or [""])[0])
+        what = "streams with a text that is not beside its other one, the chosen one first"
+        yield Finding("pairs", what, len(apart), 0, (apart or [""])[0])
     if subject.config.loss.name != "cross_entropy":
         what = "documents with a number that is not its label's"
         yield Finding("columns", what, len(wrong), 0, (wrong or [""])[0])
