@@ -117,7 +117,11 @@ def computed(
     impl: str = "torch",
     mine: Tensor | slice = slice(None),
 ) -> Results:
-    """Compute the case in `dtype`, on the tokens `mine`."""
+    """Compute the case in `dtype`, on the tokens `mine`.
+
+    Args:
+        mine: indices of tokens, [T_local] int64, or a range of them.
+    """
     # Inputs are leaves, so that their gradients can be compared.
     leaves = {name: x[:, mine] for name, x in case.tokens.items()} | case.parameters
     for name, x in leaves.items():
@@ -261,6 +265,7 @@ def split(subject: ProofSubject, case: Case) -> Findings:
     In the run's dtype, it must be equal within the cost of rounding.
     """
     what = f"{case}, cp {subject.degrees.cp}"
+    # In float64 always by PyTorch: kernels do not compute in it.
     for dtype in dict.fromkeys((torch.float64, subject.dtype)):
         rounded_case = rounded(case, dtype)
         impl = "torch" if dtype == torch.float64 else subject.config.model.impl
