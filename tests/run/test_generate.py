@@ -10,7 +10,7 @@ import torch
 from tests.keys import argv_of
 from tests.models.ours import initialised
 from tests.refusals import refused
-from titan_linear.config import ActivationCheckpoint
+from titan_linear.config import ActivationCheckpoint, load_config
 from titan_linear.data import ByteTokenizer
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.options import SessionOptions
@@ -284,8 +284,7 @@ def test_a_model_that_ranks_share_says_the_same(name, tp, ep, worlds):
 
 def test_samples_of_a_run_are_drawn_by_its_keys(monkeypatch):
     keys = {"sample.temperature": 0.5, "sample.top_p": 0.25, "debug.seed": 7}
-    reader = SimpleNamespace(
-        config=load_config(argv_of(keys)), precision=nullcontext(), model=None, tokenizer=None
-    )
+    session = SimpleNamespace(precision=nullcontext(), model=None, device=CPU)
+    reader = SimpleNamespace(config=load_config(argv_of(keys)), session=session, tokenizer=None)
     monkeypatch.setattr("titan_linear.run.generate.generate", lambda *_, sampling, **__: [sampling])
-    assert Validator(reader, CPU, None, None, None).text("a", 1) == Sampling(0.5, 0.25, 7)
+    assert Validator(reader, None, None).text("a", 1) == Sampling(0.5, 0.25, 7)
