@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_linear.config import Config, load_config, micro_steps, schedule_steps
+from titan_linear.config import Config, load_config
 from titan_linear.distributed.ending import Ending, explain, report
 from titan_linear.distributed.groups import host_group, on_rank_0, process_group
 from titan_linear.distributed.hangs import Watch, watched
@@ -32,7 +32,6 @@ from titan_linear.distributed.process import (
     end,
     ignore_warnings_of_torch,
     outliving_readers,
-    own_device,
     under_launcher,
 )
 from titan_linear.hooks import (
@@ -48,13 +47,15 @@ from titan_linear.hooks import (
     StepResult,
     Telemetry,
 )
-from titan_linear.run.build import build_dims, build_model, build_passes
-from titan_linear.run.console import ended, write_down
+from titan_linear.run.build import rate_at
+from titan_linear.run.console import finished, stopped, write_down
+from titan_linear.run.data import RunData
 from titan_linear.run.evaluate import Record, examine, open_prompts
 from titan_linear.run.export import export_last
 from titan_linear.run.generate import Validator
 from titan_linear.run.preflight import cleared
 from titan_linear.run.reading import Reader
+from titan_linear.run.session import session_of
 from titan_linear.run.start import (
     build_checkpointer,
     build_loader,
@@ -62,8 +63,6 @@ from titan_linear.run.start import (
     saved_progress,
     set_weights,
 )
-from titan_linear.step.optimizer import build_optimizer
-from titan_linear.step.update import Update, rate_at
 from titan_linear.storage.rundir import CONFIG, RECORDERS
 from titan_linear.storage.step_folders import Progress
 
@@ -77,44 +76,38 @@ class Trainer:
     """
 
     def __init__(self, config: Config):
-        self.config, self.stop = config, StopSignal()
-        self.device, self.host = own_device(), host_group()
+        self.config, self.stop, self.host = config, StopSignal(), host_group()
 
         # What is trained, on which devices, and from which weights.
         known = saved_progress(config, self.host)
         subject = open_subject(config, known, self.host)
         self.content = subject.content
         self.tokenizer = subject.tokenizer
-        self.dims = build_dims(config, self.device)
-        self.model = build_model(config, subject.model, self.dims, self.device)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.session = session_of(config, subject.model, optimizer=config.optimizer, host=self.host)
+        self.model, self.dims = self.session.model, self.session.dims
         self.loader = build_loader(config, subject.streams, self.dims)
         self.checkpointer = build_checkpointer(config)
-        set_weights(
-            config, known, self.model, self.optimizer, self.loader, self.checkpointer, self.host
-        )
+        set_weights(config, known, self.session, self.loader, self.checkpointer)
         self.step, self.skipped = (known.step, known.skipped) if known else (0, 0)
         # The step that is being computed.
         self.begun = self.step
 
         # A step: forward and backward passes, then the update.
         self.telemetry = Telemetry(
-            config, self.model, self.dims, self.device, subject.streams, subject.groups
+            config, self.model, self.dims, self.session.device, subject.streams, subject.groups
         )
-        self.passes = build_passes(
-            config,
-            self.model,
-            self.dims,
-            self.device,
+        self.passes = self.session.passes(
             iter(self.loader),
-            micro_steps=micro_steps(config, dist.get_world_size()),
+            micro_steps=config.micro_steps(dist.get_world_size()),
             watching=self.telemetry.watching,
         )
         self.feed = self.passes.feed
-        self.update = Update(config, self.passes, self.dims, self.optimizer, self.telemetry)
+        self.session.update.telemetry = self.telemetry
 
         # Hooks that run in each step, and work that runs between steps.
-        self.spikes = Spikes(config, subject.streams)
+        self.spikes = Spikes(
+            config.job.dump_folder, config.training, subject.streams, config.metrics.spike_sigmas
+        )
         self.grace = Grace(
             config.checkpoint.grace_seconds,
             self.stop,
@@ -122,17 +115,19 @@ class Trainer:
             self.feed.micro_steps,
             self._save_seconds,
         )
-        self.compilation = Compilation(config, self.dims, self.host)
+        self.compilation = Compilation(
+            config.training, config.comm, self.dims, self.host, compiled=config.compile.enable
+        )
         self.hooks: list[Hook] = [self.spikes, self.telemetry, self.grace, self.compilation]
         # Exists on rank 0 only.
         self.exports: Exports | None = None
-        reads = self.model, self.dims, self.feed.cut, self.passes.precision, self.host
-        reader = Reader(config, subject.tokenizer, *reads)
+        reader = Reader(config, self.tokenizer, self.session)
         ask = self.grace.ask_validating
-        self.evaluation = Validator(reader, self.device, subject.held_out, self.passes.loss, ask)
-        self.examine: Callable[..., list[Record]] | None = None
+        self.evaluation = Validator(reader, subject.held_out, ask)
+        self.examine: Callable[[], list[Record]] | None = None
         if config.evaluation.freq:
-            self.examine = partial(examine, reader, open_prompts(config, subject.tokenizer), ask)
+            prompts = open_prompts(RunData(config, self.tokenizer))
+            self.examine = partial(examine, reader, prompts, ask)
 
     @property
     def _ended(self) -> bool:
@@ -164,7 +159,8 @@ class Trainer:
             hook.before_step(self.begun)
         # Queue each micro-batch (batch → forward → backward) and the update.
         losses, streams = self.passes.run(self.grace.ask)
-        coming = self.update.run(losses, self.begun, self.stop.received)
+        lr = rate_at(self.config, self.begun)
+        coming = self.session.update.run(losses, lr, self.stop.received)
         self.step = self.begun
         self.loader.advance()
         # Prepare the next batches and queue the first forward while the device computes.
@@ -183,7 +179,7 @@ class Trainer:
             step=self.step,
             loss=numbers.loss,
             grad_norm=numbers.grad_norm,
-            lr=rate_at(self.config, self.step),
+            lr=lr,
             skipped=self.skipped,
             finite=finite,
             stops=bool(self.stop.agreed),
@@ -246,11 +242,12 @@ class Trainer:
         Before them, rank 0 writes the configuration and the description of the run.
         """
         config, first = self.config, dist.get_rank() == 0
-        hooks: list[Hook] = [MemorySnapshots(config)]
+        folder = config.job.dump_folder
+        hooks: list[Hook] = [MemorySnapshots(folder, config.profiling)]
         if first:
-            write_down(config, self.model, self.dims, self.feed.cut, self.device, self.step)
+            write_down(config, self.session, self.step)
         if first:
-            parts = self.model.config, self.dims, self.device
+            parts = self.model.config, self.dims, self.session.device
             hooks.append(
                 Report(config, *parts, self.step, self.telemetry, self.compilation.numbers)
             )
@@ -260,7 +257,8 @@ class Trainer:
         # The profiler comes after the report: the next step pays for the time of writing a
         # trace.
         if config.profiling.enable_profiling:
-            hooks.append(Profiler(config, self.step, self.feed.settle, self._between_steps))
+            starts = self.step, self.feed.settle, self._between_steps
+            hooks.append(Profiler(folder, config.profiling, *starts))
         return hooks
 
     def _between_steps(self) -> ExitStack:
@@ -301,11 +299,15 @@ class Trainer:
         progress = Progress(
             step=self.step,
             skipped=self.skipped,
-            total_steps=schedule_steps(self.config),
+            total_steps=self.config.schedule_steps,
             content=self.content,
         )
         self.checkpointer.save(
-            self.step, self.model, None if model_only else self.optimizer, progress, self.loader
+            self.step,
+            self.model,
+            None if model_only else self.session.optimizer,
+            progress,
+            self.loader,
         )
         for hook in self.hooks:
             hook.after_save(self.step)
@@ -320,7 +322,7 @@ class Trainer:
             grace = self.config.checkpoint.grace_seconds
             print(f"stopping after step {self.step}: {why} (checkpoint.grace_seconds = {grace})")
         self.passes.drop()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.session.optimizer.zero_grad(set_to_none=True)
         if self.step:
             with self._between_steps():
                 self.save()
@@ -347,7 +349,9 @@ class Trainer:
             self.checkpointer.prune(self.step)
             self.exports.report(self.stop)
         if dist.get_rank() == 0:
-            print(ended(self.config, self.step, bool(self.stop.agreed)))
+            folder = self.config.checkpoint_folder if self.checkpointer else None
+            stops = self.stop.agreed
+            print(stopped(self.step, folder) if stops else finished(self.config, self.step))
 
 
 # --- One process of a run -----------------------------------------------------------------

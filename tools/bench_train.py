@@ -56,7 +56,7 @@ from torch import Tensor
 
 from titan_linear.commands import command_parser, score
 from titan_linear.config import COLUMNS as DTYPES
-from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
+from titan_linear.config import Config, check_config, load_config
 from titan_linear.data import Streams, build_tokenizer, write_corpus
 from titan_linear.data.corpus.columns import DocumentTokens
 from titan_linear.data.corpus.scores import begin
@@ -74,6 +74,7 @@ from titan_linear.losses.loss import logprobs
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.build import model_without_tokenizer
+from titan_linear.run.data import RunData
 from titan_linear.run.evaluate import examine, open_prompts
 from titan_linear.run.reading import Columns, open_reader
 from titan_linear.step.feed import FeedStats
@@ -137,7 +138,8 @@ def write_random(corpus: Path, args: argparse.Namespace, streams: int, loss: str
     lengths = np.full(tokens // length, length)
     if args.documents != "one" and len(args.losses) == 1:
         lengths = 1 + draw.exponential(length, size=2 + 2 * tokens // length).astype(int)
-    read = build_loss(load_config(LOSSES[loss]))
+    config = load_config(LOSSES[loss])
+    read = build_loss(config.loss.name, config.objective)
     names = ["weights"] * (loss == "weights") + [*read.columns]
 
     def document(n: int) -> DocumentTokens:
@@ -302,7 +304,7 @@ def configurations(
         ]
         config = load_config([*argv, *keys])
         if not any(key.startswith("--training.global_batch_size") for key in keys):
-            degrees = data_parallel_degrees(config, ranks)
+            degrees = config.parallelism.data_parallel_degrees(ranks)
             streams = math.prod(degrees) * config.training.local_batch_size
             config = load_config([*argv, f"--training.global_batch_size={streams}", *keys])
         check_config(config, ranks)
@@ -356,7 +358,8 @@ def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row
     gpus = dist.get_world_size()
     gpu_seconds = figures["step_ms"] / 1e3 * gpus
     tflops = training_flops(model, documents) / gpu_seconds / 1e12
-    peak = peak_tflops(config, device)
+    compute = config.training.mixed_precision_param
+    peak = peak_tflops(config.metrics.peak_tflops, compute, device)
     return {
         "model": name,
         "layers": model.num_layers,
@@ -381,8 +384,8 @@ def scored(config: Config) -> Row:
     # The streams that each pass reads.
     reader = open_reader(config)
     size = config.training.local_batch_size
-    streams = score.streams_to_score(config, reader.tokenizer)
-    prompts = open_prompts(config, reader.tokenizer)
+    data = RunData(config, reader.tokenizer)
+    streams, prompts = score.streams_to_score(data), open_prompts(data)
 
     def of_layers(logits: ChunkedLogits, labels: Tensor, _: object) -> tuple[Tensor, ...]:
         return (logits.x[:, 0].float(),)
@@ -403,10 +406,10 @@ def scored(config: Config) -> Row:
         "evaluate": rate(lambda: examine(reader, prompts), prompts),
     }
     with tempfile.TemporaryDirectory() as own:
-        folder = Path(on_rank_0(lambda: own, reader.host))
+        folder = Path(on_rank_0(lambda: own, reader.session.host))
         asked, _ = score.parse(["PATH", "--output", str(folder), "--top-k", str(TOP)])
         scores = score.scores_of(asked, config, reader.tokenizer)
-        on_rank_0(lambda: begin(folder, *scores), reader.host)
+        on_rank_0(lambda: begin(folder, *scores), reader.session.host)
         return rates | {"score": rate(lambda: score.score(folder, reader, streams))}
 
 

@@ -15,7 +15,7 @@ from titan_linear.commands.plan import mean_length
 from titan_linear.config import load_config
 from titan_linear.distributed.process import refusing, run_command
 from titan_linear.planner.machine import Machine, Rates, read_rates, shipped
-from titan_linear.planner.memory import GIB, memory
+from titan_linear.planner.memory import GIB, PlannedRank
 from titan_linear.planner.timing import step
 from titan_linear.run.build import model_without_tokenizer
 
@@ -48,9 +48,9 @@ def predictions(measured: Rates | None = None) -> list[tuple[Measured, float, fl
         config = load_config(row.keys, cuda=True)
         mean = mean_length(row.documents)
         model = model_without_tokenizer(config)
-        needed = sum(memory(config, model, row.gpus, mean).values()) / GIB
-        planned = step(config, model, row.gpus, Machine(rates, 8, 50e9, row.attention), mean)
-        rows_planned.append((row, planned.tokens_per_second / row.gpus, needed))
+        rank = PlannedRank(config, model, row.gpus, mean)
+        planned = step(rank, Machine(rates, 8, 50e9, row.attention))
+        rows_planned.append((row, planned.tokens_per_second / row.gpus, rank.needs / GIB))
     return rows_planned
 
 

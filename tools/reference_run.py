@@ -23,15 +23,14 @@ import torch
 from torch import nn
 
 from titan_linear.commands import command_parser
-from titan_linear.config import Config, check_config, config_to_toml, hf_weights, load_config
+from titan_linear.config import Config, check_config, config_to_toml, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.process import own_device, refusing, run_command
 from titan_linear.hooks.report import clock_and_power, peak_memory_gib
 from titan_linear.models.init import initialise
-from titan_linear.run.build import allocated, model_config, tokenizer_path
+from titan_linear.run.build import allocated, model_config, rate_at, tokenizer_path
 from titan_linear.run.export import export
 from titan_linear.step.flops import peak_tflops, training_flops
-from titan_linear.step.update import rate_at
 from titan_linear.storage.hf_writing import gather
 from titan_linear.storage.rundir import CONFIG, METRICS, json_lines
 from tools.harness import split_keys
@@ -96,7 +95,7 @@ def timed_step(peer: Peer) -> dict[str, float]:
         "memory_gib": peak_memory_gib(),
         **clock_and_power(peer.device),
     }
-    if peak := peak_tflops(config, peer.device):
+    if peak := peak_tflops(config.metrics.peak_tflops, t.mixed_precision_param, peer.device):
         model = model_config(config, build_tokenizer(tokenizer_path(config)))
         line["mfu"] = training_flops(model, documents) / seconds / 1e12 / peak
     return line
@@ -109,7 +108,7 @@ def train_fla(args: argparse.Namespace, keys: list[str]) -> None:
     model = model_config(config, build_tokenizer(tokenizer_path(config)))
     if not fla_has(model):
         raise ValueError(f"model.name = {config.model.name!r} is none of FLA's; use kda or gdn")
-    if hf_weights(config) or config.checkpoint.initial_load_path:
+    if config.hf_weights or config.checkpoint.initial_load_path:
         raise ValueError(
             "checkpoint.initial_load_path is set; leave it out: both models begin from drawn weights"
         )

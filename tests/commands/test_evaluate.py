@@ -5,7 +5,6 @@ import re
 import shlex
 import string
 from collections import Counter
-from dataclasses import replace
 from itertools import groupby, product, repeat
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.build import model_config, unallocated
+from titan_linear.run.data import RunData
 from titan_linear.run.evaluate import LABEL, examine, open_prompts, recall, tiles
 from titan_linear.run.generate import Sampling, generate_tokens
 from titan_linear.run.preflight import check_evaluation
@@ -68,9 +68,8 @@ def tokenizers(tmp_path_factory):
 
 
 def prompts_of(keys, tokenizer, **more):
-    return open_prompts(
-        load_config(argv_of(keys, evaluation__tasks=["niah_single_2"], **more)), tokenizer
-    )
+    config = load_config(argv_of(keys, evaluation__tasks=["niah_single_2"], **more))
+    return open_prompts(RunData(config, tokenizer))
 
 
 # --- The reference: answers as a reader finds them in the text --------------------------------------------------------
@@ -172,14 +171,15 @@ def test_needles_lie_at_even_depths(keys):
 def examined_by(rank, world_size, argv, know):
     """By a model that knows the next token, or to which all tokens are alike."""
     trainer = trainer_of(argv)
-    prompts = open_prompts(trainer.config, trainer.tokenizer)
+    prompts = open_prompts(RunData(trainer.config, trainer.tokenizer))
     size = trainer.tokenizer.vocab_size
 
     def model(tokens, plan, loss):
         x = torch.nn.functional.one_hot(tokens[0].roll(-1), size).double() * 99 * know
         return loss(ChunkedLogits(x, torch.eye(size, dtype=torch.float64), 0))
 
-    return examine(replace(trainer.evaluation.reader, model=model), prompts)
+    trainer.session.model = model
+    return examine(trainer.evaluation.reader, prompts)
 
 
 EVALUATED = {
@@ -288,9 +288,9 @@ def test_what_cannot_be_evaluated_is_refused(more, said, keys, tmp_path):
     more = {key: tmp_path if value == "FOLDER" else value for key, value in more.items()}
     config = load_config(argv_of(keys | {"evaluation.tasks": "['niah_single_2']"} | more))
     with refused(said):
-        check_evaluation(
-            config, (OWN["hybrid"] | OWN_FLAVORS)[config.model.flavor], ByteTokenizer()
-        )
+        model = (OWN["hybrid"] | OWN_FLAVORS)[config.model.flavor]
+        data = RunData(config, ByteTokenizer())
+        check_evaluation(data, model, config.hf_assets)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path, capsys):
@@ -313,7 +313,7 @@ def test_sizes_are_read(capsys):
 
 
 def test_where_results_go_is_tried_first(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(evaluate, "checked", lambda path, keys: (None, None, None, None))
+    monkeypatch.setattr(evaluate, "checked", lambda path, keys: (load_config([]), None, None, None))
     monkeypatch.setattr(evaluate, "check_evaluation", lambda *_: None)
     monkeypatch.setattr(evaluate, "run_workers", lambda *_: 0)
     assert evaluate.main(["a", "-o", str(tmp_path / "new")]) == 0
@@ -356,7 +356,7 @@ def said(rank, world_size, argv, change):
     """Answers are the model's own, or differ from them in the last token."""
     OWN["hybrid"] |= OWN_FLAVORS
     reader = open_reader(load_config(argv))
-    prompts = open_prompts(reader.config, reader.tokenizer)
+    prompts = open_prompts(RunData(reader.config, reader.tokenizer))
 
     def prompt(sample):
         rows = asked(sample)
@@ -366,7 +366,7 @@ def said(rank, world_size, argv, change):
             "sampling": Sampling(),
             "device": torch.device("cpu"),
         }
-        (new,) = generate_tokens(reader.model, [before], **options, vocab_size=257)
+        (new,) = generate_tokens(reader.session.model, [before], **options, vocab_size=257)
         rows["token"][len(before) :] = new
         rows["token"][-1] = (new[-1] + change) % 256
         return rows
@@ -385,7 +385,7 @@ def likely(rank, world_size, argv, requests):
     OWN["hybrid"] |= OWN_FLAVORS
     reader = open_reader(load_config(argv))
     return lm_eval.likelihoods(requests, reader), [
-        whole(reader.model, *of) for of in requests if world_size == 1
+        whole(reader.session.model, *of) for of in requests if world_size == 1
     ]
 
 

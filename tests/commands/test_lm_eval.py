@@ -53,9 +53,12 @@ def model_of(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", module)
 
     def build(tokenizer):
-        reader = SimpleNamespace(tokenizer=tokenizer, model=None, precision=nullcontext())
-        monkeypatch.setattr(lm_eval, "open_reader", lambda config: reader)
-        return lm_eval.adapted(Config())()
+        reader = SimpleNamespace(
+            config=Config(),
+            tokenizer=tokenizer,
+            session=SimpleNamespace(model=None, precision=nullcontext()),
+        )
+        return lm_eval.adapted(reader)()
 
     return build
 

@@ -24,16 +24,15 @@ from titan_linear.planner import splits
 from titan_linear.planner.machine import Machine, Offload, read_rates, shipped
 from titan_linear.planner.memory import (
     MicroBatchShape,
+    PlannedRank,
     checkpointings,
     context,
     documents_of,
     layers,
-    memory,
-    moments,
     parameters,
 )
 from titan_linear.planner.timing import Clock, share_of, step
-from titan_linear.run.data import open_corpora
+from titan_linear.run.data import RunData
 from tools import bench_rates, check_plan
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +43,7 @@ def machine(network=50e9, node_size=8, **rates):
     return Machine(replace(read_rates(shipped()["H200"]), **rates), node_size, network, "cudnn")
 
 
-def test_the_command(capsys, tmp_path):
+def test_the_command_prints_memory_time_and_splits(capsys, tmp_path):
     folder = tmp_path / "run"
     argv = [
         "--gpus",
@@ -121,13 +120,13 @@ def test_a_corpus_of_less_than_a_step_is_refused(tmp_path, capsys):
         [*argv[2:], "--training.seq_len_schedule", "[{until_step = 10, seq_len = 1024}]"], cuda=True
     )
     plan.check_corpus(config)  # not tokenised
-    open_corpora(config, build_tokenizer(None))
+    RunData(config, build_tokenizer(None)).corpora()
     assert is_refused(plan.main, argv, capsys).startswith(
         "training.dataset_path: the corpus has 4 tokens, and a step"
     )
     assert (
         "planned at training.seq_len = 4096; the first 10 of 1,000 are shorter"
-        in plan.of_whole_length(config)
+        in plan.of_whole_length(config.training)
     )
 
 
@@ -139,9 +138,10 @@ def test_the_longest_stream_is_at_least_the_run_s(beyond, monkeypatch):
         preset("kda", "debug"),
     )
     monkeypatch.setattr(splits, "LONGEST", 2048 if beyond else 8192)
-    monkeypatch.setattr(splits, "memory", lambda *_: {"activations": 2.0})
-    split = splits.PlannedSplit(config, 0.5, step(config, model, 1, machine()))
-    said = splits.longest([split], splits.Setting(model, 1, machine(), None, 1.0))
+    rank = PlannedRank(config, model, 1)
+    split = splits.PlannedSplit(rank, 0.5, step(rank, machine()))
+    monkeypatch.setattr(PlannedRank, "memory", lambda _: {"activations": 2.0})
+    said = splits.longest([split], room=1.0)
     assert said == "longest stream that fits: 4,096 tokens, with one GPU, checkpointing none"
 
 
@@ -206,12 +206,10 @@ def test_the_shipped_configurations_as_they_are(config, capsys):
         load_config(["--job.config_file", str(config), *absent], cuda=True),
         GPUS.get(config.stem, 8),
     )
-    model = plan.planned_model(run)
-    splits.check(run, model, gpus)
-    assert "compute bfloat16" in plan.describe(run, model)
-    assert "\nfits in NVIDIA H200" in plan.memory_table(
-        run, splits.Setting(model, gpus, machine(), None, 0.0)
-    )
+    rank = PlannedRank(run, plan.planned_model(run), gpus)
+    splits.check(rank)
+    assert "compute bfloat16" in plan.describe(rank)
+    assert "\nfits in NVIDIA H200" in plan.memory_table(rank, machine())
     assert "'none/tokenizer.json' is not here: a vocabulary of" in capsys.readouterr().out
 
 
@@ -272,8 +270,8 @@ def test_both_layouts_are_tried_where_there_is_softmax_attention():
 
     def layouts(name):
         keys = [*RUN, "--model.name", name, "--training.global_batch_size", "2"]
-        setting = splits.Setting(preset(name, "debug"), 2, machine(), None, 0.0)
-        tried = splits.candidates(load_config(keys, cuda=True), setting, 1)
+        rank = PlannedRank(load_config(keys, cuda=True), preset(name, "debug"), 2)
+        tried = splits.candidates(rank, 8, 1)
         found = [split.parallelism for split in tried]
         return {(p.context_parallel_degree, p.context_parallel_layout) for p in found}
 
@@ -287,7 +285,7 @@ def test_time_of_parts():
 
     def parts(*keys, gpus=16, on=None, model=model):
         config = load_config([*run, "--model.name=kda", "--model.flavor=340M", *keys], cuda=True)
-        return step(config, model, gpus, on or machine()).parts
+        return step(PlannedRank(config, model, gpus), on or machine()).parts
 
     plain, again = parts(), parts("--activation_checkpoint.mode=full")
     assert (
@@ -341,7 +339,7 @@ def test_time_of_experts():
 
     def parts(*more, **rates):
         config = load_config([*keys, *more, "--training.global_batch_size=2"], cuda=True)
-        return step(config, plan.planned_model(config), 2, machine(**rates)).parts
+        return step(PlannedRank(config, plan.planned_model(config), 2), machine(**rates)).parts
 
     slow, fast = (
         parts("--activation_checkpoint.mode=none", grouped=[(1, rate)]) for rate in (100, 200)
@@ -363,7 +361,7 @@ def test_memory_of_what_losses_read():
 
     def planned(*keys, model=model):
         config = load_config([*RUN, "--training.global_batch_size=1", *keys], cuda=True)
-        return moments(config, model, 1)["head"]
+        return PlannedRank(config, model, 1).moments()["head"]
 
     plain = planned()
     for keys, numbers in (
@@ -417,16 +415,18 @@ def test_the_number_of_layers_recomputed_follows_from_the_room():
     )
 
     def chosen(room):
-        return splits.with_checkpointing(config, splits.Setting(model, 1, machine(), None, room))
+        rank = PlannedRank(config, model, 1)
+        split = splits.with_checkpointing(rank, splits.GPUs(machine(), room))
+        return split and split.rank.config
 
     (none, *nth, full), _ = checkpointings(model)
     assert [ac.selective_ac_option for ac in nth] == ["13", "9", "7", "5", "4", "3", "2"]
     fourth = config.model_copy(update={"activation_checkpoint": nth[4]})
-    room = sum(memory(fourth, model, 1).values())
-    assert chosen(room).config == fourth and chosen(math.inf).config.activation_checkpoint == none
+    room = PlannedRank(fourth, model, 1).needs
+    assert chosen(room) == fourth and chosen(math.inf).activation_checkpoint == none
     least = config.model_copy(update={"activation_checkpoint": full})
-    least = sum(memory(least, model, 1).values())
-    assert chosen(least).config.activation_checkpoint == full and chosen(least - 1) is None
+    least = PlannedRank(least, model, 1).needs
+    assert chosen(least).activation_checkpoint == full and chosen(least - 1) is None
 
 
 def test_replicas_add_up_once_a_step_where_they_wait():
@@ -437,7 +437,7 @@ def test_replicas_add_up_once_a_step_where_they_wait():
 
     def communication(local, *keys):
         config = load_config([*run, f"--training.local_batch_size={local}", *keys], cuda=True)
-        return step(config, preset("kda", "340M"), 2, network).parts["communication"]
+        return step(PlannedRank(config, preset("kda", "340M"), 2), network).parts["communication"]
 
     narrow = "--training.mixed_precision_reduce=bfloat16"
     assert communication(1) == pytest.approx(communication(8), rel=0.02)
@@ -458,7 +458,7 @@ def test_offload_shows_where_it_should(tmp_path, capsys):
             "--training.global_batch_size=8",
             *keys,
         ]
-        return step(load_config(run, cuda=True), model, gpus, offload).parts
+        return step(PlannedRank(load_config(run, cuda=True), model, gpus), offload).parts
 
     key = "--training.enable_cpu_offload=true"
     plain, one = parts("--training.local_batch_size=8"), parts(key, "--training.local_batch_size=8")

@@ -10,7 +10,7 @@ from tests.commands.pages import Page
 from titan_linear.commands import batch, report
 from titan_linear.commands.page import SPIKE_LINES, read
 from titan_linear.config import load_config
-from titan_linear.storage.rundir import write_config
+from titan_linear.run.folder import RunFolder
 
 # Step 3 has streams 8 to 11. A number that is not finite is text there.
 FILES = {
@@ -61,9 +61,9 @@ def runs(tmp_path, corpus):
     for n, folder in enumerate(folders):
         folder.mkdir()
         lr, size = f"--optimizer.lr={(n + 1) / 1000}", "--training.global_batch_size=4"
-        write_config(
+        RunFolder(
             load_config([f"--job.dump_folder={folder}", lr, size, *data, f"--job.description={n}"])
-        )
+        ).write_config()
         steps = [
             {
                 "step": s,

@@ -20,7 +20,7 @@ from tests.refusals import is_refused, refused
 from tests.training import OWN_FLAVORS, SPLITS, train_on_rank
 from titan_linear.commands import score
 from titan_linear.config import load_config
-from titan_linear.data import ByteTokenizer, open_corpus
+from titan_linear.data import ByteTokenizer
 from titan_linear.data.corpus import scores
 from titan_linear.data.corpus.corpus import Corpus, column_file, open_column
 from titan_linear.data.corpus.scores import (
@@ -36,7 +36,7 @@ from titan_linear.distributed.groups import host_group, on_rank_0
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
 from titan_linear.run.build import open_tokenizer
-from titan_linear.run.data import check_content, content_of, open_corpora, texts_of
+from titan_linear.run.data import RunData, check_content, content_of
 from titan_linear.train import Trainer
 
 TOP = 4
@@ -99,7 +99,7 @@ def exact(rank, world_size, argv):
     OWN["hybrid"] |= OWN_FLAVORS
     config = load_config(argv)
     model, words, found = Trainer(config).model, open_tokenizer(config).vocab_size, {}
-    corpus = open_corpus(texts_of(config.training, config, open_tokenizer(config)))
+    (corpus,) = RunData(config, open_tokenizer(config)).corpora()
     for begin, end in zip(corpus.offsets[:-1], corpus.offsets[1:]):
         tokens = torch.from_numpy(corpus.tokens[begin:end].astype(np.int64))
         with torch.no_grad():
@@ -366,7 +366,7 @@ def test_the_base_as_reference_is_as_its_scores_are(keys, tmp_path, worlds):
 def test_a_loss_reads_scores_of_its_own_texts_alone(keys, tmp_path, worlds):
     worlds(1).run(scored, ["--output", str(tmp_path), *argv_of(keys)])
     config = load_config(argv_of(keys, loss__name="dpo", loss__scores=tmp_path))
-    (corpus,) = open_corpora(config, ByteTokenizer())
+    (corpus,) = RunData(config, ByteTokenizer()).corpora()
     assert corpus.columns["reference"].any()
     other = write_lines(tmp_path / "other.jsonl", [{"chosen": "yes", "rejected": "no"}])
     config = load_config(argv_of(keys | {"training.dataset_path": other}, loss__scores=tmp_path))
@@ -381,19 +381,19 @@ def test_a_loss_reads_scores_of_its_own_texts_alone(keys, tmp_path, worlds):
         ),
     ):
         with refused(rf"loss\.scores: .* {problem}"):
-            open_corpora(mistaken, ByteTokenizer())
+            RunData(mistaken, ByteTokenizer()).corpora()
 
 
 def test_what_is_scored_is_one_corpus(keys):
     """Of a run that validates on texts of its own, too, which need not be like those to score."""
     validated = argv_of(keys, validation__enable="true", validation__dataset_path="nowhere.jsonl")
-    assert len(score.streams_to_score(load_config(validated), ByteTokenizer()))
+    assert len(score.streams_to_score(RunData(load_config(validated), ByteTokenizer())))
     mixed = keys | {"training.mixture": '[{name = "a", weight = 1, dataset = "stdlib"}]'}
     with pytest.raises(
         ValueError,
         match=r"training\.mixture: a corpus is scored at a time; give training\.mixture = ",
     ):
-        score.streams_to_score(load_config(argv_of(mixed)), ByteTokenizer())
+        score.streams_to_score(RunData(load_config(argv_of(mixed)), ByteTokenizer()))
     args, own = score.parse(["PATH", "--top-k", "7", *argv_of(keys)])
     with pytest.raises(
         ValueError, match=r"--top-k 7 is above the 4 tokens of the tokenizer; give 4"

@@ -6,15 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.refusals import refused
-from titan_linear.config import (
-    KEYS,
-    Config,
-    check_config,
-    config_to_toml,
-    data_parallel_degrees,
-    flat_keys,
-    load_config,
-)
+from titan_linear.config import KEYS, Config, check_config, config_to_toml, load_config
 from titan_linear.config.schema import ABSENT, MEANT
 from titan_linear.data import build_tokenizer
 from titan_linear.data.corpus.sources import source_files
@@ -140,7 +132,7 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     )
     # inside the run's they would be named "~"
     config = load_config([f"--{key}=~/{key}" for key in folders])
-    assert {key: flat_keys(config)[key] for key in folders} == {
+    assert {key: config.flat_keys()[key] for key in folders} == {
         key: str(tmp_path / key) for key in folders
     }
 
@@ -446,7 +438,7 @@ def test_groups_of_files_that_are_none(value, message):
 )
 def test_the_rest_of_the_ranks_shard(world_size, keys, degrees):
     config = load_config(overrides(**{f"parallelism__{k}": v for k, v in keys.items()}))
-    assert data_parallel_degrees(config, world_size) == degrees
+    assert config.parallelism.data_parallel_degrees(world_size) == degrees
     check_config(config, world_size)
 
 

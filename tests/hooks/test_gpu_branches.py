@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from titan_linear.config import load_config
+from titan_linear.config import Comm, Metrics, Profiling, Training
 from titan_linear.hooks import metrics, profiling, report, telemetry
 from titan_linear.hooks.compilation import Compilation
 
@@ -70,7 +70,7 @@ def test_the_board_draws_fragmentation_of_a_gpus_memory(tmp_path, monkeypatch, a
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", Writer)
-    metrics._tensorboard(load_config([f"--job.dump_folder={tmp_path}"]), 0, False)
+    metrics._tensorboard(tmp_path, 0, Metrics(), with_mfu=False, mixed=False, configuration="")
     names = {name for charts in boards[0].charts.values() for name in charts}
     assert ("fragmentation" in names) == available
 
@@ -81,7 +81,7 @@ def test_the_board_draws_fragmentation_of_a_gpus_memory(tmp_path, monkeypatch, a
 def test_layers_on_gpus_should_be_one_graph(device_type, ep, whole):
     """Unless experts' rows are exchanged inside; a break is then said once."""
     dims = SimpleNamespace(mesh=SimpleNamespace(device_type=device_type), ep=ep)
-    graphs = Compilation(load_config(["--compile.enable=true"]), dims, None).graphs
+    graphs = Compilation(Training(), Comm(), dims, None, compiled=True).graphs
     graphs._counters = {"stats": {"unique_graphs": 1}, "graph_break": {"a reason": 2}}
     said = graphs.after("training")
     assert ("in parts (graph_breaks = 2)" in said) == whole
@@ -110,8 +110,7 @@ def test_a_traces_costs_are_in_order_of_the_devices_time(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setenv("RANK", "0")
-    config = load_config([f"--job.dump_folder={tmp_path}"])
-    profiler = profiling.Profiler(config, 0, lambda: None, ExitStack)
+    profiler = profiling.Profiler(str(tmp_path), Profiling(), 0, lambda: None, ExitStack)
     profiler.recorded = 1
     profiler._write(Trace())
     (costs,) = tmp_path.rglob("*.txt")

@@ -14,15 +14,16 @@ import torch
 import torch.nn.functional as F
 
 from tests.keys import argv_of
+from tests.losses import definitions as loss_definitions
 from tests.losses.cases import CASES, KEYS, logprobs, taught
+from tests.losses.definitions import Document
 from tests.proof.sabotage import failures, sabotaged
 from tests.training import SPLITS, check_equal, train_on_rank, trainer_of
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE, PackedStreams, WholeStreams
 from titan_linear.distributed.one_process import run_ranks
-from titan_linear.losses import LOSSES, build_loss, reference
+from titan_linear.losses import LOSSES, build_loss
 from titan_linear.losses.loss import LocalBatch
-from titan_linear.losses.reference import LabeledDocument
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import cross_entropy
@@ -126,15 +127,15 @@ def definition(config, trainer, i):
                 for name, x in stream.columns.items()
             }
             if config.loss.reference == "base":
-                columns["reference"] = LabeledDocument(
+                columns["reference"] = Document(
                     n, of_base[valid], labels[valid], {}
                 ).logprobs.detach()
-            documents.append(LabeledDocument(n, logits[valid], labels[valid], columns))
+            documents.append(Document(n, logits[valid], labels[valid], columns))
         if config.loss.name == "dpo":
             del documents[len(documents) // 2 * 2 :]  # padding
     name = config.loss.name
     keys, normalise = getattr(config, name), streams.targets.normalise
-    loss = reference.loss(name, documents, keys, normalise)
+    loss = loss_definitions.loss(name, documents, keys, normalise)
     reports = reported(name, documents, keys, normalise)
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
@@ -199,7 +200,7 @@ def first_losses(rank, world_size, argv):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_as_defined(case, records, worlds):
+def test_losses_are_as_defined(case, records, worlds):
     later = {"loss__mtp_weight": 0} if "model.mtp_layers" in CASES[case] else {}
     for got, want in worlds(1).run(first_losses, arguments(case, records, **later))[0]:
         assert got == pytest.approx(want, rel=1e-10)
@@ -371,6 +372,11 @@ def test_the_doctor_misses_no_label_in_padding(records, monkeypatch):
     assert not list(failures(data.labels(subject)))
 
 
+def loss_of(keys):
+    config = load_config(argv_of(keys))
+    return build_loss(config.loss.name, config.objective)
+
+
 def test_nats_of_tokens_have_no_temperature():
     """Those that telemetry shows."""
     x, weight = (torch.randn(n, 4, dtype=torch.float64) for n in (8, 12))
@@ -378,9 +384,7 @@ def test_nats_of_tokens_have_no_temperature():
     columns["teacher_ids"] = torch.zeros(1, 8, 1, dtype=torch.int32)
     labels, nats = torch.arange(8)[None], torch.zeros(8, dtype=torch.float64)
     batch = LocalBatch(labels, labels, columns, (0,), plan=BatchPlan(labels[0]))
-    loss = build_loss(
-        load_config(argv_of({"loss.name": "distillation", "distillation.temperature": 2.0}))
-    )
+    loss = loss_of({"loss.name": "distillation", "distillation.temperature": 2.0})
     loss(ChunkedLogits(x, weight, 3, token_losses=nats), batch)
     torch.testing.assert_close(nats, F.cross_entropy(x @ weight.T, labels[0], reduction="none"))
 
@@ -400,7 +404,7 @@ def policy_step(level, behaviour, advantages, dtype, reference_logp=None):
     batch = LocalBatch(labels, labels, columns, (0,), 1, plan=BatchPlan(labels[0]))
     keys = {"loss.name": "policy", "policy.level": level}
     keys |= {} if reference_logp is None else {"policy.kl": 0.5}
-    sums = build_loss(load_config(argv_of(keys)))(ChunkedLogits(x, weight, 3), batch)
+    sums = loss_of(keys)(ChunkedLogits(x, weight, 3), batch)
     return sums, *torch.autograd.grad(sums[0], [x, weight])
 
 
@@ -456,6 +460,6 @@ def test_without_any_weight_all_is_zero(name, level):
     keys = {"loss.name": name} | (
         {"policy.level": level, "policy.kl": 0.1} if name == "policy" else {}
     )
-    sums = build_loss(load_config(argv_of(keys)))(ChunkedLogits(x, weight, 3), batch)
+    sums = loss_of(keys)(ChunkedLogits(x, weight, 3), batch)
     sums.flatten()[0].backward()
     assert not sums.any() and not x.grad.any() and not weight.grad.any()

@@ -33,11 +33,11 @@ from tests.matrix.rows import (
 )
 from tests.matrix.runs import ROOM, Failed, Matrix, Outcome
 from titan_linear.commands.plan import planned_model
-from titan_linear.config import check_config, hf_weights, load_config
+from titan_linear.config import check_config, load_config
 from titan_linear.planner.memory import parameters
 from titan_linear.run.build import open_tokenizer
-from titan_linear.run.data import build_streams
-from titan_linear.run.preflight import check_model
+from titan_linear.run.data import RunData
+from titan_linear.run.model_checks import check_model
 
 ROWS = all_rows()
 TINY = Variant(
@@ -66,7 +66,7 @@ def outcomes(request, tmp_path_factory):
     chosen = [
         item.callspec.params["row"]
         for item in request.session.items
-        if item.name.startswith("test_a_row[")
+        if item.name.startswith("test_a_row_of_the_matrix_passes[")
     ]
     try:
         yield {row.name: matrix.submit(row) for row in in_turn(chosen)}
@@ -74,7 +74,7 @@ def outcomes(request, tmp_path_factory):
         matrix.close()
 
 
-def test_a_row(row, outcomes):
+def test_a_row_of_the_matrix_passes(row, outcomes):
     outcome = outcomes[row.name].result()
     print("\n".join(outcome.commands))
     print(
@@ -117,8 +117,8 @@ def test_recipes_are_accepted(recipe, tmp_path):
         check_config(config, processes)
         model = planned_model(config)
         check_model(model, config, processes, processes)
-        build_streams(config, open_tokenizer(config), None)
-        assert 0 < parameters(model) < 2e9 and not hf_weights(config)
+        RunData(config, open_tokenizer(config)).streams(None)
+        assert 0 < parameters(model) < 2e9 and not config.hf_weights
 
 
 @pytest.mark.parametrize("parts", [1, 3, 4])

@@ -39,7 +39,8 @@ from titan_linear.ops.float8 import emulated_linear, float8_linear, scaled_rows
 from titan_linear.planner import machine, memory, timing
 from titan_linear.proof import definitions
 from titan_linear.run.build import unallocated
-from titan_linear.run.preflight import check_float8, check_float8_device, preflight
+from titan_linear.run.model_checks import check_float8, check_float8_device
+from titan_linear.run.preflight import preflight
 
 ON = {"float8.enable": "true", "float8.emulate": "true"}
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
@@ -328,7 +329,7 @@ def test_keys_that_contradict_it_are_refused(keys, message):
 def test_models_without_such_products_are_refused(keys, message):
     config = config_of(**keys)
     with refused(message):
-        check_float8(preset("hybrid", config.model.flavor), config)
+        check_float8(preset("hybrid", config.model.flavor), config.model, config.float8)
 
 
 @pytest.mark.parametrize(
@@ -345,10 +346,12 @@ def test_models_without_such_products_are_refused(keys, message):
 )
 def test_devices_without_it_are_refused(capability, keys, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr("titan_linear.run.preflight.capability", lambda device: capability)
+    monkeypatch.setattr("titan_linear.run.model_checks.capability", lambda device: capability)
+    config = config_of(**keys)
+    dtype = config.training.mixed_precision_param
     with refused(message):
-        check_float8_device(config_of(**keys))
-    check_float8_device(config_of(float8__emulate="true", **keys))
+        check_float8_device(config.float8, dtype)
+    check_float8_device(config_of(float8__emulate="true", **keys).float8, dtype)
 
 
 def test_a_small_model_is_refused_before_the_run(corpus):
@@ -383,8 +386,9 @@ def test_plans(monkeypatch):
         "without the second layer": {"float8__filter_fqns": '["layers.1."]'},
     }.items():
         config = config_of(**keys, **float8_keys)
+        rank = memory.PlannedRank(config, model, 1)
         of_gpus = machine.Machine(fast, 8, 5e10, "flash4")
-        plans[name] = timing.step(config, model, 1, of_gpus), memory.memory(config, model, 1)
+        plans[name] = timing.step(rank, of_gpus), rank.memory()
     steps = {name: step.parts for name, (step, _) in plans.items()}
     assert (
         steps["float8"]["products"]
@@ -394,7 +398,8 @@ def test_plans(monkeypatch):
     assert steps["float8"]["elementwise"] > steps["bfloat16"]["elementwise"]
     assert plans["float8"][1]["activations"] == plans["bfloat16"][1]["activations"]
     with refused(r"rates of NVIDIA H200 do not say how fast products in float8 are"):
-        timing.step(config_of(**keys), model, 1, replace(of_gpus, rates=replace(h200, float8=None)))
+        rank = memory.PlannedRank(config_of(**keys), model, 1)
+        timing.step(rank, replace(of_gpus, rates=replace(h200, float8=None)))
 
 
 # --- On a GPU --------------------------------------------------------------------------------------------------------

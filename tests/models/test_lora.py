@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.keys import argv_of
 from tests.models import ours
 from tests.refusals import refused
-from titan_linear.config import changed, load_config
+from titan_linear.config import load_config
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
@@ -24,7 +24,7 @@ from titan_linear.models.presets import MODELS
 from titan_linear.ops import build_cp_context
 from titan_linear.planner import machine, memory, timing
 from titan_linear.run.build import model_without_tokenizer
-from titan_linear.run.preflight import check_model
+from titan_linear.run.model_checks import check_model
 from titan_linear.step.flops import forward_flops, training_flops
 
 RANK = 3  # of which no size of these models is a multiple
@@ -205,12 +205,15 @@ def test_the_plan_knows_what_is_frozen():
     model = model_without_tokenizer(config)
     base = memory.parameters(model.base)
     added = memory.parameters(model) - base
-    parts = memory.memory(config, model, gpus=4)
+    parts = memory.PlannedRank(config, model, gpus=4).memory()
     for part, bytes in (("parameters", 2 * base + 4 * added), ("optimizer", 8 * added)):
         assert bytes / 4 <= parts[part] < 1.001 * bytes / 4
     h200 = machine.Machine(machine.read_rates(machine.shipped()["H200"]), 8, 50e9, "cudnn")
-    full = changed(config, {"adapter.enable": False})
-    lora, whole = (timing.step(c, model_without_tokenizer(c), 4, h200) for c in (config, full))
+    full = config.changed({"adapter.enable": False})
+    lora, whole = (
+        timing.step(memory.PlannedRank(c, model_without_tokenizer(c), 4), h200)
+        for c in (config, full)
+    )
     assert 0.6 < lora.flops / whole.flops < 0.75 and lora.seconds < whole.seconds
 
 

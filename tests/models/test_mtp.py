@@ -108,7 +108,11 @@ def test_loss_and_gradients_are_those_of_the_definition(name):
     plan = BatchPlan(positions(BOUNDS), cu_seqlens=bounds, later=later_of(batch, DEPTH))
     micro = LocalBatch(batch.tokens, batch.labels, columns, batch.streams, plan=plan)
     model.head.chunk = 24
-    got = model(batch.tokens, plan, loss=partial(build_loss(Config()), batch=micro))
+    got = model(
+        batch.tokens,
+        plan,
+        loss=partial(build_loss("cross_entropy", Config().cross_entropy), batch=micro),
+    )
     got.backward()
     found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     model.zero_grad()

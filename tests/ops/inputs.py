@@ -16,7 +16,6 @@ from titan_linear.distributed.one_process import run_ranks
 from titan_linear.ops import (
     CPContext,
     build_cp_context,
-    chunk_dplr_delta_rule,
     chunk_gated_delta_rule,
     chunk_kda,
     chunk_rwkv7,
@@ -39,7 +38,6 @@ OPS = {
     "gdn": chunk_gated_delta_rule,
     "ssd": chunk_ssd,
     "gla": chunk_simple_gla,
-    "dplr": chunk_dplr_delta_rule,
     "rwkv7": chunk_rwkv7,
 }
 STATES = {  # what an op calls its states
@@ -146,8 +144,8 @@ def decaying_inputs(
 def dplr_inputs(
     T: int, *, H: int = 2, K: int = 16, V: int = 24, B: int = 1, gate: str = "usual", seed: int = 0
 ) -> dict[str, Tensor]:
-    """Float64 inputs of chunk_dplr_delta_rule as RWKV-7 has them: a reads along a unit vector, b takes a share of its
-    own from each channel."""
+    """Float64 inputs of RWKV-7's recurrence, by its implementations' names: a reads along a unit vector, b takes a
+    share of its own from each channel."""
     rng = torch.Generator().manual_seed(seed)
     randn = partial(torch.randn, generator=rng, dtype=torch.float64)
     x = {"q": randn(B, T, H, K), "k": randn(B, T, H, K), "v": randn(B, T, H, V)}
@@ -156,15 +154,21 @@ def dplr_inputs(
     return x | {"gk": -GATES[gate] * torch.rand(B, T, H, K, generator=rng, dtype=torch.float64)}
 
 
+def rwkv7_inputs(T: int, **sizes) -> dict[str, Tensor]:
+    """Float64 inputs of chunk_rwkv7."""
+    named = {"q": "r", "gk": "w"}
+    return {named.get(name, name): t for name, t in dplr_inputs(T, **sizes).items()}
+
+
 MAKERS = {
     **{op: partial(make_inputs, op) for op in ("kda", "gdn")},
     **{op: partial(decaying_inputs, op) for op in ("ssd", "gla")},
-    "dplr": dplr_inputs,
+    "rwkv7": rwkv7_inputs,
 }
 SMALL = {  # sizes and slow decay, for many tokens
     **{op: {"H": 1, "HV": 2, "K": 8, "V": 6, "gate": "slow"} for op in ("kda", "gdn")},
     **{op: {"G": 1, "heads": 2, "N": 8, "P": 6, "bias": -7.0} for op in ("ssd", "gla")},
-    "dplr": {"K": 8, "V": 6, "gate": "slow"},
+    "rwkv7": {"K": 8, "V": 6, "gate": "slow"},
 }
 
 
@@ -187,13 +191,11 @@ def oracle(
         return recurrent_ssd(**x, **{"dt_softplus": True} | options)
     if op == "gla":
         return recurrent_simple_gla(**x, **options)
-    if op == "dplr":
-        return recurrent_dplr(**x, **options)
     if op == "rwkv7":
         named = {{"r": "q", "w": "gk"}.get(name, name): t for name, t in x.items()}
         if options.pop("use_gate_in_kernel", False):
             named["gk"] = -math.exp(-0.5) * named["gk"].sigmoid()
-        return recurrent_dplr(**named, scale=1.0, **options)
+        return recurrent_dplr(**named, **{"scale": 1.0} | options)
     x = dict(x)
     initial_state = x.pop("initial_state", None)
     if "A_log" in x:
@@ -287,7 +289,7 @@ def check_neighbours(
         for value in (torch.nan, torch.inf, 6e4, -6e4):
             changed = {name: t.clone() for name, t in base.items()}
             for name in tokens:
-                changed[name][:, inside] = -abs(value) if name == "gk" else value
+                changed[name][:, inside] = value
             for name, a, b in zip(["o", *base], results(changed), before, strict=True):
                 if name in ("o", *tokens):
                     a, b = (

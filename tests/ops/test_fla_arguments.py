@@ -21,7 +21,6 @@ from tests.refusals import refused
 from titan_linear.ops import (
     attention,
     causal_conv1d,
-    chunk_dplr_delta_rule,
     chunk_gated_delta_rule,
     chunk_kda,
     chunk_rwkv7,
@@ -46,10 +45,6 @@ POSITIONS = {
     ),
     chunk_simple_gla: (
         "q k v g g_gamma scale initial_state output_final_state state_v_first cu_seqlens cu_seqlens_cpu"
-    ),
-    chunk_dplr_delta_rule: (
-        "q k v a b gk scale initial_state output_final_state cu_seqlens cu_seqlens_cpu safe_gate chunk_size "
-        "disable_recompute cp_context lower_bound"
     ),
     chunk_rwkv7: (
         "r w k v a b scale initial_state output_final_state cu_seqlens cu_seqlens_cpu safe_gate chunk_size "

@@ -155,7 +155,7 @@ def test_ranks(op, layout, world_size):
             check(op, name, world_size, layout, "allgather" if op == "attention" else None)
 
 
-@pytest.mark.parametrize("op", ["dplr", "attention"])
+@pytest.mark.parametrize("op", ["rwkv7", "attention"])
 def test_shared_heads(op):
     check(op, "over_ranks", 2, "zigzag", "ulysses")
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from titan_linear.config import changed, load_config
+from titan_linear.config import load_config
 from titan_linear.distributed.mesh import build_mesh
+from titan_linear.distributed.options import SessionOptions
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import owned
@@ -29,9 +30,8 @@ def owned_bytes(rank, world_size, tp):
     with torch.device("meta"):
         model = Decoder(MIXED)
     set_dtype(model, torch.float32)
-    parallelize(
-        model, build_mesh("cpu", 1, world_size // tp, 1, tp), load_config([]), torch.device("cpu")
-    )
+    dims = build_mesh("cpu", 1, world_size // tp, 1, tp)
+    parallelize(model, dims, SessionOptions(), torch.device("cpu"))
     materialise(model, torch.device("cpu"))
     kinds = (model.parameters(), hidden_matrices(model).values())
     return tuple(sum(owned(p)[0].numel() * p.element_size() for p in ps) for ps in kinds)
@@ -39,27 +39,22 @@ def owned_bytes(rank, world_size, tp):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_parameters_are_those_of_the_fullest_rank(tp, worlds):
-    report = memory.memory(
-        load_config([f"--parallelism.tensor_parallel_degree={tp}"]), MIXED, gpus=4
-    )
+
+    def planned(*keys):
+        config = load_config([f"--parallelism.tensor_parallel_degree={tp}", *keys])
+        return memory.PlannedRank(config, MIXED, gpus=4)
+
+    report = planned().memory()
     whole, matrices = max(worlds(4).run(owned_bytes, tp))
     assert report["parameters"] == whole
-    muon = load_config([f"--parallelism.tensor_parallel_degree={tp}", "--optimizer.name=muon"])
-    assert memory.memory(muon, MIXED, gpus=4)["optimizer"] == 2 * whole - matrices
-    assert (
-        memory.moments(muon, MIXED, gpus=4)["update"]["working"]
-        == matrices / 4 * memory.MUON_WORKING
-    )
+    muon = planned("--optimizer.name=muon")
+    assert muon.memory()["optimizer"] == 2 * whole - matrices
+    assert muon.moments()["update"]["working"] == matrices / 4 * memory.MUON_WORKING
     assert report["gradients"] == report["optimizer"] / 2 == report["parameters"]
     assert set(report) == set(memory.PARTS)
-    offloaded = load_config(
-        [f"--parallelism.tensor_parallel_degree={tp}", "--training.enable_cpu_offload=true"]
-    )
-    stays = memory.memory(offloaded, MIXED, gpus=4)
-    moved, host = (
-        report["parameters"] - stays["parameters"],
-        memory.host_memory(offloaded, MIXED, gpus=4),
-    )
+    offloaded = planned("--training.enable_cpu_offload=true")
+    stays = offloaded.memory()
+    moved, host = report["parameters"] - stays["parameters"], offloaded.host_memory()
     assert stays["optimizer"] == 2 * stays["parameters"] < 0.01 * report["optimizer"]
     assert 4 * moved <= host <= 6 * moved  # pinned in powers of two
 
@@ -80,7 +75,7 @@ def test_a_balance_loss_is_planned_under_context_parallelism():
         "--compile.enable=true",
     ]
     run += ["--parallelism.context_parallel_degree=2", "--training.seq_len=256"]
-    assert sum(memory.memory(load_config(run), preset("qwen3.5", "debug"), gpus=2).values()) > 0
+    assert memory.PlannedRank(load_config(run), preset("qwen3.5", "debug"), gpus=2).needs > 0
 
 
 def test_compiled_layers_and_checkpointing_keep_less():
@@ -100,10 +95,9 @@ def test_checkpointing_takes_memory_in_order(name):
         config = load_config(
             ["--model.name", name, "--activation_checkpoint.mode", mode], cuda=True
         )
-        kept.append(
-            sum(memory.saved(config, memory.layers(model, memory.MicroBatchShape.of(config)))[0])
-        )
-        sums.append(sum(memory.moments(config, model, gpus=1)["fullest layer"].values()))
+        rank = memory.PlannedRank(config, model, gpus=1)
+        kept.append(sum(rank.saved()[0]))
+        sums.append(sum(rank.moments()["fullest layer"].values()))
     assert kept == sorted(set(kept)) and sums == sorted(sums) and sums[0] < sums[-1]
 
 
@@ -118,10 +112,10 @@ def test_layers_that_are_not_recomputed_keep_what_they_keep(compiled):
             "activation_checkpoint.mode": mode,
             "activation_checkpoint.selective_ac_option": option,
         }
-        config = changed(load_config([f"--compile.enable={compiled}"], cuda=True), keys)
-        counted = memory.layers(model, memory.MicroBatchShape.of(config))
-        fullest = memory.moments(config, model, 1)["fullest layer"]
-        return list(memory.saved(config, counted)[0]), fullest["activations"] + fullest["working"]
+        config = load_config([f"--compile.enable={compiled}"], cuda=True).changed(keys)
+        rank = memory.PlannedRank(config, model, 1)
+        fullest = rank.moments()["fullest layer"]
+        return list(rank.saved()[0]), fullest["activations"] + fullest["working"]
 
     counted = memory.layers(model, memory.MicroBatchShape.of(load_config([], cuda=True)))
     working = [(layer.compiled if compiled == "true" else layer.plain).working for layer in counted]

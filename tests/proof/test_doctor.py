@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.proof.sabotage import CP, arguments, failures, sabotaged
 from tests.records import change_json, read_json, write_json, write_texts
 from tests.refusals import refused
-from titan_linear.config import changed, load_config
+from titan_linear.config import Parallelism, load_config
 from titan_linear.data import PackedStreams, StreamLoader
 from titan_linear.distributed import compiling, parallelize
 from titan_linear.models import plan
@@ -95,7 +95,7 @@ def in_one_process(check):
 def with_batch(check, size):
     """Of a run with that training.global_batch_size."""
     return lambda subject: check(
-        replace(subject, run=changed(subject.run, {"training.global_batch_size": size}))
+        replace(subject, run=subject.run.changed({"training.global_batch_size": size}))
     )
 
 
@@ -808,7 +808,13 @@ def test_short_memory_is_said_in_a_line(corpus, subject, monkeypatch, capsys):
     """Of a GPU too small for one layer, and of one that has no more in the midst of a check."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 21))
     with refused(r"this device has room for [\d,]+ parameters of the model with 8 ranks, and"):
-        fitting(subject.model, subject.run, subject.degrees, torch.device("cuda"))
+        fitting(
+            subject.model,
+            subject.run.model,
+            subject.run.parallelism,
+            subject.degrees,
+            torch.device("cuda"),
+        )
 
     def out_of_memory(*_):
         raise torch.OutOfMemoryError(
@@ -863,7 +869,7 @@ def test_groups_of_experts_stay_large_enough(top_groups, experts):
     """A model is narrowed to one that there can be: two experts in each of 8 groups, four in those of a token."""
     moe = MoEConfig(64, 4, 64, groups=8, top_groups=top_groups)
     model = replace(MODELS["kimi-linear"]["debug"], dim=4096, moe=moe)
-    found = [proof_subject._thinner(model, factor, load_config([])).moe for factor in (2, 4, 8, 16)]
+    found = [proof_subject._thinner(model, factor, Parallelism()).moe for factor in (2, 4, 8, 16)]
     assert [m.num_experts for m in found] == experts and not any(m.contradiction for m in found)
 
 
@@ -906,7 +912,7 @@ def test_the_logits_of_a_hugging_face_folder(subject, tmp_path):
     from tests.models import hf_models
 
     hf_models.save(hf_models.build("Qwen3.5, tied"), tmp_path)
-    imported = changed(subject.run, {"model.hf_assets_path": str(tmp_path)})
+    imported = subject.run.changed({"model.hf_assets_path": str(tmp_path)})
     (found,) = hf.logits(replace(subject, run=imported))
     assert found.holds and "logits of Qwen3_5ForCausalLM" in found.what
 
@@ -934,7 +940,7 @@ def test_where_transformers_departs_from_published_code(subject, tmp_path):
         change_json(tmp_path / "config.json", changes)
         return list(
             hf.logits(
-                replace(subject, run=changed(subject.run, {"model.hf_assets_path": str(tmp_path)}))
+                replace(subject, run=subject.run.changed({"model.hf_assets_path": str(tmp_path)}))
             )
         )
 

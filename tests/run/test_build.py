@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.keys import argv_of
 from tests.refusals import refused
 from titan_linear.config import load_config
 from titan_linear.run.build import implementations, model_config
@@ -32,10 +33,22 @@ def test_a_preset_follows_a_larger_tokenizer(size, rows, path):
     assert line == ("" if rows == 320 else said)
 
 
+@pytest.mark.parametrize(
+    "keys, factor",
+    [
+        ({"adapter.alpha": 12}, 12 / 4),
+        ({"adapter.alpha": 12, "adapter.rslora": "true"}, 12 / 4**0.5),
+    ],
+)
+def test_adapters_are_scaled_by_alpha_over_the_rank_or_its_root(keys, factor):
+    config = load_config(argv_of({"adapter.enable": "true", "adapter.rank": 4} | keys))
+    assert model_config(config, tokenizer(257)).adapter.factor == factor
+
+
 def unlike(rank, world_size, keys, corpus):
     content = Content(tokenizer="t", model="m", corpora={"": corpus if rank else "a"}, mixture=[])
     try:
-        check_alike(load_config(keys if rank else []), content, dist.group.WORLD)
+        check_alike(load_config(keys if rank else []).flat_keys(), content, dist.group.WORLD)
     except ValueError as error:
         return str(error)
     return ""
@@ -77,13 +90,8 @@ def test_implementations_are_those_for_a_ranks_part_of_the_experts(tp, name):
 
 
 def test_layers_that_are_not_compiled_are_said_on_gpus():
-    compiled = load_config(["--compile.enable=true"])
-    assert "compile.enable = true" in uncompiled(load_config([]), torch.device("cuda"))
-    assert (
-        uncompiled(compiled, torch.device("cuda"))
-        == uncompiled(load_config([]), torch.device("cpu"))
-        == ""
-    )
+    assert "compile.enable = true" in uncompiled(False, torch.device("cuda"))
+    assert uncompiled(True, torch.device("cuda")) == uncompiled(False, torch.device("cpu")) == ""
 
 
 IN_HF = ["--checkpoint.initial_load_path=other", "--checkpoint.initial_load_in_hf=true"]

@@ -12,7 +12,7 @@ from titan_linear.commands.generate import device_of
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE
 from titan_linear.models.presets import MODELS
-from titan_linear.run import preflight, reading
+from titan_linear.run import model_checks, reading
 from titan_linear.storage.run_manifest import write_manifest
 
 GPU = torch.device("cuda")
@@ -36,17 +36,16 @@ def test_implementations_are_checked_for_the_device_that_runs_them(monkeypatch, 
         raise Stop
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    monkeypatch.setattr(preflight, "implementations", implementations)
+    monkeypatch.setattr(model_checks, "implementations", implementations)
     with pytest.raises(Stop):
-        preflight.check_model(MODELS["hybrid"]["debug"], load_config([]), 1, 1)
+        model_checks.check_model(MODELS["hybrid"]["debug"], load_config([]), 1, 1)
     assert asked == ["cuda" if available else "cpu"]
 
 
 def test_a_runs_manifest_names_its_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"GPU number {i}")
-    config = load_config([f"--job.dump_folder={tmp_path}"])
-    write_manifest(config, world_size=2, degrees={"dp_shard": 2}, implementations={})
+    write_manifest(tmp_path, world_size=2, degrees={"dp_shard": 2}, implementations={})
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["hardware"]["gpus"] == ["GPU number 0", "GPU number 1"]
 
@@ -83,15 +82,14 @@ def test_results_are_read_after_their_copies(monkeypatch):
     monkeypatch.setattr(reading.Reader, "batches", lambda *_, **__: iter(range(2)))
     monkeypatch.setattr(torch.Tensor, "to", copied)
     monkeypatch.setattr(torch.Tensor, "numpy", lambda x: log.append("read") or numpy(x))
-    reader = reading.Reader(
-        config=None,
-        tokenizer=None,
+    session = SimpleNamespace(
         model=lambda tokens, plan, loss: loss(Logits(torch.arange(4.0))),
         dims=SimpleNamespace(tp_ranks=SimpleNamespace(rank=0)),
         sharding=sharding,
         precision=nullcontext(),
         host=None,
     )
+    reader = reading.Reader(config=None, tokenizer=None, session=session)
     found = list(reader.read(None, lambda logits, labels, own: (10 * logits.x,)))
     one = ["copy", "copy", "copies end"]
     assert log == [*one, *one, "wait for 0", "read", "read", "wait for 1", "read", "read"]

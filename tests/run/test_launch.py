@@ -18,8 +18,9 @@ from tests.worlds import free_port  # and what the server imports
 from titan_linear.config import Config, load_config
 from titan_linear.distributed.process import AGREED, LAUNCHER, LOST
 from titan_linear.run import launch, preflight
+from titan_linear.run.folder import RunFolder
 from titan_linear.run.launch import Node
-from titan_linear.storage.run_lock import claimed, lock_folder
+from titan_linear.storage.run_lock import lock_folder
 
 ROOT = Path(__file__).parents[2]
 ALONE = Node(2)
@@ -538,7 +539,7 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(calls, capsys, tmp_path):
     link.parent.mkdir()
     link.symlink_to(shared)
     config = load_config(["--job.dump_folder", "another run", "--checkpoint.folder", str(shared)])
-    with elsewhere(lambda: claimed(config)) as other:
+    with elsewhere(lambda: RunFolder(config).claimed()) as other:
         for own in (["--checkpoint.folder", str(shared)], []):
             assert launch.main(own) == 2
             shown = capsys.readouterr().err
@@ -551,7 +552,7 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(calls, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("asked, gpus, count", [("", 0, 2), ("", 4, 4), ("3", 0, 3), ("2", 4, 2)])
-def test_ngpu(monkeypatch, asked, gpus, count):
+def test_ngpu_decides_the_number_of_processes(monkeypatch, asked, gpus, count):
     monkeypatch.setenv("NGPU", asked)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     assert launch.process_count() == count

@@ -1,33 +1,33 @@
 """A run's schedule and degrees of parallelism. Whole preflights are in test_resume.py and test_hf_io.py."""
 
+import os
 import re
 import textwrap
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.keys import argv_of
 from tests.records import write_json, write_texts
 from tests.refusals import refused
-from titan_linear.config import load_config, schedule_steps
-from titan_linear.data import build_tokenizer
+from titan_linear.config import ActivationCheckpoint, load_config
+from titan_linear.data import ByteTokenizer, build_tokenizer, write_corpus
 from titan_linear.models.config import fingerprint
 from titan_linear.models.presets import preset
 from titan_linear.run import preflight as preflight_module
 from titan_linear.run.data import check_content
-from titan_linear.run.preflight import (
+from titan_linear.run.model_checks import (
     check_checkpointing,
     check_expert_parallel,
     check_heads,
-    check_mixture_step,
     check_node_heads,
-    check_prompts,
-    check_schedule,
     check_tensor_parallel,
-    preflight,
     spans_nodes,
 )
+from titan_linear.run.preflight import check_mixture_step, check_prompts, check_schedule, preflight
 from titan_linear.storage.step_folders import Content, Progress
 
 
@@ -73,19 +73,24 @@ def run(folder, **keys):
     ],
 )
 def test_steps_that_are_done_keep_their_rate(stored, now, step, remedy, tmp_path):
-    length = schedule_steps(run(tmp_path, **stored))
+    progress = Progress(step=step, total_steps=run(tmp_path, **stored).schedule_steps)
+
+    def check(**keys):
+        config = run(tmp_path, **keys)
+        check_schedule(config.training.steps, config.optimizer.lr, config.lr_scheduler, progress)
+
     if not remedy:
-        check_schedule(run(tmp_path, **now), step, length)
+        check(**now)
         return
     steps = now["training__steps"]
     with refused(f"training.steps = {steps} would change") as error:
-        check_schedule(run(tmp_path, **now), step, length)
+        check(**now)
     assert (
         f"; set {remedy} to keep the schedule, or lr_scheduler.total_steps = {steps} to resume"
         in str(error.value)
     )
     # a remedy
-    check_schedule(run(tmp_path, **now, lr_scheduler__total_steps=max(steps, 300)), step, length)
+    check(**now, lr_scheduler__total_steps=max(steps, 300))
 
 
 def test_another_model_is_refused(tmp_path):
@@ -139,28 +144,25 @@ def test_another_model_is_refused(tmp_path):
     ],
 )
 def test_what_tensor_parallelism_cannot_split(name, degree, said, tmp_path):
-    config = run(tmp_path, model__name=name, parallelism__tensor_parallel_degree=degree)
+    keys = run(tmp_path, model__name=name).model
     model = preset(name, "debug")
     if not said:
-        return check_tensor_parallel(model, config)
+        return check_tensor_parallel(model, keys, degree)
     with refused(said):
-        check_tensor_parallel(model, config)
+        check_tensor_parallel(model, keys, degree)
 
 
-def test_every_nth_layer_is_one_of_the_model(tmp_path):
-    keys, model = (
-        {"activation_checkpoint__mode": "selective"},
-        replace(preset("hybrid", "debug"), num_layers=4),
-    )
+def test_every_nth_layer_is_one_of_the_model():
+    model = replace(preset("hybrid", "debug"), num_layers=4)
+
+    def every(option):
+        return ActivationCheckpoint(mode="selective", selective_ac_option=option)
+
     for option in ("op", "1", "4"):
-        check_checkpointing(
-            model, run(tmp_path, **keys, activation_checkpoint__selective_ac_option=option)
-        )
+        check_checkpointing(model, every(option))
     with refused(r"selective_ac_option = '5' computes none of the model's 4 layers again"):
-        check_checkpointing(
-            model, run(tmp_path, **keys, activation_checkpoint__selective_ac_option="5")
-        )
-    check_checkpointing(model, run(tmp_path))
+        check_checkpointing(model, every("5"))
+    check_checkpointing(model, ActivationCheckpoint())
 
 
 def test_an_all_to_all_splits_the_heads_that_tensor_parallelism_leaves(tmp_path):
@@ -168,32 +170,34 @@ def test_an_all_to_all_splits_the_heads_that_tensor_parallelism_leaves(tmp_path)
         "parallelism__context_parallel_degree": 2,
         "parallelism__context_parallel_linear_method": "ulysses",
     }
-    check_heads(preset("hybrid", "debug"), run(tmp_path, **keys))
+    config = run(tmp_path, **keys)
+    both = run(tmp_path, **keys, parallelism__tensor_parallel_degree=2).parallelism
+    check_heads(preset("hybrid", "debug"), config.model, config.parallelism)
     with refused(r"the 2 heads .*degree = 2 × tensor_parallel_degree = 2 ranks"):
-        check_heads(
-            preset("hybrid", "debug"), run(tmp_path, **keys, parallelism__tensor_parallel_degree=2)
-        )
+        check_heads(preset("hybrid", "debug"), config.model, both)
     with refused(r"= 'ulysses' cannot split the 2 groups of .*; use 'kcp', or a degree"):
-        check_heads(
-            preset("nemotron-h", "debug"),
-            run(tmp_path, **keys, parallelism__tensor_parallel_degree=2),
-        )
+        check_heads(preset("nemotron-h", "debug"), config.model, both)
 
 
 def test_ranks_of_a_node_share_the_heads(tmp_path):
     """Of 4 query and 2 key heads; 12 ranks on nodes of 8 are on one in fours, and of three groups of 8 on nodes of 12
     one is on two nodes."""
     keys = {"parallelism__context_parallel_method": "ulysses+ring", "training__seq_len": 768}
-    model, cp = preset("hybrid", "debug"), "parallelism__context_parallel_degree"
+
+    def check(ranks, world_size, node_size, **more):
+        cp = {"parallelism__context_parallel_degree": ranks}
+        config = run(tmp_path, **keys, **cp, **more)
+        model = preset("hybrid", "debug")
+        check_node_heads(model, config.model, config.parallelism, world_size, node_size)
+
     for ranks, node_size in ((12, 8), (16, 4), (4, 2)):
-        check_node_heads(model, run(tmp_path, **keys, **{cp: ranks}), ranks, node_size)
+        check(ranks, ranks, node_size)
     for ranks, world_size, node_size in ((16, 16, 8), (8, 24, 12)):
         with refused(r"4 query heads .* the 8 ranks .* a node of \d+ processes; use 'ring' or"):
-            check_node_heads(model, run(tmp_path, **keys, **{cp: ranks}), world_size, node_size)
-    config = run(tmp_path, **keys, **{cp: 16}, parallelism__tensor_parallel_degree=2)
-    check_node_heads(model, config, 32, 4)
+            check(ranks, world_size, node_size)
+    check(16, 32, 4, parallelism__tensor_parallel_degree=2)
     with refused(r"4 query heads .* among the 4 ranks"):
-        check_node_heads(model, config, 32, 8)
+        check(16, 32, 8, parallelism__tensor_parallel_degree=2)
 
 
 @pytest.mark.parametrize(
@@ -206,16 +210,13 @@ def test_ranks_of_a_node_share_the_heads(tmp_path):
 )
 def test_experts_that_cannot_be_shared_out(name, degree, said, tmp_path):
     with refused(said):
-        check_expert_parallel(
-            preset(name, "debug"),
-            run(tmp_path, model__name=name, parallelism__expert_parallel_degree=degree),
-        )
+        keys = run(tmp_path, model__name=name).model
+        check_expert_parallel(preset(name, "debug"), keys, degree)
 
 
-def test_tensor_parallelism_across_nodes_is_a_warning(tmp_path):
-    config = run(tmp_path, parallelism__tensor_parallel_degree=8)
-    assert spans_nodes(config, 8) == spans_nodes(config, 16) == ""
-    assert "= 8 reaches across nodes of 4 processes" in spans_nodes(config, 4)
+def test_tensor_parallelism_across_nodes_is_a_warning():
+    assert spans_nodes(8, 8) == spans_nodes(8, 16) == ""
+    assert "= 8 reaches across nodes of 4 processes" in spans_nodes(8, 4)
 
 
 SHIPPED = [
@@ -292,6 +293,22 @@ def test_a_corpus_of_less_than_a_step_is_a_warning(tmp_path, capsys):
             preflight(run(tmp_path, **given, **{"training.seq_len": 34}), 1)
 
 
+@pytest.mark.parametrize("verify", ["changed", "always"])
+def test_a_corpus_is_read_at_each_start_only_if_asked(verify, tmp_path):
+    """A byte that changes without the file's size and time is noticed only then."""
+    write_corpus(tmp_path / "corpus", [np.arange(64) % 9], ByteTokenizer())
+    keys = {"training.dataset": "tokens", "training.dataset_path": tmp_path / "corpus"}
+    keys |= {"training.seq_len": 8, "training.global_batch_size": 2, "training.verify": verify}
+    preflight(run(tmp_path, **keys), 1)
+    (file,) = (tmp_path / "corpus").glob("tokens*")
+    stat, content = file.stat(), bytearray(file.read_bytes())
+    content[0] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with refused("tokens") if verify == "always" else nullcontext():
+        preflight(run(tmp_path, **keys), 1)
+
+
 def test_weights_and_biases_without_its_package(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight_module, "find_spec", lambda name: None)
     config = load_config([f"--job.dump_folder={tmp_path}", "--metrics.enable_wandb=true"])
@@ -335,10 +352,9 @@ def test_a_prompt_without_tokens_is_refused_before_the_run(prompt, tokens, tmp_p
     }
     with refused(rf"{prompt} = '  ' has no tokens; give some text to continue"):
         preflight(run(tmp_path, **keys, **{prompt: "  "}), 1)
-    check_prompts(run(tmp_path, **keys, **{prompt: "a"}), build_tokenizer(str(tmp_path)))
-    check_prompts(
-        run(tmp_path, **keys | {tokens: 0}, **{prompt: "  "}), build_tokenizer(str(tmp_path))
-    )
+    for more in ({prompt: "a"}, {tokens: 0, prompt: "  "}):
+        config = run(tmp_path, **keys | more)
+        check_prompts(config.validation, config.sample, build_tokenizer(str(tmp_path)))
 
 
 def test_a_mixture_does_not_change_in_a_run_that_is_not_there(tmp_path):
@@ -350,9 +366,9 @@ def test_a_mixture_does_not_change_in_a_run_that_is_not_there(tmp_path):
     with refused(message):
         preflight(run(tmp_path, **keys), 1)
     # what it may be there, its mixtures say
-    check_mixture_step(run(tmp_path, **keys), Progress(step=480))
+    check_mixture_step(500, str(tmp_path), Progress(step=480))
     for step in (-1, 0):
-        check_mixture_step(run(tmp_path, **keys | {"training.mixture_from_step": step}), None)
+        check_mixture_step(step, str(tmp_path), None)
 
 
 @pytest.mark.parametrize("known", ["bytes-257", None, "of another file"])

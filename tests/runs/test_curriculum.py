@@ -7,9 +7,9 @@ import torch
 from tests.records import read_lines
 from tests.refusals import refused
 from tests.training import FLOAT64, arguments
-from titan_linear.config import check_config, load_config, seq_len_at, tokens_at
+from titan_linear.config import check_config, load_config
 from titan_linear.data import MixedStreams, PackedStreams, Phase, build_tokenizer
-from titan_linear.run.data import build_streams
+from titan_linear.run.data import RunData
 from titan_linear.train import Trainer
 
 SCHEDULE = "[{until_step = 2, seq_len = 16}, {until_step = 3, seq_len = 24}, {until_step = 4, seq_len = 32}]"
@@ -34,8 +34,8 @@ def tokens(streams, indices):
 
 def test_lengths_of_steps(corpus):
     t = load_config(arguments(corpus, KEYS)).training
-    assert [seq_len_at(t, step) for step in range(1, 6)] == LENGTHS
-    assert [tokens_at(t, step) for step in range(6)] == [
+    assert [t.seq_len_at(step) for step in range(1, 6)] == LENGTHS
+    assert [t.tokens_at(step) for step in range(6)] == [
         G * sum(LENGTHS[:step]) for step in range(6)
     ]
 
@@ -43,14 +43,13 @@ def test_lengths_of_steps(corpus):
 def test_the_line_goes_on(corpus):
     """No token is left out, none comes twice; what documents are is what it is in streams of that length."""
     tokenizer = build_tokenizer(None)
-    streams, _ = build_streams(load_config(arguments(corpus, KEYS)), tokenizer, None)
-    alone, _ = build_streams(
+    streams, _ = RunData(load_config(arguments(corpus, KEYS)), tokenizer).streams(None)
+    alone, _ = RunData(
         load_config(
             arguments(corpus, KEYS, {"training.seq_len_schedule": "[]", "training.seq_len": 8})
         ),
         tokenizer,
-        {},
-    )
+    ).streams({})
     found = tokens(streams, range(G * 5))
     assert [len(streams[i].tokens) for i in range(G * 5)] == [n for n in LENGTHS for _ in range(G)]
     assert (found == tokens(alone, range(G * sum(LENGTHS) // 8))).all()
@@ -67,7 +66,7 @@ def test_the_line_goes_on(corpus):
 def test_a_mixture_goes_on_in_each_source(corpus):
     """Across a change of its weights too."""
     config = load_config(arguments(corpus, KEYS))
-    one, _ = build_streams(config, build_tokenizer(None), None)
+    one, _ = RunData(config, build_tokenizer(None)).streams(None)
     short = {
         name: PackedStreams(one.line.side, seq_len=8, seed=seed) for seed, name in enumerate("ab")
     }

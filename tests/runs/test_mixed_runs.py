@@ -10,9 +10,9 @@ from tests.keys import argv_of
 from tests.refusals import refused
 from titan_linear.config import check_config, difference, load_config
 from titan_linear.data import ByteTokenizer, Phase, write_corpus
-from titan_linear.run.data import build_streams, mixture_phases
+from titan_linear.run.data import RunData
+from titan_linear.run.folder import RunFolder
 from titan_linear.run.preflight import preflight
-from titan_linear.storage.rundir import check_resume, write_config
 from titan_linear.storage.step_folders import Content, Progress
 from titan_linear.train import Trainer
 
@@ -59,7 +59,7 @@ def trained(rank, world_size, argv):
     return [*losses, trainer.validate()], trainer.content
 
 
-def test_runs(folder, worlds):
+def test_losses_of_mixtures_do_not_depend_on_the_processes(folder, worlds):
     """The losses do not depend on the processes; a run resumes, changes by name, and its checkpoint knows all of it."""
 
     def run(processes, step, **more):
@@ -115,7 +115,10 @@ def test_a_change_twice_at_a_step_is_the_last_one():
     config = SimpleNamespace(
         training=SimpleNamespace(mixture=[source], mixture_from_step=4, global_batch_size=4)
     )
-    assert mixture_phases(config, progress) == [Phase(0, {"a": 1}), Phase(16, {"c": 1.0})]
+    assert RunData(config, ByteTokenizer()).mixture_phases(progress) == [
+        Phase(0, {"a": 1}),
+        Phase(16, {"c": 1.0}),
+    ]
 
 
 def test_a_mixture_says_its_shares_and_epochs(folder, capsys):
@@ -124,7 +127,7 @@ def test_a_mixture_says_its_shares_and_epochs(folder, capsys):
         folder, **{"training.mixture": mixture(folder, a=3, b=1), "validation.enable": "false"}
     )
     preflight(config := load_config(argv), 1)
-    streams, _ = build_streams(config, ByteTokenizer(), None)
+    streams, _ = RunData(config, ByteTokenizer()).streams(None)
     of_a = [streams.source(i)[0] for i in range(2 * 4)].count("a")
     said = f"\nmixture: a {of_a / 8:.1%} ({of_a * 32 / 1000:.3g} epochs of 1,000 tokens), b {1 - of_a / 8:.1%} ("
     assert said in capsys.readouterr().out
@@ -160,7 +163,7 @@ WEB = '{name="web", weight=1, dataset="jsonl", dataset_path="x"}'
         ),
     ],
 )
-def test_bad_mixtures(value, message):
+def test_bad_mixtures_are_refused(value, message):
     with refused(message):
         check_config(load_config(["--training.mixture", value]), 1)
 
@@ -192,17 +195,17 @@ def test_the_folder_of_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config(["--job.dump_folder=run", "--training.mixture", f"[{WEB}]"])
     os.mkdir("run")
-    write_config(config)
+    RunFolder(config).write_config()
     (tmp_path / "run/metrics.jsonl").write_text('{"step": 1}\n')
     stored = load_config(["--job.config_file", "run/config.toml"])
     assert stored.training.mixture[0].dataset_path == f"{tmp_path}/x"
-    assert check_resume(config) == check_resume(stored) == []
+    assert RunFolder(config).check_resume() == RunFolder(stored).check_resume() == []
     moved = load_config(
         ["--job.dump_folder=run", "--training.mixture", f"[{WEB.replace('x', 'y')}]"]
     )
     # The checkpoint knows the content.
-    assert check_resume(moved) == [
+    assert RunFolder(moved).check_resume() == [
         f"training.mixture: 'web': dataset_path '{tmp_path}/x' → '{tmp_path}/y'"
     ]
     with refused(r"training.mixture: 'web' left out\n"):
-        check_resume(load_config(["--job.dump_folder=run"]))
+        RunFolder(load_config(["--job.dump_folder=run"])).check_resume()

@@ -13,18 +13,11 @@ import pytest
 from tests.keys import argv_of
 from tests.records import read_lines, write_texts
 from tests.refusals import exit_of, own_handlers, refused
-from titan_linear.config import changed, check_config, load_config
+from titan_linear.config import check_config, load_config
 from titan_linear.run import launch
 from titan_linear.run.console import finished, unwarmed
+from titan_linear.run.folder import RunFolder
 from titan_linear.run.preflight import preflight
-from titan_linear.storage.rundir import (
-    check_resume,
-    copied_configuration,
-    finished_without_checkpoint,
-    set_run_aside,
-    starts_anew,
-    write_config,
-)
 from titan_linear.train import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +31,7 @@ def trained(folder, *overrides):
     """A folder whose run has logged step 3 of 3."""
     folder.mkdir()
     config = run(folder, "--training.steps=3", *overrides)
-    write_config(config)
+    RunFolder(config).write_config()
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 3}\n')
     (folder / "manifest.json").write_text("{}")
     return config
@@ -64,9 +57,9 @@ def test_paths_are_written_from_the_root(tmp_path, monkeypatch):
     assert stored.training.dataset_path == f"{tmp_path}/data/*.jsonl,{tmp_path}/more"
     assert stored.model.tokenizer_path == f"{tmp_path}/t/tokenizer.json"
     assert stored.checkpoint.initial_load_path == os.path.expanduser("~/old")
-    assert check_resume(config) == []  # the same, said from here
+    assert RunFolder(config).check_resume() == []  # the same, said from here
     monkeypatch.chdir("/")
-    assert check_resume(stored) == []
+    assert RunFolder(stored).check_resume() == []
     in_bytes = trained(
         tmp_path / "b",
         "--training.dataset=jsonl",
@@ -90,21 +83,21 @@ def test_content_may_move_and_nothing_else(tmp_path):
         "--model.tokenizer_path=/b/t",
         "--training.steps=3",
     ]
-    assert check_resume(run(tmp_path / "run", *moved)) == [
+    assert RunFolder(run(tmp_path / "run", *moved)).check_resume() == [
         "model.tokenizer_path: '/a/t' → '/b/t'",
         "training.dataset_path: '/a/x' → '/b/x'",
     ]
     with refused(r"optimizer.lr: .* 1.0\n.* or begin again here: job.start_anew = true"):
-        check_resume(run(tmp_path / "run", *moved, "--optimizer.lr=1"))
+        RunFolder(run(tmp_path / "run", *moved, "--optimizer.lr=1")).check_resume()
     (tmp_path / "run/checkpoint/step-3").mkdir(parents=True)
     (tmp_path / "run/checkpoint/step-3/manifest.json").touch()
     with refused(r"optimizer.lr: .* 1.0\n.* whose checkpoint.initial_load_path may be this one"):
-        check_resume(run(tmp_path / "run", *moved, "--optimizer.lr=1"))
+        RunFolder(run(tmp_path / "run", *moved, "--optimizer.lr=1")).check_resume()
     for key in ("model.tokenizer_path", "training.dataset_path"):
         with refused(rf"{key}: '/a/.' → ''"):
-            check_resume(run(tmp_path / "run", *moved, f"--{key}="))
+            RunFolder(run(tmp_path / "run", *moved, f"--{key}=")).check_resume()
     with refused(r"validation.dataset_path: '' → '/v'"):  # it would change the training split
-        check_resume(run(tmp_path / "run", *moved, "--validation.dataset_path=/v"))
+        RunFolder(run(tmp_path / "run", *moved, "--validation.dataset_path=/v")).check_resume()
 
 
 def test_a_copied_configuration_says_where_it_writes(tmp_path, monkeypatch):
@@ -114,7 +107,9 @@ def test_a_copied_configuration_says_where_it_writes(tmp_path, monkeypatch):
     copy = shutil.copyfile(folder / "config.toml", tmp_path / "mine.toml")
 
     def said(file, *overrides):
-        return copied_configuration(load_config(["--job.config_file", str(file), *overrides]))
+        return RunFolder(
+            load_config(["--job.config_file", str(file), *overrides])
+        ).copied_configuration
 
     assert said(folder / "config.toml") == ""
     assert f"run in '{folder}', and this start writes there; --job.dump_folder FOLDER" in said(copy)
@@ -129,18 +124,22 @@ def test_a_copied_configuration_says_where_it_writes(tmp_path, monkeypatch):
     for config in ROOT.glob("train_configs/*.toml"):
         assert said(config) == ""
     os.mkfifo(pipe := tmp_path / "pipe")  # which can be read once
-    assert copied_configuration(changed(load_config([]), {"job.config_file": str(pipe)})) == ""
+    assert (
+        RunFolder(load_config([]).changed({"job.config_file": str(pipe)})).copied_configuration
+        == ""
+    )
 
 
 def test_a_run_without_checkpoints_can_be_begun_anew(tmp_path):
     folder = tmp_path / "run"
     config = trained(folder)
-    assert finished_without_checkpoint(config) and not finished_without_checkpoint(
-        run(folder, "--training.steps=4")
+    assert (
+        RunFolder(config).finished_without_checkpoint
+        and not RunFolder(run(folder, "--training.steps=4")).finished_without_checkpoint
     )
     other = ["--training.steps=3", "--model.name=kda"]
     with refused(r"begin again here: job.start_anew = true \(it deletes nothing\)"):
-        check_resume(run(folder, *other))
+        RunFolder(run(folder, *other)).check_resume()
     anew = run(folder, *other, "--job.start_anew=true")
     files = (
         "profile_traces/rank0_step2.json",
@@ -151,9 +150,9 @@ def test_a_run_without_checkpoints_can_be_begun_anew(tmp_path):
     for name in files:
         (folder / name).parent.mkdir(parents=True)
         (folder / name).touch()
-    assert check_resume(anew) == [] and starts_anew(anew)
-    set_run_aside(anew)
-    write_config(anew)
+    assert RunFolder(anew).check_resume() == [] and RunFolder(anew).starts_anew
+    RunFolder(anew).set_run_aside()
+    RunFolder(anew).write_config()
     assert sorted(path.name for path in folder.iterdir() if path.is_file()) == ["config.toml"]
     (aside,) = folder.glob("abandoned-*")
     left = {str(path.relative_to(aside)) for path in aside.rglob("*") if path.is_file()}
@@ -176,7 +175,7 @@ def test_traces_anywhere_in_the_folder_are_set_aside(traces, tmp_path):
         f"--profiling.save_traces_folder={traces}",
         "--profiling.save_memory_snapshot_folder=both",
     )
-    set_run_aside(run(folder, *keys, "--job.start_anew=true"))
+    RunFolder(run(folder, *keys, "--job.start_anew=true")).set_run_aside()
     (aside,) = folder.glob("abandoned-*")
     left = {path for path in folder.rglob("*") if path.is_file()}
     assert left == {
@@ -195,15 +194,18 @@ def test_a_run_with_a_checkpoint_is_not_begun_anew(tmp_path):
     folder = tmp_path / "run"
     config = trained(folder)
     save(folder, 2)
-    assert not finished_without_checkpoint(config) and not starts_anew(
-        run(folder, "--job.start_anew=true")
+    assert (
+        not RunFolder(config).finished_without_checkpoint
+        and not RunFolder(run(folder, "--job.start_anew=true")).starts_anew
     )
     with refused(r"another job.dump_folder, whose checkpoint"):
-        check_resume(run(folder, "--training.steps=3", "--model.name=kda", "--job.start_anew=true"))
+        RunFolder(
+            run(folder, "--training.steps=3", "--model.name=kda", "--job.start_anew=true")
+        ).check_resume()
     with refused(r"checkpoint.folder = 'other' would begin again in job.dump_folder"):
-        check_resume(
+        RunFolder(
             run(folder, "--training.steps=3", "--checkpoint.folder=other", "--job.start_anew=true")
-        )
+        ).check_resume()
 
 
 def train_on_rank(rank, world_size, config):
@@ -340,10 +342,8 @@ def test_the_prompt_is_the_samples_or_of_the_demos_texts(installed):
 
 
 def test_a_run_that_ends_while_it_warms_up_says_so():
-    assert unwarmed(run("a", "--training.steps=100", "--lr_scheduler.warmup_steps=100")) == ""
-    assert "training.steps = 99 ends within" in unwarmed(
-        run("a", "--training.steps=99", "--lr_scheduler.warmup_steps=100")
-    )
+    assert unwarmed(steps=100, warmup=100) == ""
+    assert "training.steps = 99 ends within" in unwarmed(steps=99, warmup=100)
 
 
 def test_the_end_of_a_run_says_what_can_be_done_with_it(installed, monkeypatch):

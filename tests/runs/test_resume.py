@@ -390,9 +390,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from titan_linear import train
 from titan_linear.distributed.groups import set_timeout
-from titan_linear.run import preflight
+from titan_linear.run.data import RunData
 
-def slowly(*args, whole=preflight.open_corpora, **options):
+def slowly(*args, whole=RunData.corpora, **options):
     time.sleep(4)
     return whole(*args, **options)
 
@@ -401,7 +401,7 @@ def impatiently(*args, whole=train.on_rank_0):
     whole(*args)
     set_timeout([dist.group.WORLD], timedelta(minutes=30))
 
-preflight.open_corpora, train.on_rank_0 = slowly, impatiently
+RunData.corpora, train.on_rank_0 = slowly, impatiently
 sys.exit(train.main(sys.argv[1:]))
 """
 

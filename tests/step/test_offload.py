@@ -29,9 +29,9 @@ from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.distributed.parts import Parts, local_tensor
 from titan_linear.distributed.process import be_deterministic
 from titan_linear.models.presets import OWN
+from titan_linear.run.folder import RunFolder
 from titan_linear.step.optimizer import build_optimizer, step_numbers, update
 from titan_linear.storage.hf_writing import gather
-from titan_linear.storage.rundir import check_resume
 from titan_linear.train import Trainer
 
 OFFLOAD = {"training.enable_cpu_offload": "true"}
@@ -113,7 +113,7 @@ def test_a_run_resumes_with_and_without(corpus, worlds, tmp_path):
             {"training.steps": steps, "job.dump_folder": tmp_path / folder},
         )
         (tmp_path / folder).mkdir(exist_ok=True)
-        check_resume(load_config(argv))
+        RunFolder(load_config(argv)).check_resume()
         return worlds(processes).run(train_on, argv)[0]
 
     _, want = train(1, 4, "whole", {})
@@ -187,7 +187,7 @@ def train_on_gpus(rank, world_size, argv):
         small = set(replicated_parameters(trainer.model))  # A_log and dt_bias
         moments = {
             p: (state["exp_avg"], state["exp_avg_sq"])
-            for p, state in trainer.optimizer.state.items()
+            for p, state in trainer.session.optimizer.state.items()
         }
         assert small and len(moments) == len(list(trainer.model.parameters()))
         for p, own in moments.items():
@@ -225,11 +225,11 @@ def on_gpus(processes, corpus, worlds, split):
 
 
 @pytest.mark.cuda
-def test_one_gpu(corpus, worlds):
+def test_one_gpu_with_offload_equals_one_without(corpus, worlds):
     on_gpus(1, corpus, worlds, {})
 
 
 @pytest.mark.cuda(2)
 @pytest.mark.parametrize("split", ON_GPUS)
-def test_two_gpus(split, corpus, worlds):
+def test_two_gpus_with_offload_equal_those_without(split, corpus, worlds):
     on_gpus(2, corpus, worlds, ON_GPUS[split])

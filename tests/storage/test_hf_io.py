@@ -435,8 +435,9 @@ def test_keys_extend_the_context_of_a_folder(corpus, tmp_path):
         "checkpoint__last_save_in_hf": "true",
     }
     argv = arguments(corpus, tmp_path / "run", **run, model__attention__rope_scaling=yarn)
-    preflight(load_config(argv), world_size=2)
-    assert "rope_scaling" in model_name(load_config(argv))
+    config = load_config(argv)
+    preflight(config, world_size=2)
+    assert "rope_scaling" in model_name(config.model, config.hf_assets)
     with refused(r"another model: attention.scale = None \(this run: 0.5\)"):
         preflight(load_config([*argv, "--model.attention.scale", "0.5"]), world_size=2)
 
@@ -480,12 +481,12 @@ def test_weights_whose_tokenizer_is_of_another_kind(others, kimi, corpus, tmp_pa
     preflight(config, world_size=2)
     assert f"tokenizer: '{kimi}/tokenizer.json', 281 tokens\n" in capsys.readouterr().out
     assert (
-        model_name(config) == f"KimiLinearForCausalLM of '{kimi}'"
+        model_name(config.model, config.hf_assets) == f"KimiLinearForCausalLM of '{kimi}'"
         and first_weights(config) == f"weights of '{kimi}'"
     )
     drawn = load_config(["--model.flavor", "hf", "--model.hf_assets_path", str(kimi)])
     assert (
-        model_name(drawn) == model_name(config)
+        model_name(drawn.model, drawn.hf_assets) == model_name(config.model, config.hf_assets)
         and first_weights(drawn) == "weights drawn from debug.seed = 0"
     )
 

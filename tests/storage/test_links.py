@@ -15,9 +15,9 @@ from titan_linear.data.corpus.writing import Journal, write_into
 from titan_linear.distributed.hangs import Watch
 from titan_linear.hooks.metrics import MetricsLogger, Moment
 from titan_linear.hooks.spikes import MicroLoss, write_spike
+from titan_linear.run.folder import RunFolder
 from titan_linear.storage.files import replacing, write_whole
-from titan_linear.storage.run_lock import claimed, lock_folder
-from titan_linear.storage.rundir import check_folders
+from titan_linear.storage.run_lock import lock_folder
 
 DOCUMENT = np.array([72, 105])
 CACHE = f"text-{'0' * 24}"
@@ -30,14 +30,14 @@ def config(folder, *more):
 
 
 def refused_start(folder):
-    with claimed(config(folder)):
+    with RunFolder(config(folder)).claimed():
         raise ValueError("refused")
 
 
 def start_with_checkpoints_elsewhere(folder):
-    with claimed(
+    with RunFolder(
         config(folder / "run", "--checkpoint.enable=true", "--checkpoint.folder", str(folder))
-    ):
+    ).claimed():
         pass
 
 
@@ -130,7 +130,7 @@ def test_links_are_named(tmp_path):
         lock(tmp_path)
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "victim")
     with refused(r"job.dump_folder = .*/metrics.jsonl' is a link, and a run appends to none"):
-        check_folders(config(tmp_path))
+        RunFolder(config(tmp_path)).check_writable()
 
 
 def test_what_a_killed_write_left_is_replaced(tmp_path):

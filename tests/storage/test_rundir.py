@@ -11,16 +11,11 @@ from tests.processes import elsewhere
 from tests.records import read_json
 from tests.refusals import refused
 from titan_linear.config import load_config
+from titan_linear.run.folder import RunFolder
 from titan_linear.storage import files, run_manifest
-from titan_linear.storage.run_lock import claimed, lock_folder
+from titan_linear.storage.run_lock import lock_folder
 from titan_linear.storage.run_manifest import write_manifest
-from titan_linear.storage.rundir import (
-    check_folders,
-    check_resume,
-    cut_metrics,
-    finished_without_checkpoint,
-    write_config,
-)
+from titan_linear.storage.rundir import cut_metrics
 
 
 @pytest.fixture
@@ -29,7 +24,7 @@ def folder(tmp_path):
     folder = tmp_path / "a run"
     with lock_folder(str(folder)):
         pass
-    write_config(run(folder))
+    RunFolder(run(folder)).write_config()
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     return folder
 
@@ -57,7 +52,7 @@ def test_checkpoints_may_lie_on_a_file_system_without_locks(folder, tmp_path, mo
         locked(file, how)
 
     monkeypatch.setattr(files.fcntl, "lockf", locks_for_runs_alone)
-    with claimed(run(folder, "--checkpoint.folder", str(tmp_path / "another disk"))):
+    with RunFolder(run(folder, "--checkpoint.folder", str(tmp_path / "another disk"))).claimed():
         assert not (tmp_path / "another disk").exists()
 
 
@@ -71,7 +66,9 @@ def test_a_start_that_is_refused_leaves_nothing(tmp_path, there, refusal):
     before = sorted(tmp_path.rglob("*"))
     with (
         pytest.raises(refusal),
-        claimed(run(tmp_path / "outputs", f"--checkpoint.folder={tmp_path}/disk/checkpoints")),
+        RunFolder(
+            run(tmp_path / "outputs", f"--checkpoint.folder={tmp_path}/disk/checkpoints")
+        ).claimed(),
     ):
         assert (tmp_path / "outputs/.lock").exists() and (
             tmp_path / "disk/checkpoints/.lock"
@@ -82,9 +79,12 @@ def test_a_start_that_is_refused_leaves_nothing(tmp_path, there, refusal):
 
 def test_a_start_beside_another_run_leaves_its_lock(tmp_path):
     checkpoints = f"--checkpoint.folder={tmp_path / 'disk'}"
-    with elsewhere(lambda: claimed(run(tmp_path / "outputs", checkpoints))):
+    with elsewhere(lambda: RunFolder(run(tmp_path / "outputs", checkpoints)).claimed()):
         for own in ("outputs", "others"):
-            with refused("in use by another run"), claimed(run(tmp_path / own, checkpoints)):
+            with (
+                refused("in use by another run"),
+                RunFolder(run(tmp_path / own, checkpoints)).claimed(),
+            ):
                 pass
         names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
     assert names == {"outputs", "outputs/.lock", "disk", "disk/.lock"}
@@ -95,7 +95,7 @@ def run(folder, *overrides):
 
 
 def test_the_same_run_goes_on(folder):
-    assert check_resume(run(folder)) == []
+    assert RunFolder(run(folder)).check_resume() == []
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,9 @@ def test_the_same_run_goes_on(folder):
     ],
 )
 def test_how_a_run_is_computed_may_change(folder, override, change):
-    assert check_resume(run(folder, f"--{override}", "--job.description=again")) == [change]
+    assert RunFolder(run(folder, f"--{override}", "--job.description=again")).check_resume() == [
+        change
+    ]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,7 @@ def test_how_a_run_is_computed_may_change(folder, override, change):
 )
 def test_what_a_run_computes_may_not_change(folder, override, change):
     with pytest.raises(ValueError) as error:
-        check_resume(run(folder, f"--{override}", "--training.steps=2000"))
+        RunFolder(run(folder, f"--{override}", "--training.steps=2000")).check_resume()
     assert f"\n  {change}\n" in str(error.value) and "another job.dump_folder" in str(error.value)
     assert "training.steps" not in str(error.value)
 
@@ -145,12 +147,12 @@ def test_what_a_run_computes_may_not_change(folder, override, change):
 @pytest.mark.parametrize("key", ["checkpoint.enable=false", "checkpoint.folder=other"])
 def test_checkpoints_are_not_passed_over(folder, key):
     """The run would begin again, and its metrics be cut."""
-    assert check_resume(run(folder, f"--{key}"))
+    assert RunFolder(run(folder, f"--{key}")).check_resume()
     (folder / "checkpoint" / "step-1").mkdir(parents=True)
     (folder / "checkpoint" / "step-1" / "manifest.json").write_text("{}")
-    assert check_resume(run(folder)) == []
+    assert RunFolder(run(folder)).check_resume() == []
     with refused(r"would begin again in .* restore the key, or start a new run"):
-        check_resume(run(folder, f"--{key}"))
+        RunFolder(run(folder, f"--{key}")).check_resume()
 
 
 def test_checkpoints_of_another_run_are_named(tmp_path):
@@ -159,15 +161,17 @@ def test_checkpoints_of_another_run_are_named(tmp_path):
     (theirs / "step-1").mkdir(parents=True)
     (theirs / "step-1/manifest.json").write_text("{}")
     with refused(r"checkpoint\.folder = '.*theirs' holds checkpoints of another run"):
-        check_resume(run(folder, f"--checkpoint.folder={theirs}"))
+        RunFolder(run(folder, f"--checkpoint.folder={theirs}")).check_resume()
     alone = run(
         folder, f"--checkpoint.folder={theirs}", "--checkpoint.enable=false", "--training.steps=3"
     )
-    assert check_resume(alone) == [] and not finished_without_checkpoint(alone)
+    assert (
+        RunFolder(alone).check_resume() == [] and not RunFolder(alone).finished_without_checkpoint
+    )
     folder.mkdir()
-    write_config(alone)
+    RunFolder(alone).write_config()
     (folder / "metrics.jsonl").write_text('{"step": 3}\n')
-    assert check_resume(alone) == [] and finished_without_checkpoint(alone)
+    assert RunFolder(alone).check_resume() == [] and RunFolder(alone).finished_without_checkpoint
 
 
 def test_one_folder_of_checkpoints_has_many_names(folder):
@@ -175,24 +179,24 @@ def test_one_folder_of_checkpoints_has_many_names(folder):
     (folder / "checkpoint" / "step-1" / "manifest.json").write_text("{}")
     (folder / "link").symlink_to("checkpoint")
     for name in ("checkpoint/", "./checkpoint", folder / "checkpoint", "link"):
-        changes = check_resume(run(folder, f"--checkpoint.folder={name}"))
+        changes = RunFolder(run(folder, f"--checkpoint.folder={name}")).check_resume()
         assert changes == [f"checkpoint.folder: 'checkpoint' → '{name}'"]
 
 
 def test_a_folder_without_a_trained_step_holds_no_run(folder):
     (folder / "metrics.jsonl").write_text("")
-    assert check_resume(run(folder, "--model.name=kda")) == []
+    assert RunFolder(run(folder, "--model.name=kda")).check_resume() == []
     (folder / "metrics.jsonl").unlink()
-    assert check_resume(run(folder, "--model.name=kda")) == []
+    assert RunFolder(run(folder, "--model.name=kda")).check_resume() == []
     (folder / "checkpoint/step-1").mkdir(parents=True)
     with refused(r"model.name: 'hybrid' → 'kda'"):
-        check_resume(run(folder, "--model.name=kda"))
+        RunFolder(run(folder, "--model.name=kda")).check_resume()
 
 
 def test_a_run_without_its_configuration_is_refused(folder):
     (folder / "config.toml").unlink()
     with refused(r"holds a run without its config.toml"):
-        check_resume(run(folder))
+        RunFolder(run(folder)).check_resume()
 
 
 @pytest.mark.parametrize(
@@ -210,16 +214,16 @@ def test_folders_that_cannot_be_made_are_refused_before_the_run(folder, key, use
     there = folder / where.partition("/")[0]
     message = f"{key} = '{where}' cannot be written: '{there}' is not a folder; use another"
     with refused(re.escape(message)):
-        check_folders(run(folder, f"--{used}=true", f"--{key}={where}"))
-    check_folders(run(folder, f"--{used}=false", f"--{key}={where}"))
-    check_folders(run(folder, f"--{used}=true", f"--{key}=new/below"))
+        RunFolder(run(folder, f"--{used}=true", f"--{key}={where}")).check_writable()
+    RunFolder(run(folder, f"--{used}=false", f"--{key}={where}")).check_writable()
+    RunFolder(run(folder, f"--{used}=true", f"--{key}=new/below")).check_writable()
     assert not (folder / "new").exists()
 
 
 def test_a_folder_that_may_not_be_written_is_refused(folder, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
     with refused(re.escape(f"checkpoint.folder = 'checkpoint' cannot be written: '{folder}'")):
-        check_folders(run(folder))
+        RunFolder(run(folder)).check_writable()
 
 
 def test_a_lock_that_cannot_be_signed_is_refused(tmp_path):
@@ -238,33 +242,33 @@ def test_a_lock_that_cannot_be_signed_is_refused(tmp_path):
 
 def test_a_run_below_the_folder_is_another(folder):
     (folder / "checkpoint/step-1").mkdir(parents=True)
-    assert check_resume(run(folder.parent)) == []
+    assert RunFolder(run(folder.parent)).check_resume() == []
     (folder / "config.toml").unlink()
     (folder / "metrics.jsonl").unlink()
     with refused(r"holds a run without its config.toml"):
-        check_resume(run(folder))
+        RunFolder(run(folder)).check_resume()
 
 
 def test_checks_write_nothing(folder):
     before = {path: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(ValueError):
-        check_resume(run(folder, "--model.name=kda"))
-    check_resume(run(folder, "--training.steps=2"))
+        RunFolder(run(folder, "--model.name=kda")).check_resume()
+    RunFolder(run(folder, "--training.steps=2")).check_resume()
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_the_written_configuration_starts_the_same_run(folder):
     config = run(folder, "--training.steps=7")
-    write_config(config)
+    RunFolder(config).write_config()
     again = load_config(["--job.config_file", str(folder / "config.toml")])
     assert again.model_dump(exclude={"job": {"config_file"}}) == config.model_dump(
         exclude={"job": {"config_file"}}
     )
 
 
-def test_manifest(folder):
+def test_the_manifest_records_versions_and_implementations(folder):
     write_manifest(
-        run(folder),
+        folder,
         world_size=2,
         degrees={"dp_shard": 1, "cp": 2},
         implementations={"chunk_kda": "torch"},

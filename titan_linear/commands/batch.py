@@ -25,12 +25,12 @@ from pathlib import Path
 import numpy as np
 
 from titan_linear.commands import command_parser
-from titan_linear.config import Config, load_config
+from titan_linear.config import load_config
 from titan_linear.data import Stream, Streams, Tokenizer, build_tokenizer
 from titan_linear.data.corpus.tree_records import BACK
 from titan_linear.distributed.process import refusing
 from titan_linear.run.build import tokenizer_path
-from titan_linear.run.data import build_streams
+from titan_linear.run.data import RunData
 from titan_linear.storage.files import Json
 from titan_linear.storage.rundir import SPIKES
 from titan_linear.storage.step_folders import known_progress
@@ -49,21 +49,27 @@ def lines_of(argv: list[str]) -> Iterator[str]:
     config = load_config(keys)
     tokenizer = build_tokenizer(tokenizer_path(config))
     # The newest checkpoint knows the state of the mixtures.
-    progress = known_progress(config, -1)
-    streams, _ = build_streams(config, tokenizer, progress)
-    return shown(args, config, streams, tokenizer)
+    saves = config.checkpoint.enable
+    progress = known_progress(config.checkpoint_folder, -1) if saves else None
+    spikes = Path(config.job.dump_folder) / SPIKES
+    streams, _ = RunData(config, tokenizer).streams(progress)
+    return shown(args, streams, tokenizer, config.training.global_batch_size, spikes)
 
 
 def shown(
-    args: argparse.Namespace, config: Config, streams: Streams, tokenizer: Tokenizer
+    args: argparse.Namespace, streams: Streams, tokenizer: Tokenizer, size: int, spikes: Path
 ) -> Iterator[str]:
-    """Return the lines to print."""
-    G = config.training.global_batch_size
+    """Return the lines to print.
+
+    Args:
+        size: streams per step.
+        spikes: the run's spikes.jsonl.
+    """
     step = args.step
     losses = {}
     # A spike gives the step, and the order of its streams: the highest loss first.
     if args.spike is not None:
-        spike = read_spike(Path(config.job.dump_folder) / SPIKES, args.spike)
+        spike = read_spike(spikes, args.spike)
         step = spike["step"]
         numbers = "  ".join(
             f"{key} {spike[key]}" for key in ("loss", "grad_norm", "mean", "sigma") if key in spike
@@ -73,11 +79,11 @@ def shown(
             i: m["loss"] for m in sorted(spike["micro_batches"], key=_badness) for i in m["streams"]
         }
     # Show the chosen streams, all of which must be the step's.
-    first = (step - 1) * G
-    for i in args.stream or losses or range(first, first + G):
-        if not first <= i < first + G:
+    first = (step - 1) * size
+    for i in args.stream or losses or range(first, first + size):
+        if not first <= i < first + size:
             raise ValueError(
-                f"--stream {i} is not of step {step}; its streams are {first} to {first + G - 1}"
+                f"--stream {i} is not of step {step}; its streams are {first} to {first + size - 1}"
             )
         name, _ = streams.source(i)
         source = f", source {name!r}" if name else ""

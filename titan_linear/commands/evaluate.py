@@ -30,6 +30,7 @@ from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens
 from titan_linear.data.streams.prompts import NONE
 from titan_linear.distributed.process import refusing, run_command, under_launcher
 from titan_linear.run.build import model_config, open_tokenizer
+from titan_linear.run.data import RunData
 from titan_linear.run.evaluate import NUMBERS, Record, examine, means, open_prompts, write_down
 from titan_linear.run.launch import run_workers
 from titan_linear.run.preflight import check_evaluation
@@ -43,12 +44,14 @@ def main(argv: list[str]) -> int:
     args, keys = parse(argv)
     # A worker evaluates. The first process checks everything, then starts the workers.
     if under_launcher():
-        return joined(load_config(keys), partial(evaluate, args.output))
+        config = load_config(keys)
+        return joined(config.comm, partial(evaluate, args.output, config))
     if args.write:
         write_prompts(args.write, load_config(keys))
         return 0
     config, node, tokenizer, model = checked(args.path, keys)
-    check_evaluation(config, model, tokenizer)
+    data = RunData(config, tokenizer)
+    check_evaluation(data, model, config.hf_assets)
     if args.output:
         # An output that cannot be written is refused here, not after hours.
         write_down([], 0, Path(args.output))
@@ -58,8 +61,10 @@ def main(argv: list[str]) -> int:
 def write_prompts(folder: str, config: Config) -> None:
     """Write a corpus whose labels are the answers of the prompts."""
     tokenizer = open_tokenizer(config)
-    check_evaluation(config, model_config(config, tokenizer), tokenizer)
-    prompts = open_prompts(config, tokenizer)
+    data = RunData(config, tokenizer)
+    model = model_config(config, tokenizer)
+    check_evaluation(data, model, config.hf_assets)
+    prompts = open_prompts(data)
     made = map(prompts.prompt, prompts.samples)
     documents = (
         # Only tokens of answers have weight.
@@ -73,18 +78,18 @@ def write_prompts(folder: str, config: Config) -> None:
 def evaluate(output: str, config: Config) -> None:
     records = examined(config)
     if dist.get_rank() == 0:
-        shown(records, output, step_of(config))
+        shown(records, output, step_of(config.checkpoint.initial_load_path))
 
 
 def examined(config: Config) -> list[Record]:
     """Return the scores of each prompt, on rank 0."""
     reader = open_reader(config)
-    return examine(reader, open_prompts(config, reader.tokenizer))
+    return examine(reader, open_prompts(RunData(config, reader.tokenizer)))
 
 
-def step_of(config: Config) -> int:
+def step_of(path: str) -> int:
     """Return the checkpoint's step; 0 for a folder from elsewhere."""
-    found = re.search(r"step-(\d+)$", config.checkpoint.initial_load_path)
+    found = re.search(r"step-(\d+)$", path)
     return int(found[1]) if found else 0
 
 

@@ -30,7 +30,7 @@ from titan_linear.data import Prompts, TaskSample
 from titan_linear.data.corpus.chat import Conversations
 from titan_linear.data.streams.prompts import rows_of
 from titan_linear.distributed.process import own_device, refusing, run_command, under_launcher
-from titan_linear.run.evaluate import examine, stream_length
+from titan_linear.run.evaluate import examine
 from titan_linear.run.generate import Sampling, continuations
 from titan_linear.run.launch import run_workers
 from titan_linear.run.reading import Reader, open_reader
@@ -47,7 +47,8 @@ def main(argv: list[str]) -> int:
     # A worker runs the harness. The first process checks everything, then starts the
     # workers.
     if under_launcher():
-        return joined(load_config(keys), partial(harness, options))
+        config = load_config(keys)
+        return joined(config.comm, partial(harness, options, config))
     parser = command_parser(
         "titan-linear lm-eval", __doc__, usage="titan-linear lm-eval PATH --tasks …"
     )
@@ -85,7 +86,7 @@ def harness(options: list[str], config: Config) -> None:
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import register_model
 
-    register_model("titan_linear")(adapted(config))
+    register_model("titan_linear")(adapted(open_reader(config)))
     sys.argv = ["lm_eval", "run", "--model", "titan_linear", *options]
     with (
         open(os.devnull, "w") as nowhere,
@@ -108,17 +109,18 @@ def likelihoods(
         for i, (tokens, begin) in enumerate(requests)
         if begin < len(tokens)
     ]
+    longest = max([reader.config.training.seq_len, *(sample.length for sample in samples)])
     prompts = Prompts(
         samples,
         lambda sample: rows_of(requests[sample.number][0], 0, requests[sample.number][1]),
-        stream_length(reader.config, max((sample.length for sample in samples), default=0)),
+        reader.config.parallelism.even_length(longest),
     )
 
     def show(_: TaskSample, rows: np.ndarray) -> list[tuple[float, bool]]:
         return [(float(rows["logprob"].sum()), bool(rows["likeliest"].all()))]
 
     shown = [examine(reader, prompts, show=show)]
-    dist.broadcast_object_list(shown, group=reader.host)
+    dist.broadcast_object_list(shown, group=reader.session.host)
     # Rank 0 has the results; all ranks need them, because the harness runs on each.
     scored = iter(shown[0])
     return [next(scored) if begin < len(tokens) else (0.0, True) for tokens, begin in requests]
@@ -147,14 +149,13 @@ def decoding(options: dict[str, Any], context: int, seed: int) -> dict[str, Any]
     }
 
 
-def adapted(config: Config) -> type:
+def adapted(reader: Reader) -> type:
     """Return a class of models for lm_eval that reads this rank's model.
 
     It treats texts as lm_eval's `hf` does.
     """
     from lm_eval.api.model import TemplateLM
 
-    reader = open_reader(config)
     tokenizer = reader.tokenizer
     chat = cache(lambda: Conversations(tokenizer, CHAT))
     first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
@@ -221,12 +222,12 @@ def adapted(config: Config) -> type:
                 written = tokenizer.decode(new, special=True)
                 return any(end in written for end in ends)
 
-            with reader.precision:
+            with reader.session.precision:
                 (new,) = continuations(
-                    reader.model,
+                    reader.session.model,
                     tokenizer,
                     [context],
-                    **decoding(options, len(context), config.debug.seed + number),
+                    **decoding(options, len(context), reader.config.debug.seed + number),
                     stops=stops,
                     device=own_device(),
                 )

@@ -30,38 +30,18 @@ from collections import Counter
 from pathlib import Path
 
 from titan_linear.commands import command_parser, table
-from titan_linear.config import Config, load_config
+from titan_linear.config import Config, Training, load_config
 from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.distributed.process import refusing
 from titan_linear.models.config import ModelConfig
 from titan_linear.ops.layout.levels import H200
 from titan_linear.planner.machine import Machine, read_rates, shipped
-from titan_linear.planner.memory import (
-    GIB,
-    PARTS,
-    SPARE,
-    Mean,
-    MicroBatchShape,
-    host_memory,
-    layers,
-    moments,
-    parameters,
-    saved,
-)
-from titan_linear.planner.splits import (
-    PlannedSplit,
-    Setting,
-    check,
-    checkpointing_of,
-    degrees_of,
-    fitting,
-    longest,
-    refuse,
-)
-from titan_linear.planner.timing import PlannedStep
+from titan_linear.planner.memory import GIB, PARTS, SPARE, Mean, PlannedRank, parameters
+from titan_linear.planner.splits import GPUs, PlannedSplit, check, fitting, longest, refuse
+from titan_linear.planner.timing import PlannedStep, step
 from titan_linear.run.build import model_config, model_without_tokenizer, tokenizer_path
 from titan_linear.run.console import model_name
-from titan_linear.run.data import cached_corpora, check_size
+from titan_linear.run.data import RunData
 from titan_linear.storage.files import progress
 
 # Number of splits to print.
@@ -120,21 +100,22 @@ def plan(args: argparse.Namespace, keys: list[str]) -> None:
     config = load_config(keys, cuda=True)
     model = planned_model(config)
     room = (1 - SPARE) * machine.rates.memory_gib * GIB
-    setting = Setting(model, args.gpus, machine, mean, room)
-    check(config, model, args.gpus)
+    rank = PlannedRank(config, model, args.gpus, mean)
+    check(rank)
     check_corpus(config)
     if config.training.seq_len_schedule:
-        print(of_whole_length(config))
+        print(of_whole_length(config.training))
     # Print the plan of the configuration that was given.
-    print(describe(config, model), memory_table(config, setting), sep="\n\n", end="\n\n")
-    needed = setting.needs(config)
+    print(describe(rank), memory_table(rank, machine), sep="\n\n", end="\n\n")
+    needed = rank.needs
     if needed <= room:
-        print(time_table(setting.step(config), machine, budget), end="\n\n")
+        print(time_table(step(rank, machine), machine, budget), end="\n\n")
     # Print the best other splits, even if the given one does not fit.
-    splits = sorted(progress(fitting(config, setting), "splits"), key=PlannedSplit.rank)
+    gpus = GPUs(machine, room)
+    splits = sorted(progress(fitting(rank, gpus), "splits"), key=lambda split: split.order)
     if not splits:
-        refuse(config, setting)
-    print(splits_table(splits[:BEST], args.gpus, budget), longest(splits, setting), sep="\n\n")
+        refuse(rank, gpus)
+    print(splits_table(splits[:BEST], budget), longest(splits, room), sep="\n\n")
     if needed > room:
         raise ValueError(
             f"this configuration takes {needed / GIB:.1f} GiB, and a GPU has {room / GIB:.1f} for it; use one of the "
@@ -142,8 +123,7 @@ def plan(args: argparse.Namespace, keys: list[str]) -> None:
         )
 
 
-def of_whole_length(config: Config) -> str:
-    t = config.training
+def of_whole_length(t: Training) -> str:
     steps = t.seq_len_schedule[-1].until_step
     return (
         f"training.seq_len_schedule is left out: all steps are planned at training.seq_len = {t.seq_len}; the first "
@@ -157,10 +137,10 @@ def planned_model(config: Config) -> ModelConfig:
     If its tokenizer's file is missing, the model's vocabulary is assumed to be large
     enough.
     """
-    if tokenizer := _tokenizer_here(config):
+    path = tokenizer_path(config)
+    if tokenizer := _tokenizer_here(path):
         return model_config(config, tokenizer)
     model = model_without_tokenizer(config)
-    path = tokenizer_path(config)
     print(
         f"model.tokenizer_path = {path!r} is not here: a vocabulary of {model.vocab_size} is assumed"
     )
@@ -173,15 +153,15 @@ def check_corpus(config: Config) -> None:
     Raises:
         ValueError: the corpus has fewer tokens than a step takes.
     """
-    if tokenizer := _tokenizer_here(config):
-        found = cached_corpora(config, tokenizer)
-        if None not in found:
-            check_size(sum(corpus.num_tokens for corpus in found), config)
+    if tokenizer := _tokenizer_here(tokenizer_path(config)):
+        data = RunData(config, tokenizer)
+        corpora = data.cached_corpora()
+        if None not in corpora:
+            data.check_size(sum(corpus.num_tokens for corpus in corpora))
 
 
-def _tokenizer_here(config: Config) -> Tokenizer | None:
+def _tokenizer_here(path: str | None) -> Tokenizer | None:
     """Return the run's tokenizer; None: its file is missing."""
-    path = tokenizer_path(config)
     return build_tokenizer(path) if not path or Path(os.path.expanduser(path)).exists() else None
 
 
@@ -241,20 +221,19 @@ def _tokens(text: str) -> float | None:
 # --- What is printed ----------------------------------------------------------------------
 
 
-def describe(config: Config, model: ModelConfig) -> str:
-    t, p = config.training, config.parallelism
-    sharers = p.context_parallel_degree * p.tensor_parallel_degree
+def describe(rank: PlannedRank) -> str:
+    config, t, sharers = rank.config, rank.training, rank.parallelism.copies
+    name = model_name(config.model, config.hf_assets)
     return (
-        f"{model_name(config)}: {parameters(model):,} parameters, {model.composition}\n"
+        f"{name}: {parameters(rank.model):,} parameters, {rank.model.composition}\n"
         f"{t.local_batch_size} x {t.seq_len} tokens in a micro-step on {sharers} GPU{'s' if sharers > 1 else ''}; "
         f"parameters {t.dtype}, compute {t.mixed_precision_param}, reductions {t.mixed_precision_reduce}; activation "
-        f"checkpointing {checkpointing_of(config)}; layers {'' if config.compile.enable else 'not '}compiled"
+        f"checkpointing {config.activation_checkpoint.name}; layers {'' if config.compile.enable else 'not '}compiled"
     )
 
 
-def memory_table(config: Config, setting: Setting) -> str:
-    model, gpus, machine, mean, _ = setting
-    at = moments(config, model, gpus, mean)
+def memory_table(rank: PlannedRank, machine: Machine) -> str:
+    at, gpus = rank.moments(), rank.gpus
     size = machine.rates.memory_gib
     sums = {name: sum(parts.values()) for name, parts in at.items()}
     fullest = max(sums, key=sums.get)
@@ -265,13 +244,13 @@ def memory_table(config: Config, setting: Setting) -> str:
     rows.append(("sum", *(f"{sums[name] / GIB:.2f}" for name in at)))
     verdict = "fits" if total <= (1 - SPARE) * size else "does not fit"
     # Bytes that each kind of layer keeps, with the number of such layers.
-    counted = layers(model, MicroBatchShape.of(config, mean))
-    each = Counter(zip((of.name for of in model.layers), saved(config, counted)[0], strict=True))
+    names = (layer.name for layer in rank.model.layers)
+    each = Counter(zip(names, rank.saved()[0], strict=True))
     kept = ", ".join(
         f"{number} {name} {number * value / GIB:.2f}" for (name, value), number in each.items()
     )
     # With offload, the host's memory is planned too.
-    host = host_memory(config, model, gpus) / GIB
+    host = rank.host_memory() / GIB
     ranks = min(gpus, machine.node_size)
     offloaded = f"\nin the host's memory: {host:.2f} GiB for each GPU, {ranks * host:.2f} on a node of {ranks}"
     return (
@@ -300,18 +279,18 @@ def time_table(planned: PlannedStep, machine: Machine, budget: float | None) -> 
     return table(("time of a step, ms", machine.rates.gpu), rows) + f"\n{line}"
 
 
-def splits_table(splits: list[PlannedSplit], gpus: int, budget: float | None) -> str:
+def splits_table(splits: list[PlannedSplit], budget: float | None) -> str:
     head = ["split", "checkpointing", "local batch", "GiB", "ms a step", "tokens/s/GPU", "MFU"]
     rows = []
-    for config, needed, planned in splits:
+    for rank, needed, planned in splits:
         rows.append(
             [
-                degrees_of(config, gpus),
-                checkpointing_of(config),
-                config.training.local_batch_size,
+                rank.degrees,
+                rank.config.activation_checkpoint.name,
+                rank.training.local_batch_size,
                 f"{needed / GIB:.1f}",
                 f"{1e3 * planned.seconds:.0f}",
-                f"{planned.tokens_per_second / gpus:,.0f}",
+                f"{planned.tokens_per_second / rank.gpus:,.0f}",
                 f"{planned.mfu:.1%}",
                 *([f"{_days(planned, budget):.1f}"] if budget else []),
             ]

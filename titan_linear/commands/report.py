@@ -15,7 +15,7 @@ from statistics import median
 
 from titan_linear.commands import command_parser, table
 from titan_linear.commands.page import loss_of, page
-from titan_linear.config import Training, flat_keys, load_config, toml_value
+from titan_linear.config import Training, load_config, toml_value
 from titan_linear.distributed.process import refusing
 from titan_linear.storage import rundir
 from titan_linear.storage.files import write_whole
@@ -87,7 +87,7 @@ def data_of(training: Training) -> str:
 
 def differences(runs: Sequence[Path]) -> list[list[str]]:
     """Return a row for each key that differs between runs: the key, and each run's value."""
-    keys = [flat_keys(load_config(["--job.config_file", str(run / CONFIG)])) for run in runs]
+    keys = [load_config(["--job.config_file", str(run / CONFIG)]).flat_keys() for run in runs]
     rows = []
     for key in keys[0]:
         values = [toml_value(of_run[key]) for of_run in keys]

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_linear.commands import command_parser
-from titan_linear.config import Config, changed, check_config, hf_weights, load_config
+from titan_linear.config import Comm, Config, check_config, load_config
 from titan_linear.data import PackedStreams, Streams, Targets, Tokenizer, split_corpus, streams_of
 from titan_linear.data.corpus.corpus import PLACE
 from titan_linear.data.corpus.scores import Scores, begin, differences, keep, put, read_scores
@@ -45,9 +45,9 @@ from titan_linear.losses.loss import logprobs
 from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.build import model_config, open_tokenizer
-from titan_linear.run.data import first_weights_of, open_corpora
+from titan_linear.run.data import RunData, first_weights_of
 from titan_linear.run.launch import Node, run_workers, this_node
-from titan_linear.run.preflight import check_model
+from titan_linear.run.model_checks import check_model
 from titan_linear.run.reading import Reader, config_for, open_reader
 
 # Seconds of scoring that a kill costs.
@@ -59,7 +59,8 @@ def main(argv: list[str]) -> int:
     args, keys = parse(argv)
     # A worker scores. The first process checks everything, then starts the workers.
     if under_launcher():
-        return joined(load_config(keys), partial(score_corpus, Path(args.output)))
+        config = load_config(keys)
+        return joined(config.comm, partial(score_corpus, Path(args.output), config))
     if args.compare:
         for name, (apart, token) in differences(*map(Path, args.compare)).items():
             print(f"{name}: largest difference {apart:.3g}, at token {token:,} of the corpus")
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> int:
     # Weights from elsewhere have no texts of their own to score.
     config, node, tokenizer, _ = checked(args.path, keys)
     texts_named = config.training.dataset != "stdlib" or "stdlib" in str(keys)
-    if hf_weights(config) and not texts_named:
+    if config.hf_weights and not texts_named:
         raise ValueError(
             f"{args.path} is not a run, whose texts would be scored; give --training.dataset and "
             "--training.dataset_path"
@@ -97,7 +98,7 @@ def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) ->
         raise ValueError(
             f"--top-k {args.top_k} is above the {words} tokens of the tokenizer; give {words} at most"
         )
-    streams = streams_to_score(config, tokenizer)
+    streams = streams_to_score(RunData(config, tokenizer))
     corpus = streams.corpus
     print(corpus.summary)
     # Columns of the folder: dtype, and numbers per token (0: one number).
@@ -121,18 +122,18 @@ def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) ->
     return scores, corpus.num_tokens
 
 
-def streams_to_score(config: Config, tokenizer: Tokenizer) -> PackedStreams:
+def streams_to_score(data: RunData) -> PackedStreams:
     """Return one pass over the corpus.
 
     Documents are not cut if all of them fit; documents of prefix trees never are.
     """
-    if config.training.mixture:
+    if data.training.mixture:
         raise ValueError(
             "training.mixture: a corpus is scored at a time; give training.mixture = [], training.dataset and its path"
         )
-    (corpus,) = open_corpora(changed(config, {"validation.enable": False}), tokenizer)
+    (corpus,) = data.corpora(validation=False)
     # Documents of one group (a pair, a tree) stay together, so the largest group must fit.
-    seq_len = config.training.seq_len
+    seq_len = data.training.seq_len
     whole = np.diff(corpus.offsets).reshape(-1, corpus.group).sum(1).max() <= seq_len
     targets = Targets("token", (PLACE,), corpus.group * whole)
     return streams_of(
@@ -143,11 +144,11 @@ def streams_to_score(config: Config, tokenizer: Tokenizer) -> PackedStreams:
 # --- In each process ----------------------------------------------------------------------
 
 
-def joined(config: Config, work: Callable[[Config], None]) -> int:
+def joined(comm: Comm, work: Callable[[], None]) -> int:
     """Run this process's part of `work` in the default group and return the exit code."""
     try:
-        with process_group(timedelta(seconds=config.comm.init_timeout_seconds)):
-            work(config)
+        with process_group(timedelta(seconds=comm.init_timeout_seconds)):
+            work()
     except Exception as error:
         return report(error)
     return 0
@@ -155,15 +156,15 @@ def joined(config: Config, work: Callable[[Config], None]) -> int:
 
 def score_corpus(folder: Path, config: Config) -> None:
     reader = open_reader(config)
-    score(folder, reader, streams_to_score(config, reader.tokenizer))
+    score(folder, reader, streams_to_score(RunData(config, reader.tokenizer)))
 
 
 def score(folder: Path, reader: Reader, streams: Streams) -> None:
     """Write the missing scores of the folder's columns."""
     begun, size = time.perf_counter(), reader.config.training.local_batch_size
     # Resume from the first stream without scores; each round reads `each` streams.
-    scores = on_rank_0(lambda: read_scores(folder), reader.host)
-    each, end = reader.dims.dp * size, len(streams)
+    scores = on_rank_0(lambda: read_scores(folder), reader.session.host)
+    each, end = reader.session.dims.dp * size, len(streams)
     start, count = scores.next_stream // each, -(-end // each)
     columns = partial(_columns, scores=scores, vocab_size=reader.tokenizer.vocab_size)
     saved = begun

@@ -9,28 +9,7 @@ stands for it. `--help` prints the descriptions.
 """
 
 from titan_linear.config.checks import check_config
-from titan_linear.config.derived import (
-    changed,
-    data_parallel_degrees,
-    fsdp_degrees,
-    hf_assets,
-    hf_weights,
-    key_of,
-    layer_checkpointing,
-    micro_steps,
-    replicas_wait,
-    schedule_steps,
-    seq_len_at,
-    sources,
-    tokens_at,
-)
-from titan_linear.config.reading import (
-    config_to_toml,
-    difference,
-    flat_keys,
-    load_config,
-    toml_value,
-)
+from titan_linear.config.reading import config_to_toml, difference, load_config, toml_value
 from titan_linear.config.schema import (
     BYTES,
     COLUMNS,
@@ -39,14 +18,22 @@ from titan_linear.config.schema import (
     SECTIONS,
     ActivationCheckpoint,
     Adapter,
+    Comm,
     Config,
     Evaluation,
+    Float8,
     KeyRule,
     LRScheduler,
+    Metrics,
     Model,
     Optimizer,
     Parallelism,
+    Profiling,
+    Sample,
+    Section,
     Source,
     Training,
+    Validation,
+    absolute,
     keys_with,
 )

@@ -5,17 +5,10 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Mapping
+from typing import Any
 
-from titan_linear.config.derived import (
-    data_parallel_degrees,
-    fsdp_degrees,
-    hf_assets,
-    hf_weights,
-    key_of,
-    on_cuda,
-    sources,
-)
-from titan_linear.config.reading import flat_keys, toml_value
+from titan_linear.config.reading import on_cuda, toml_value
 from titan_linear.config.schema import (
     COLUMNS,
     KEYS,
@@ -25,8 +18,14 @@ from titan_linear.config.schema import (
     SMALLEST_EPS,
     SMALLEST_SHARE,
     ActivationCheckpoint,
+    Adapter,
     Checkpoint,
     Config,
+    Float8,
+    Loss,
+    LRScheduler,
+    Metrics,
+    Model,
     Parallelism,
     Profiling,
     Source,
@@ -73,37 +72,41 @@ def check_config(config: Config, world_size: int) -> None:
         ValueError: naming the keys, their values, and valid ones.
     """
     # Batches, splits and types.
-    _check_batch(config, math.prod(data_parallel_degrees(config, world_size)))
-    _, shards = fsdp_degrees(config, world_size)
-    _check_expert_parallel(config.parallelism, shards)
-    _check_schedule(config)
-    _check_types(config.training)
-    _check_experts(config.training)
+    parallelism, training = config.parallelism, config.training
+    dp = math.prod(parallelism.data_parallel_degrees(world_size))
+    _check_batch(training, parallelism, dp)
+    _, shards = parallelism.fsdp_degrees(world_size)
+    _check_expert_parallel(parallelism, shards)
+    _check_schedule(config.lr_scheduler, training.steps)
+    _check_types(training)
+    _check_experts(training)
     # The optimizer.
     if (taken := config.optimizer.lr * config.optimizer.weight_decay) >= 1:
         raise ValueError(
             f"optimizer.lr = {config.optimizer.lr} times optimizer.weight_decay = {config.optimizer.weight_decay} is "
             f"{taken:g}, what a step takes of each weight, and must be below 1; lower one of them"
         )
-    if config.training.dtype != "float64" and config.optimizer.eps < SMALLEST_EPS:
+    if training.dtype != "float64" and config.optimizer.eps < SMALLEST_EPS:
         raise ValueError(
-            f"optimizer.eps = {config.optimizer.eps} is 0 in training.dtype = {config.training.dtype!r}, and weights "
+            f"optimizer.eps = {config.optimizer.eps} is 0 in training.dtype = {training.dtype!r}, and weights "
             f"whose gradients have all been 0 would become 0 / 0; use at least {SMALLEST_EPS}"
         )
     # Other sections, and keys that have no effect.
     _check_activation_checkpoint(config.activation_checkpoint)
-    _check_effects(config)
-    _check_float8(config)
-    _check_data(config)
+    _check_effects(config.flat_keys())
+    _check_float8(config.float8, parallelism.tensor_parallel_degree)
+    _check_data(training, config.validation)
     _check_checkpoint(config.checkpoint)
-    _check_file_groups(config)
+    _check_file_groups(config.metrics, training.mixture)
     _check_profiling(config.profiling)
     if config.comm.max_restarts and not config.checkpoint.enable:
         raise ValueError(
             f"comm.max_restarts = {config.comm.max_restarts} starts again from checkpoints, and there are none; set "
             "checkpoint.enable = true, or comm.max_restarts = 0"
         )
-    _check_hugging_face(config)
+    _check_hugging_face(config.model, config.checkpoint)
+    _check_reference(config.loss, config.adapter)
+    _check_exports(config.checkpoint)
 
 
 def _check_activation_checkpoint(ac: ActivationCheckpoint) -> None:
@@ -116,8 +119,8 @@ def _check_activation_checkpoint(ac: ActivationCheckpoint) -> None:
         )
 
 
-def _check_effects(config: Config) -> None:
-    values, defaults = flat_keys(config), flat_keys(Config())
+def _check_effects(values: Mapping[str, Any]) -> None:
+    defaults = Config().flat_keys()
     for (other, value), keys in EFFECTIVE_WITH.items():
         for key in keys:
             if values[other] != value and values[key] != defaults[key]:
@@ -127,9 +130,7 @@ def _check_effects(config: Config) -> None:
                 )
 
 
-def _check_float8(config: Config) -> None:
-    float8 = config.float8
-    tp = config.parallelism.tensor_parallel_degree
+def _check_float8(float8: Float8, tp: int) -> None:
     if float8.enable and tp > 1:
         raise ValueError(
             f"float8.enable = true scales whole rows, and parallelism.tensor_parallel_degree = {tp} leaves ranks parts "
@@ -137,9 +138,8 @@ def _check_float8(config: Config) -> None:
         )
 
 
-def _check_batch(config: Config, dp: int) -> None:
-    t = config.training
-    _check_length(config, "seq_len", t.seq_len)
+def _check_batch(t: Training, p: Parallelism, dp: int) -> None:
+    _check_length(p, "seq_len", t.seq_len)
     # Schedules only ascend, and lead to training.seq_len.
     for n, part in enumerate(t.seq_len_schedule):
         if part.seq_len > t.seq_len:
@@ -151,7 +151,7 @@ def _check_batch(config: Config, dp: int) -> None:
             raise ValueError(
                 f"training.seq_len_schedule: until_step = {part.until_step} comes after {before}; let the steps ascend"
             )
-        _check_length(config, "seq_len_schedule: seq_len", part.seq_len)
+        _check_length(p, "seq_len_schedule: seq_len", part.seq_len)
     if t.global_batch_size % (dp * t.local_batch_size):
         raise ValueError(
             f"training.global_batch_size = {t.global_batch_size} is not a multiple of training.local_batch_size × "
@@ -160,10 +160,9 @@ def _check_batch(config: Config, dp: int) -> None:
         )
 
 
-def _check_length(config: Config, key: str, seq_len: int) -> None:
+def _check_length(p: Parallelism, key: str, seq_len: int) -> None:
     """Check that the ranks can cut streams of this length."""
-    p = config.parallelism
-    blocks = p.context_parallel_degree * (2 if p.context_parallel_layout == "zigzag" else 1)
+    blocks = p.fragments
     if seq_len % blocks:
         raise ValueError(
             f"training.{key} = {seq_len} cannot be cut into {blocks} equal blocks (context_parallel_degree = "
@@ -171,11 +170,10 @@ def _check_length(config: Config, key: str, seq_len: int) -> None:
             f"{blocks}, for example {math.ceil(seq_len / blocks) * blocks}"
         )
     # Tensor-parallel ranks share the tokens between layers, too.
-    copies = p.context_parallel_degree * p.tensor_parallel_degree
-    if seq_len % copies:
-        multiple = math.lcm(blocks, copies)
+    if seq_len % p.copies:
+        multiple = math.lcm(blocks, p.copies)
         raise ValueError(
-            f"training.{key} = {seq_len} cannot be shared between layers by {copies} ranks "
+            f"training.{key} = {seq_len} cannot be shared between layers by {p.copies} ranks "
             f"(context_parallel_degree = {p.context_parallel_degree} × tensor_parallel_degree = "
             f"{p.tensor_parallel_degree}); use a multiple of {multiple}, for example "
             f"{math.ceil(seq_len / multiple) * multiple}"
@@ -191,8 +189,7 @@ def _check_expert_parallel(p: Parallelism, sharers: int) -> None:
         )
 
 
-def _check_schedule(config: Config) -> None:
-    s, steps = config.lr_scheduler, config.training.steps
+def _check_schedule(s: LRScheduler, steps: int) -> None:
     if s.total_steps and s.total_steps < steps:
         raise ValueError(
             f"lr_scheduler.total_steps = {s.total_steps} is less than training.steps = {steps}; use at least {steps}, "
@@ -221,8 +218,7 @@ def _check_types(t: Training) -> None:
         )
 
 
-def _check_data(config: Config) -> None:
-    t, v = config.training, config.validation
+def _check_data(t: Training, v: Validation) -> None:
     if t.mixture:
         _check_mixture(t, v)
     elif t.mixture_from_step != -1:
@@ -235,7 +231,7 @@ def _check_data(config: Config) -> None:
             f"training.group_field = {t.group_field!r} needs training.share_prefixes = true; set it"
         )
     # Each source, and how its records can share prefixes.
-    for source in sources(config):
+    for source in t.sources:
         _check_source(source)
         if t.group_field and source.dataset_format == "preference":
             raise ValueError(
@@ -243,7 +239,7 @@ def _check_data(config: Config) -> None:
             )
         if t.share_prefixes and (source.dataset not in RECORDS or source.dataset_format == "tree"):
             raise ValueError(
-                f"training.share_prefixes is for records of documents, and {key_of(source, 'dataset')} = "
+                f"training.share_prefixes is for records of documents, and {source.key('dataset')} = "
                 f"{source.dataset!r}, _format = {source.dataset_format!r}; change that, or remove it"
             )
     # Validation.
@@ -264,7 +260,7 @@ def _check_data(config: Config) -> None:
 
 
 def _check_source(s: Training | Source) -> None:
-    dataset = key_of(s, "dataset")
+    dataset = s.key("dataset")
     if s.dataset == "stdlib" and s.dataset_path:
         raise ValueError(
             f"{dataset}_path = {s.dataset_path!r} is not used by {dataset} = 'stdlib'; remove it, or set {dataset} to "
@@ -330,14 +326,14 @@ def _check_mixture(t: Training, v: Validation) -> None:
         )
 
 
-def _check_file_groups(config: Config) -> None:
-    groups = config.metrics.loss_by_source
-    if groups and not config.metrics.telemetry_freq:
+def _check_file_groups(metrics: Metrics, mixture: list[Source]) -> None:
+    groups = metrics.loss_by_source
+    if groups and not metrics.telemetry_freq:
         raise ValueError(
             "metrics.loss_by_source is shown by telemetry, which metrics.telemetry_freq = 0 turns off; set that to "
             "100, or remove metrics.loss_by_source"
         )
-    names = [*(s.name for s in config.training.mixture), *(group.name for group in groups), OTHER]
+    names = [*(s.name for s in mixture), *(group.name for group in groups), OTHER]
     if groups and (twice := next((name for name in names if names.count(name) > 1), None)):
         raise ValueError(
             f"metrics.loss_by_source: name = {twice!r} stands for two, of groups, sources of training.mixture, and "
@@ -369,31 +365,36 @@ def _check_checkpoint(c: Checkpoint) -> None:
         )
 
 
-def _check_hugging_face(config: Config) -> None:
-    c = config.checkpoint
-    # Beginning from a Hugging Face folder.
-    if c.initial_load_in_hf and not hf_weights(config):
+def _check_hugging_face(m: Model, c: Checkpoint) -> None:
+    """Check the keys of a run that begins from a Hugging Face folder."""
+    loaded = c.initial_load_path if c.initial_load_in_hf else ""
+    if c.initial_load_in_hf and not (loaded or m.hf_assets_path):
         raise ValueError(
             "checkpoint.initial_load_in_hf = true has nothing to load; set checkpoint.initial_load_path (or "
             "model.hf_assets_path) to a Hugging Face folder"
         )
-    if config.model.flavor == "hf" and not hf_assets(config):
+    if m.flavor == "hf" and not (m.hf_assets_path or loaded):
         raise ValueError(
             "model.flavor = 'hf' needs model.hf_assets_path, a folder with the config.json of a model, or "
             "checkpoint.initial_load_in_hf = true with such a folder as checkpoint.initial_load_path"
         )
-    if config.model.hf_assets_path and config.model.flavor != "hf" and not c.initial_load_in_hf:
+    if m.hf_assets_path and m.flavor != "hf" and not c.initial_load_in_hf:
         raise ValueError(
-            f"model.hf_assets_path = {config.model.hf_assets_path!r} is the model of model.flavor = 'hf', and this run "
-            f"has {config.model.flavor!r}; change one of them"
+            f"model.hf_assets_path = {m.hf_assets_path!r} is the model of model.flavor = 'hf', and this run has "
+            f"{m.flavor!r}; change one of them"
         )
-    if config.loss.reference == "base" and config.adapter.initial_load_path:
+
+
+def _check_reference(loss: Loss, adapter: Adapter) -> None:
+    if loss.reference == "base" and adapter.initial_load_path:
         raise ValueError(
             "loss.reference = 'base' is the model without adapters, and this run begins from those of "
-            f"adapter.initial_load_path = {config.adapter.initial_load_path!r}; begin from what titan-linear convert "
-            "merge writes of them, or have titan-linear score make the column (loss.reference = 'column')"
+            f"adapter.initial_load_path = {adapter.initial_load_path!r}; begin from what titan-linear convert merge "
+            "writes of them, or have titan-linear score make the column (loss.reference = 'column')"
         )
-    # Exports.
+
+
+def _check_exports(c: Checkpoint) -> None:
     if c.export_dtype != "float32" and not (c.last_save_in_hf or c.export_interval):
         raise ValueError(
             f"checkpoint.export_dtype = {c.export_dtype!r} has no effect without checkpoint.last_save_in_hf = true or "

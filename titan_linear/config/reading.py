@@ -20,7 +20,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from titan_linear.config.derived import changed, on_cuda
 from titan_linear.config.nesting import check_depth, check_nesting
 from titan_linear.config.schema import (
     ABSENT,
@@ -31,6 +30,7 @@ from titan_linear.config.schema import (
     Config,
     KeyRule,
     Section,
+    Training,
     keys_with,
 )
 
@@ -70,11 +70,16 @@ def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
                 f"{path}: job.config_file belongs on the command line; remove it from the file"
             )
     # The command line takes precedence over the file.
-    given = _home_expanded(_validate(_merged(tables, overrides), "configuration"))
-    config = _resolve(given, cuda)
+    given = _validate(_merged(tables, overrides), "configuration")
+    # The saved configuration is explicit: home folders, and types that depend on the device.
+    values = given.flat_keys()
+    expanded = {key: os.path.expanduser(values[key]) for key in keys_with(KeyRule.HOME)}
+    auto = _auto_types(given.training, cuda)
+    config = given.changed(expanded | auto)
     if prints:
-        sources = {"command line": overrides, path: tables}
-        print(config_to_toml(config, _origins(config, given, sources)), end="")
+        origins = _origins({"command line": overrides, path: tables})
+        origins |= {key: f"{origins[key]}: auto" for key in auto}
+        print(config_to_toml(config, origins), end="")
         raise SystemExit(0)
     return config
 
@@ -128,32 +133,15 @@ def config_to_toml(config: Config, origins: Mapping[str, str] | None = None) -> 
     return "\n\n".join(tables) + "\n"
 
 
-def _origins(
-    config: Config, given: Config, sources: Mapping[str, Mapping[str, Any]]
-) -> dict[str, str]:
-    """Return each value's origin.
-
-    It is the first of `sources` that has the value, or the default; also whether "auto"
-    chose it.
-    """
+def _origins(sources: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return each key's origin: the first of `sources` that has a value, or the default."""
     origins = {}
     for dotted in KEYS:
         section, key = dotted.split(".")
         origins[dotted] = next(
             (name for name, source in sources.items() if key in source.get(section, {})), "default"
         )
-        if getattr(getattr(config, section), key) != getattr(getattr(given, section), key):
-            origins[dotted] += ": auto"
     return origins
-
-
-def flat_keys(config: Config) -> dict[str, Any]:
-    """Return {"section.key": value}."""
-    return {
-        f"{section}.{key}": value
-        for section, keys in config.model_dump().items()
-        for key, value in keys.items()
-    }
 
 
 def difference(old: Any, new: Any) -> str:
@@ -483,15 +471,9 @@ def _nearest(key: str) -> str:
     )
 
 
-def _home_expanded(config: Config) -> Config:
-    """Return a copy with ~ replaced by the home folder in the paths of folders."""
-    given = flat_keys(config)
-    return changed(config, {key: os.path.expanduser(given[key]) for key in keys_with(KeyRule.HOME)})
-
-
-def _resolve(config: Config, cuda: bool | None) -> Config:
-    """Set the types that depend on the device, so that the saved configuration is explicit."""
-    training, auto = config.training, {}
+def _auto_types(training: Training, cuda: bool | None) -> dict[str, str]:
+    """Return the values of the types that depend on the device, by "section.key"."""
+    auto = {}
     wide = training.dtype == "float64"
     if training.mixed_precision_param == "auto":
         cuda = on_cuda() if cuda is None and not wide else cuda
@@ -500,4 +482,11 @@ def _resolve(config: Config, cuda: bool | None) -> Config:
         )
     if training.mixed_precision_reduce == "auto":
         auto["training.mixed_precision_reduce"] = "float64" if wide else "float32"
-    return changed(config, auto)
+    return auto
+
+
+def on_cuda() -> bool:
+    # torch is slow to import; --help and errors in keys do without.
+    import torch
+
+    return torch.cuda.is_available()

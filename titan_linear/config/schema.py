@@ -1,8 +1,14 @@
-"""Every key of a run's configuration: its type, default and meaning."""
+"""Every key of a run's configuration: its type, default and meaning.
+
+Values that follow from keys, such as degrees, lengths and folders, are properties and
+methods of the section that has the keys, or of `Config`.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from enum import Enum, auto
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -126,6 +132,11 @@ class Model(Section):
     """Implementation of the ops; auto selects the fastest that supports the device, and
     prints it."""
 
+    @property
+    def preset(self) -> str:
+        """The keys that name the preset, in messages."""
+        return f"model.name = {self.name!r}, model.flavor = {self.flavor!r}"
+
 
 Dataset = Literal["stdlib", "text", "jsonl", "parquet", "arrow", "tokens"]
 RECORDS = ("jsonl", "parquet", "arrow")
@@ -142,6 +153,10 @@ class Source(Section):
     dataset_text_field: Text = "text"
     dataset_format: DatasetFormat = "text"
     dataset_columns: list[str] = []
+
+    def key(self, key: str) -> str:
+        """Return the name of a key of this source in messages."""
+        return f"training.mixture, source {self.name!r}: {key}"
 
 
 class Shorter(Section):
@@ -230,6 +245,40 @@ class Training(Section):
     num_workers: Annotated[Count, KeyRule.MAY_CHANGE, KeyRule.OF_A_NODE] = 0
     """Threads per rank that prefetch two batches each; 0: read each batch when a step needs
     it."""
+
+    def key(self, key: str) -> str:
+        """Return the name of a key of this section in messages, as `Source.key`."""
+        return f"training.{key}"
+
+    @property
+    def sources(self) -> list[Training] | list[Source]:
+        """The sources to train on: the mixture's, or the one that this section names."""
+        return self.mixture or [self]
+
+    @property
+    def replicas_wait(self) -> bool:
+        """Whether replicas sum gradients only in a step's last micro-step.
+
+        Replicas are the copies of FSDP's shards. Until then, FSDP2 holds a rank's sum on
+        the device, in the type of reductions. With CPU offload, or if gradients are kept in
+        another type, they are summed over replicas in every micro-step. This way,
+        micro-steps are not added up in a narrower type, and a wider type takes no memory.
+        """
+        return not self.enable_cpu_offload and self.mixed_precision_reduce == self.dtype
+
+    def seq_len_at(self, step: int) -> int:
+        """Return the number of tokens in each stream of this step; steps count from 1."""
+        lengths = (part.seq_len for part in self.seq_len_schedule if step <= part.until_step)
+        return next(lengths, self.seq_len)
+
+    def tokens_at(self, step: int) -> int:
+        """Return the number of tokens in the first `step` steps."""
+        done = streams_of_one = 0
+        for part in self.seq_len_schedule:
+            steps = max(0, min(part.until_step, step) - done)
+            done += steps
+            streams_of_one += steps * part.seq_len
+        return (streams_of_one + (step - done) * self.seq_len) * self.global_batch_size
 
 
 LossName = Literal["cross_entropy", "dpo", "distillation", "policy"]
@@ -389,6 +438,69 @@ class Parallelism(Section):
     context_parallel_degree), that divide the experts among themselves instead: tokens are
     sent to the experts."""
 
+    @property
+    def copies(self) -> int:
+        """Number of ranks that receive the same batches."""
+        return self.context_parallel_degree * self.tensor_parallel_degree
+
+    @property
+    def fragments(self) -> int:
+        """Number of equal parts that a stream is cut into."""
+        return self.context_parallel_degree * (2 if self.context_parallel_layout == "zigzag" else 1)
+
+    def even_length(self, seq_len: int) -> int:
+        """Return the least length of a stream that ranks can cut, at least `seq_len`."""
+        even = 2 * self.copies
+        return -(-seq_len // even) * even
+
+    def data_parallel_degrees(self, world_size: int) -> tuple[int, int]:
+        """Return (replicate, shard), with -1 replaced by the number of remaining ranks.
+
+        Raises:
+            ValueError: the degrees do not multiply to `world_size`.
+        """
+        replicate = self.data_parallel_replicate_degree
+        shard = self.data_parallel_shard_degree
+        if shard == 0:
+            raise ValueError(
+                "parallelism.data_parallel_shard_degree = 0 must be 1 or more, or -1 for what the other degrees leave"
+            )
+        if shard == -1:
+            shard = world_size // (replicate * self.copies)
+        # All degrees together must use every process.
+        if shard < 1 or replicate * shard * self.copies != world_size:
+            fixed = replicate * self.copies * max(self.data_parallel_shard_degree, 1)
+            right = (
+                f"a multiple of {fixed}" if self.data_parallel_shard_degree == -1 else str(fixed)
+            )
+            raise ValueError(
+                f"parallelism: data_parallel_replicate_degree = {replicate}, data_parallel_shard_degree = "
+                f"{self.data_parallel_shard_degree}, tensor_parallel_degree = {self.tensor_parallel_degree}, "
+                f"context_parallel_degree = {self.context_parallel_degree} need {right} processes, and there are "
+                f"{world_size}; change a degree, or the number of processes (NGPU; titan-linear plan: --gpus)"
+            )
+        return replicate, shard
+
+    def fsdp_degrees(self, world_size: int) -> tuple[int, int]:
+        """Return (replicas, shards) of FSDP.
+
+        Each shard of the parameters has `replicas` copies; parameters are sharded over
+        `shards` ranks.
+
+        Raises:
+            ValueError: the degrees do not fit each other.
+        """
+        replicate, shard = self.data_parallel_degrees(world_size)
+        sharers = shard * self.context_parallel_degree
+        shards = sharers if self.fsdp_shard_degree == -1 else self.fsdp_shard_degree
+        if shards < 1 or sharers % shards:
+            raise ValueError(
+                f"parallelism.fsdp_shard_degree = {shards} does not divide the {sharers} ranks that share parameters "
+                f"(data_parallel_shard_degree × context_parallel_degree); use a divisor of {sharers}, or -1 for all of "
+                "them"
+            )
+        return replicate * sharers // shards, shards
+
 
 class Adapter(Section):
     """Train low-rank adapters (LoRA) of a frozen model instead of all weights."""
@@ -469,6 +581,18 @@ class ActivationCheckpoint(Section):
     """For mode selective. op: also keep the outputs of attention, the delta rule, the
     convolution and exchanges between ranks. A number n: recompute every n-th layer, as full
     does, and none of the others."""
+
+    @property
+    def name(self) -> str:
+        """The mode and its option, in messages."""
+        option = f" ({self.selective_ac_option})" if self.mode == "selective" else ""
+        return f"{self.mode}{option}"
+
+    def mode_of(self, layer: int) -> str:
+        """Return the mode of a layer, counted from 0: none, selective, attention or full."""
+        if self.mode != "selective" or self.selective_ac_option == "op":
+            return self.mode
+        return "none" if (layer + 1) % int(self.selective_ac_option) else "full"
 
 
 class Compile(Section):
@@ -688,6 +812,76 @@ class Config(Section):
     doctor: Doctor = Doctor()
     debug: Debug = Debug()
 
+    def changed(self, changes: Mapping[str, object]) -> Config:
+        """Return a copy with other values of some keys, by "section.key"."""
+        sections: dict[str, Section] = {}
+        for name, value in changes.items():
+            section, key = name.split(".")
+            before = sections.get(section, getattr(self, section))
+            sections[section] = before.model_copy(update={key: value})
+        return self.model_copy(update=sections)
+
+    def flat_keys(self) -> dict[str, Any]:
+        """Return {"section.key": value}."""
+        return {
+            f"{section}.{key}": value
+            for section, keys in self.model_dump().items()
+            for key, value in keys.items()
+        }
+
+    def stored(self) -> Config:
+        """Return the configuration that a run's config.toml has, which starts it anywhere.
+
+        Paths are absolute. Once begun anew, a run is like any other, so its config.toml
+        does not set it aside again.
+        """
+        values = self.flat_keys()
+        mixture = [
+            source.model_copy(update={"dataset_path": absolute(source.dataset_path)})
+            for source in self.training.mixture
+        ]
+        paths = {key: absolute(values[key]) for key in keys_with(KeyRule.PATH)}
+        if self.model.tokenizer_path == BYTES:
+            del paths["model.tokenizer_path"]
+        return self.changed(paths | {"training.mixture": mixture, "job.start_anew": False})
+
+    @property
+    def objective(self) -> Section:
+        """The section of the loss."""
+        return getattr(self, self.loss.name)
+
+    def micro_steps(self, world_size: int) -> int:
+        """Return the number of micro-batches per rank in a step."""
+        replicas, shards = self.parallelism.data_parallel_degrees(world_size)
+        return self.training.global_batch_size // (
+            replicas * shards * self.training.local_batch_size
+        )
+
+    @property
+    def schedule_steps(self) -> int:
+        """The step at which the learning rate's decay ends."""
+        return self.lr_scheduler.total_steps or self.training.steps
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        return Path(self.job.dump_folder) / self.checkpoint.folder
+
+    @property
+    def hf_assets(self) -> str:
+        """The Hugging Face folder that defines the model and its tokenizer; "" if none."""
+        loaded = self.checkpoint.initial_load_path if self._starts_in_hf else ""
+        return self.model.hf_assets_path or loaded
+
+    @property
+    def hf_weights(self) -> str:
+        """The Hugging Face folder whose weights start the run; "" if none."""
+        folder = self.checkpoint.initial_load_path or self.model.hf_assets_path
+        return folder if self._starts_in_hf else ""
+
+    @property
+    def _starts_in_hf(self) -> bool:
+        return self.checkpoint.enable and self.checkpoint.initial_load_in_hf
+
 
 SECTIONS: dict[str, type[Section]] = {
     name: field.annotation for name, field in Config.model_fields.items()
@@ -707,6 +901,14 @@ def keys_with(rule: KeyRule) -> list[str]:
         for key, field in KEYS.items()
         if rule in (*sections[key.partition(".")[0]], *field.metadata)
     ]
+
+
+def absolute(path: str) -> str:
+    """Make a path, or several separated by commas, absolute; "" stays."""
+    parts = [path] if os.path.exists(path) else path.split(",")
+    return ",".join(
+        os.path.abspath(os.path.expanduser(part.strip())) for part in parts if part.strip()
+    )
 
 
 PRINT = "--print-config"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_linear.config import Config, seq_len_at
+from titan_linear.config import Comm, Training
 from titan_linear.distributed.groups import set_timeout, without_timeout
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.hooks.hook import Hook, StepResult
@@ -26,24 +26,33 @@ class Compilation(Hook):
     host: a `host_group`.
     """
 
-    def __init__(self, config: Config, dims: ParallelDims, host: dist.ProcessGroup):
-        self.config, self.dims, self.host = config, dims, host
+    def __init__(
+        self,
+        training: Training,
+        comm: Comm,
+        dims: ParallelDims,
+        host: dist.ProcessGroup,
+        *,
+        compiled: bool,
+    ):
+        self.training, self.comm = training, comm
+        self.dims, self.host = dims, host
         # The number of rows that reach a rank's experts varies, so the second pass compiles
         # for any number.
-        self.first_steps = 2 if config.compile.enable and dims.ep > 1 else 1
+        self.first_steps = 2 if compiled and dims.ep > 1 else 1
         # Number of steps that may still compile.
         self.left = self.first_steps
         # Layers compile as one graph only on GPUs without expert parallelism. On a CPU,
         # operators are PyTorch code. Around exchanges of experts' rows, layers are in parts
         # by design.
         whole = dims.mesh.device_type == "cuda" and dims.ep == 1
-        self.graphs = Graphs(self.first_steps, whole) if config.compile.enable else None
+        self.graphs = Graphs(self.first_steps, whole) if compiled else None
 
     def changes_length(self, step: int) -> bool:
         """Whether streams of this step have another length than in the step before."""
-        t = self.config.training
+        t = self.training
         return (
-            bool(t.seq_len_schedule) and step > 1 and seq_len_at(t, step - 1) != seq_len_at(t, step)
+            bool(t.seq_len_schedule) and step > 1 and t.seq_len_at(step - 1) != t.seq_len_at(step)
         )
 
     def before_step(self, step: int) -> None:
@@ -51,9 +60,9 @@ class Compilation(Hook):
             return
         # Compiling takes longer than a step's time-out allows: use the longer one.
         if dist.get_rank() == 0:
-            before, now = (seq_len_at(self.config.training, n) for n in (step - 1, step))
+            before, now = (self.training.seq_len_at(n) for n in (step - 1, step))
             print(f"from step {step} on streams have {now} tokens (before: {before})")
-        set_timeout(self.dims.groups, timedelta(seconds=self.config.comm.init_timeout_seconds))
+        set_timeout(self.dims.groups, timedelta(seconds=self.comm.init_timeout_seconds))
         self.left = self.first_steps
         if self.graphs:
             # Otherwise the length would become dynamic, or there would be too many graphs
@@ -89,7 +98,7 @@ class Compilation(Hook):
 
     @property
     def _timeout(self) -> timedelta:
-        return timedelta(seconds=self.config.comm.train_timeout_seconds)
+        return timedelta(seconds=self.comm.train_timeout_seconds)
 
     def _look(self, kind: str, step: int) -> None:
         """After passes of this kind, warn if layers were compiled again."""

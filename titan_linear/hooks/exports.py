@@ -22,7 +22,6 @@ from titan_linear.config import Config
 from titan_linear.distributed.process import StopSignal
 from titan_linear.hooks.hook import Hook, StepResult
 from titan_linear.run.export import command, export_folder, lacks_export, not_exported
-from titan_linear.storage.rundir import checkpoint_folder
 from titan_linear.storage.step_folders import describe, whole_steps
 
 
@@ -37,7 +36,7 @@ class Exports(Hook):
 
     def __init__(self, config: Config, step: int, in_use: set[int]):
         self.config = config
-        self.folder = checkpoint_folder(config)
+        self.folder = config.checkpoint_folder
         self.in_use = in_use
         self.waiting: list[int] = []
         # Exports the checkpoint step-`exporting`.

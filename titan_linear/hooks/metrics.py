@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 import torch
 
-from titan_linear.config import Config, config_to_toml
+from titan_linear.config import Config, Metrics, config_to_toml
 from titan_linear.distributed.process import unescaped
 from titan_linear.hooks.hook import Hook
 from titan_linear.losses import LOSSES
@@ -93,9 +93,18 @@ class MetricsLogger(Hook):
         # Objects with the interface of TensorBoard's writer.
         self.boards: list[Any] = []
         if config.metrics.enable_tensorboard:
-            self.boards.append(_tensorboard(config, start_step, with_mfu=peak_tflops is not None))
+            board = _tensorboard(
+                self.folder.absolute(),
+                start_step,
+                config.metrics,
+                with_mfu=peak_tflops is not None,
+                mixed=bool(config.training.mixture),
+                configuration=config_to_toml(config),
+            )
+            self.boards.append(board)
         if config.metrics.enable_wandb:
-            self.boards.append(WandbBoard(config))
+            notes = config.job.description or None
+            self.boards.append(WandbBoard(self.folder.absolute(), notes, config.model_dump()))
         self.device = device
         # Moment, step and tokens of the last line, and the pauses since then.
         self.last = (Moment(device), start_step, start_tokens)
@@ -278,23 +287,30 @@ class MetricsLogger(Hook):
         print("  ".join(shown), file=unescaped(self.out), flush=True)
 
 
-def _tensorboard(config: Config, start_step: int, with_mfu: bool) -> Any:
+def _tensorboard(
+    folder: Path,
+    start_step: int,
+    metrics: Metrics,
+    *,
+    with_mfu: bool,
+    mixed: bool,
+    configuration: str,
+) -> Any:
     """Return a writer of tb/NAME, which TensorBoard shows as the run NAME.
 
     NAME is the name of the run's folder.
     """
     from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
 
-    folder = Path(config.job.dump_folder).absolute()
     # `purge_step` removes points that a resumed run will write again.
     board = SummaryWriter(str(folder / BOARD / folder.name), purge_step=start_step + 1)
-    telemetry = config.metrics.telemetry_freq
-    groups = config.metrics.loss_by_source
+    telemetry = metrics.telemetry_freq
+    groups = metrics.loss_by_source
     # Charts that some configurations have no numbers for are left out.
     drawn = {
         "MFU": with_mfu,
         "by position in the document": telemetry,
-        "by source": telemetry and (config.training.mixture or groups),
+        "by source": telemetry and (mixed or groups),
         "tokens by source": groups,
         "gradient norm by layer": telemetry,
         "update norm by layer": telemetry,
@@ -306,7 +322,7 @@ def _tensorboard(config: Config, start_step: int, with_mfu: bool) -> Any:
     }
     board.add_custom_scalars(charts)
     # Indented text is shown as code.
-    board.add_text("configuration", textwrap.indent(config_to_toml(config), "    "), start_step)
+    board.add_text("configuration", textwrap.indent(configuration, "    "), start_step)
     return board
 
 
@@ -325,10 +341,9 @@ class WandbBoard:
     step logs some steps a second time.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, folder: Path, notes: str | None, configuration: dict[str, Any]):
         import wandb  # optional
 
-        folder = Path(config.job.dump_folder).absolute()
         # All starts of a run share one id, and so one run there.
         known = folder / WANDB
         if not known.exists():
@@ -339,8 +354,8 @@ class WandbBoard:
             resume="allow",
             name=folder.name,
             dir=str(folder),
-            notes=config.job.description or None,
-            config=config.model_dump(),
+            notes=notes,
+            config=configuration,
         )
         self.run.define_metric("*", step_metric="step")
         self.pending: dict[str, Any] = {}

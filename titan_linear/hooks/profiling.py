@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import torch
 
-from titan_linear.config import Config
+from titan_linear.config import Profiling
 from titan_linear.hooks.hook import Hook, StepResult
 from titan_linear.storage.files import write_whole
 
@@ -30,6 +30,7 @@ class Profiler(Hook):
     """Writes Chrome traces of each rank, each with a table of its largest costs.
 
     Args:
+        run: the run's folder.
         done: steps of the run before this start.
         settle: waits for the collective that the host has begun for the next step. A
             collective that gloo completes after the profiler has stopped writes to freed
@@ -39,14 +40,15 @@ class Profiler(Hook):
 
     def __init__(
         self,
-        config: Config,
+        run: str,
+        profiling: Profiling,
         done: int,
         settle: Callable[[], None],
         between_steps: Callable[[], ExitStack],
     ):
-        self.config, self.done, self.settle, self.between = config, done, settle, between_steps
-        p = config.profiling
-        self.folder = Path(config.job.dump_folder) / p.save_traces_folder
+        self.done, self.settle, self.between = done, settle, between_steps
+        self.keys = p = profiling
+        self.folder = Path(run) / p.save_traces_folder
         self.rank = os.environ["RANK"]
         self.folder.mkdir(parents=True, exist_ok=True)
         # Each cycle of profile_freq steps ends with the warm-up and the recorded steps.
@@ -77,7 +79,7 @@ class Profiler(Hook):
         self.profile.__exit__(*raised)
         # Tell the user if the run was too short for a trace.
         if self.rank == "0" and not self.traces:
-            p = self.config.profiling
+            p = self.keys
             first = p.profile_freq - p.profiler_active + 1
             print(
                 f"no trace was written: the first begins with step {first} of a start (profiling.profile_freq = "
@@ -119,11 +121,12 @@ class MemorySnapshots(Hook):
     https://pytorch.org/memory_viz shows snapshots.
     """
 
-    def __init__(self, config: Config):
-        self.config, self.asked = config, False
+    def __init__(self, run: str, profiling: Profiling):
+        self.folder = Path(run) / profiling.save_memory_snapshot_folder
+        self.history, self.asked = profiling.enable_memory_snapshot, False
 
     def __enter__(self) -> MemorySnapshots:
-        if self.config.profiling.enable_memory_snapshot and torch.cuda.is_available():
+        if self.history and torch.cuda.is_available():
             torch.cuda.memory._record_memory_history(max_entries=EVENTS)
             own: Any = torch._C
             # The observer stays for the life of the process: it cannot be detached.
@@ -158,12 +161,8 @@ class MemorySnapshots(Hook):
         """Write a snapshot of this process's GPU into the run's folder, and print its path."""
         rank, line = os.environ["RANK"], "there is no GPU, and no snapshot of its memory"
         if torch.cuda.is_available():
-            folder = (
-                Path(self.config.job.dump_folder)
-                / self.config.profiling.save_memory_snapshot_folder
-            )
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / f"rank{rank}_{name}.pickle"
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.folder / f"rank{rank}_{name}.pickle"
             path.unlink(missing_ok=True)
             torch.cuda.memory._dump_snapshot(str(path))
             line = f"'{path}' is a snapshot of the GPU's memory"

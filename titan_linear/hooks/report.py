@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import torch
 
-from titan_linear.config import Config, seq_len_at, tokens_at
+from titan_linear.config import Config
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.hooks.hook import StepResult
 from titan_linear.hooks.metrics import GIB, IntervalWork, MetricsLogger
@@ -46,14 +46,17 @@ class Report(MetricsLogger):
             config,
             device,
             start_step=step,
-            start_tokens=tokens_at(config.training, step),
+            start_tokens=config.training.tokens_at(step),
             gpus=dims.mesh.size(),
-            peak_tflops=peak_tflops(config, device),
+            peak_tflops=peak_tflops(
+                config.metrics.peak_tflops, config.training.mixed_precision_param, device
+            ),
         )
 
     def after_step(self, done: StepResult) -> None:
         self.fed += done.fed
-        if is_logged(self.config, done.step) or done.step == self.first or done.stops:
+        steps, freq = self.config.training.steps, self.config.metrics.log_freq
+        if is_logged(done.step, steps, freq) or done.step == self.first or done.stops:
             self._log(done)
         if self.telemetry.seen:
             self.log_telemetry(done.step, self.telemetry.seen)
@@ -73,11 +76,11 @@ class Report(MetricsLogger):
         if fed.apart != fed.documents.tokens:
             more["share_computed"] = fed.documents.tokens / fed.apart
         if self.config.training.seq_len_schedule:
-            more["seq_len"] = seq_len_at(self.config.training, done.step)
+            more["seq_len"] = self.config.training.seq_len_at(done.step)
         self.log(
             done.step,
             moment=done.moment,
-            tokens=tokens_at(self.config.training, done.step),
+            tokens=self.config.training.tokens_at(done.step),
             memory_gib=peak_memory_gib(),
             work=IntervalWork(training_flops(self.model, fed.documents), fed.valid, fed.waited),
             **done.numbers,
@@ -86,9 +89,9 @@ class Report(MetricsLogger):
         )
 
 
-def is_logged(config: Config, step: int) -> bool:
-    """Whether `step` (from 1) is reported: the first, every log_freq-th, the last."""
-    return step == 1 or step % config.metrics.log_freq == 0 or step == config.training.steps
+def is_logged(step: int, steps: int, freq: int) -> bool:
+    """Whether `step` (from 1) of `steps` is reported: the first, every freq-th, the last."""
+    return step in (1, steps) or step % freq == 0
 
 
 def peak_memory_gib() -> float:

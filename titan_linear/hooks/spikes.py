@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from titan_linear.config import Config
+from titan_linear.config import Training
 from titan_linear.data import Streams
 from titan_linear.distributed.ending import RunFailed
 from titan_linear.distributed.groups import of_all_ranks
@@ -37,19 +37,23 @@ class NonFinite(RunFailed):
 class Spikes(Hook):
     """Records steps whose loss is an outlier or not finite; ends the run after the latter
     if asked.
+
+    Args:
+        folder: the run's folder.
+        sigmas: as in `Outliers`.
     """
 
-    def __init__(self, config: Config, streams: Streams):
-        self.config = config
+    def __init__(self, folder: str, training: Training, streams: Streams, sigmas: float):
+        self.folder, self.training = folder, training
         self.streams = streams
-        self.outliers = Outliers(config.metrics.spike_sigmas)
+        self.outliers = Outliers(sigmas)
 
     def after_step(self, done: StepResult) -> None:
         if (done.has_labels or not done.finite) and (
             spike := self.outliers.judge(done.loss, done.grad_norm)
         ):
             self._write(done, spike)
-        if not done.finite and self.config.training.on_nonfinite == "stop":
+        if not done.finite and self.training.on_nonfinite == "stop":
             raise NonFinite(
                 f"step {done.step}: loss = {done.loss}, gradient norm = {done.grad_norm}; {self._where(done)}. The "
                 "weights are those of the step before; training.on_nonfinite = 'skip' goes past such steps"
@@ -61,7 +65,7 @@ class Spikes(Hook):
         own = [MicroLoss(streams, self._weight(streams), loss) for streams, loss in parts]
         ranks = of_all_ranks(own, dist.group.WORLD)
         if dist.get_rank() == 0:
-            write_spike(self.config.job.dump_folder, done.step, spike, ranks)
+            write_spike(self.folder, done.step, spike, ranks)
 
     def _weight(self, streams: Sequence[int]) -> float:
         return sum(float(self.streams[i].columns["weights"].sum(dtype=float)) for i in streams)
@@ -78,7 +82,7 @@ class Spikes(Hook):
                 if own
             )
         # Only a gradient is not finite, so no stream can be blamed.
-        size = self.config.training.global_batch_size
+        size = self.training.global_batch_size
         first = (done.step - 1) * size
         return f"every loss is finite, a gradient is not; the step's streams are {first} to {first + size - 1}"
 

@@ -4,10 +4,10 @@ A loss is called with a micro-batch and its chunked logits. The micro-batch has 
 columns: one or several numbers per token, which were cut with the tokens. The loss returns
 the sum of its terms on this rank. The sum over all ranks and micro-steps is divided by the
 step's weight (`loss.normalise`), a single number that does not depend on how the batch is
-split. reference.py defines each loss again, for whole logits in one process.
+split.
 """
 
-from titan_linear.config import Config
+from titan_linear.config import SECTIONS, Section
 from titan_linear.losses.cross_entropy import CrossEntropyLoss
 from titan_linear.losses.distillation import DistillationLoss
 from titan_linear.losses.dpo import DPOLoss
@@ -22,6 +22,6 @@ LOSSES: dict[str, type[LossFunction]] = {
 }
 
 
-def build_loss(config: Config) -> LossFunction:
-    name = config.loss.name
-    return LOSSES[name](getattr(config, name))
+def build_loss(name: str, keys: Section | None = None) -> LossFunction:
+    """Build a loss from its section of the configuration, or from that section's defaults."""
+    return LOSSES[name](keys or SECTIONS[name]())

@@ -24,8 +24,7 @@ MOST_IDS = 256
 
 class DistillationLoss(LossFunction):
     keys: schema.Distillation
-    columns = "teacher_ids", "teacher_logprobs"
-    most_numbers = MOST_IDS
+    columns = {"teacher_ids": MOST_IDS, "teacher_logprobs": MOST_IDS}
 
     def __call__(self, logits: ChunkedLogits, batch: LocalBatch) -> Tensor:
         tau = self.keys.temperature

@@ -33,28 +33,30 @@ class DPOLoss(LossFunction):
     }
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        return () if self.keys.reference_free else ("reference",)
+    def columns(self) -> dict[str, int]:
+        return {} if self.keys.reference_free else {"reference": 0}
 
     def __call__(self, logits: ChunkedLogits, batch: LocalBatch) -> Tensor:
         labels = batch.labels.flatten()
         # First pass over the head: rewards of whole documents, which may span ranks.
         known = logits.rows(labels)
-        columns = (batch.columns[name][0] for name in self.columns)
-        weights, count, policy, *reference = document_sums(batch, known.logprobs[:, 0], *columns)
-        length = count.clamp(min=1) if self.keys.length_normalised else torch.ones_like(count)
-        reward = (policy - sum(reference)) / length
+        columns = {name: batch.columns[name][0] for name in self.columns}
+        sums = document_sums(batch, policy=known.logprobs[:, 0], **columns)
+        length = sums.length if self.keys.length_normalised else torch.ones_like(sums.count)
+        reward = (sums.numbers["policy"] - sums.numbers.get("reference", 0)) / length
         margin = self.keys.beta * (reward[0::2] - reward[1::2])
         short = self.keys.margin - margin
         # new_full avoids a copy from the host, for which the host would wait.
         accuracy = torch.heaviside(margin, margin.new_full((), 0.5))
-        of_pairs = torch.stack([F.softplus(short), accuracy, margin], 1).repeat_interleave(2, 0)
+        of_pairs = {"loss": F.softplus(short), "accuracy": accuracy, "margin": margin}
         # Slope of the loss in each token's log p. It raises chosen documents and lowers
         # rejected ones.
-        pull = -self.keys.beta * short.sigmoid() * (weights[0::2] + weights[1::2])
-        of_tokens = of_documents(batch, of_pairs, torch.stack([pull, -pull], 1).flatten() / length)
+        pull = -self.keys.beta * short.sigmoid() * (sums.weights[0::2] + sums.weights[1::2])
+        slopes = torch.stack([pull, -pull], 1).flatten() / length
+        values = {name: x.repeat_interleave(2) for name, x in of_pairs.items()}
+        of_tokens = of_documents(batch, slopes, **values)
 
         def terms(rows: LogitStatistics, tokens: slice) -> Tensor:
-            return torch.stack(of_tokens(rows.logprobs[:, 0], tokens), 1)
+            return self.terms(**of_tokens(rows.logprobs[:, 0], tokens))
 
         return logits.sum(labels, terms, rows=known)

@@ -6,7 +6,7 @@ A loss that needs such sums passes over the head twice.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -55,6 +55,10 @@ class LocalBatch:
     later: Later | None = None
     # Plan for the mixers, built once everything else is on the device.
     plan: BatchPlan | None = None
+    # Of the whole micro-batch, if it was cut by `Session.cut`: number of tokens, and sum of
+    # the label weights.
+    num_tokens: int = 0
+    weight: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,9 @@ class LossFunction(ABC):
     # Documents that must lie whole in one stream: 1, or 2 for adjacent pairs. 0: streams
     # may cut documents.
     group: ClassVar[int] = 0
-    # Columns that the loss reads in addition to "weights".
-    columns: ClassVar[tuple[str, ...]] = ()
-    # Most numbers per token in each of these columns (the same in all); 0: one number.
-    most_numbers: ClassVar[int] = 0
+    # Columns that the loss reads in addition to "weights", and the most numbers per token in
+    # each; 0: one number.
+    columns: ClassVar[Mapping[str, int]] = {}
     unit: ClassVar[str] = "nats per token"
     # Captions of further means that it reports, with the same weights.
     reports: ClassVar[dict[str, str]] = {}
@@ -77,6 +80,10 @@ class LossFunction(ABC):
     @abstractmethod
     def __call__(self, logits: ChunkedLogits, batch: LocalBatch) -> Tensor:
         """Return the sum of the loss's terms on this rank; [1 + reports] if it has reports."""
+
+    def terms(self, loss: Tensor, **reports: Tensor) -> Tensor:
+        """Return tokens' losses and reports [n] as `ChunkedLogits.sum` takes them."""
+        return torch.stack([loss, *(reports[name] for name in self.reports)], 1)
 
 
 def column(batch: LocalBatch, name: str, like: Tensor) -> Tensor:
@@ -89,19 +96,27 @@ def logprobs(logits: ChunkedLogits, ids: Tensor) -> Tensor:
     return logits.rows(ids).logprobs.view_as(ids).masked_fill(ids == IGNORE, 0)
 
 
-def document_sums(batch: LocalBatch, *numbers: Tensor) -> Tensor:
-    """Sum numbers over each document, whichever ranks it lies on.
+class DocumentSums(NamedTuple):
+    """Sums over the labeled tokens of each document, [documents] float64."""
 
-    Args:
-        numbers: tensors [T]; entries without a label do not count.
+    weights: Tensor
+    count: Tensor  # number of labels
+    numbers: dict[str, Tensor]
 
-    Returns:
-        [2 + numbers, documents] float64: sum of weights, number of labels, and sum of each of
-        `numbers`.
+    @property
+    def length(self) -> Tensor:
+        """Number of labels, at least 1: the divisor of means."""
+        return self.count.clamp(min=1)
+
+
+def document_sums(batch: LocalBatch, **numbers: Tensor) -> DocumentSums:
+    """Sum numbers [T] over each document, whichever ranks it lies on.
+
+    Entries without a label do not count.
     """
     # Sum over this rank's tokens of each document.
     labelled = batch.labels[0] != IGNORE
-    columns = batch.columns["weights"][0], labelled, *numbers
+    columns = batch.columns["weights"][0], labelled, *numbers.values()
     rows = torch.stack([x.double() for x in columns]).where(labelled, 0)
     sums = rows.new_zeros(len(rows), batch.num_documents).index_add_(
         1, batch.columns["document"][0], rows
@@ -113,40 +128,45 @@ def document_sums(batch: LocalBatch, *numbers: Tensor) -> Tensor:
             sums.unsqueeze(0), 0, context.ranks.group_name, context.ranks.world_size
         ).sum(0)
     # In prefix trees these are sums over nodes: add the nodes of each document's path.
-    if (paths := batch.paths) is None:
-        return sums
-    of_paths = sums[:, paths.nodes]
-    of_paths[0] *= paths.share
-    return sums.new_zeros(len(sums), paths.num_documents).index_add_(1, paths.documents, of_paths)
+    if paths := batch.paths:
+        of_paths = sums[:, paths.nodes]
+        of_paths[0] *= paths.share
+        sums = sums.new_zeros(len(sums), paths.num_documents)
+        sums.index_add_(1, paths.documents, of_paths)
+    weights, count, *sums_of_numbers = sums
+    return DocumentSums(weights, count, dict(zip(numbers, sums_of_numbers, strict=True)))
 
 
 def of_documents(
-    batch: LocalBatch, values: Tensor, slopes: Tensor
-) -> Callable[[Tensor, slice], list[Tensor]]:
+    batch: LocalBatch, slopes: Tensor, **values: Tensor
+) -> Callable[[Tensor, slice], dict[str, Tensor]]:
     """Return a function that distributes document values in proportion to token weight.
 
     Args:
-        values: [documents, m].
         slopes: [documents], the derivative of the first value by each token's log p.
+        values: [documents] each.
 
     Returns:
-        A function of log p [n] and the tokens' slice to m tensors [n]. Their sum over all
-        tokens is the weighted value; the first has the gradient that `slopes` prescribes.
+        A function of log p [n] and the tokens' slice to the values of these tokens, [n]
+        each. Their sum over all tokens is the weighted value; the first has the gradient
+        that `slopes` prescribes.
     """
+    columns = torch.stack([*values.values()], 1)
     # In prefix trees, add up the values of all documents that contain a node.
     if paths := batch.paths:
-        values, slopes = values[paths.documents] * paths.share.unsqueeze(1), slopes[paths.documents]
-        values, slopes = (
+        columns, slopes = (
             x.new_zeros(batch.num_documents, *x.shape[1:]).index_add_(0, paths.nodes, x)
-            for x in (values, slopes)
+            for x in (columns[paths.documents] * paths.share.unsqueeze(1), slopes[paths.documents])
         )
     # Spread the values over the tokens of each document or node.
     document = batch.columns["document"][0]
-    values, slopes = batch.columns["weights"][0].unsqueeze(1) * values[document], slopes[document]
+    columns = batch.columns["weights"][0].unsqueeze(1) * columns[document]
+    slopes = slopes[document]
 
-    def terms(logp: Tensor, tokens: slice) -> list[Tensor]:
+    def terms(logp: Tensor, tokens: slice) -> dict[str, Tensor]:
         # The first value's difference term is 0, but carries the gradient.
-        first, *others = values[tokens].to(logp.dtype).unbind(1)
-        return [first + slopes[tokens].to(logp.dtype) * (logp - logp.detach()), *others]
+        first, *others = columns[tokens].to(logp.dtype).unbind(1)
+        first = first + slopes[tokens].to(logp.dtype) * (logp - logp.detach())
+        return dict(zip(values, [first, *others], strict=True))
 
     return terms

@@ -36,8 +36,9 @@ class PolicyLoss(LossFunction):
     }
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        return ("advantages", "behaviour", *["reference"] * (self.keys.kl > 0))
+    def columns(self) -> dict[str, int]:
+        columns = {"advantages": 0, "behaviour": 0}
+        return columns | {"reference": 0} if self.keys.kl > 0 else columns
 
     @property
     def reads_twice(self) -> bool:
@@ -56,38 +57,44 @@ class PolicyLoss(LossFunction):
             )
             # Clipped objective, by document or by token.
             if of_sequences:
-                loss, clipped = of_sequences(logp, tokens)
+                of_tokens = of_sequences(logp, tokens)
+                loss = of_tokens["loss"]
+                clipped = of_tokens["clipped"]
             else:
                 objective, is_clipped = self._objectives(logp - behaviour, advantages)
-                loss, clipped = -weights * objective, weights * is_clipped
+                loss = -weights * objective
+                clipped = weights * is_clipped
             # Divergence from the reference.
             kl = torch.zeros_like(logp)
             if self.keys.kl:
                 distance = column(batch, "reference", logp)[tokens] - logp
                 kl = weights * (distance.expm1() - distance)
-            return torch.stack([loss + self.keys.kl * kl, weights * rows.entropy, clipped, kl], 1)
+            entropy = weights * rows.entropy
+            return self.terms(loss + self.keys.kl * kl, entropy=entropy, clipped=clipped, kl=kl)
 
         return logits.sum(labels, terms, statistics=True, rows=known)
 
     def _of_sequences(
         self, batch: LocalBatch, known: LogitStatistics
-    ) -> Callable[[Tensor, slice], list[Tensor]]:
+    ) -> Callable[[Tensor, slice], dict[str, Tensor]]:
         """Return the function that gives each token's loss and clipped weight, [n] each."""
         distance = known.logprobs[:, 0] - batch.columns["behaviour"][0]
-        weights, count, *sums = document_sums(batch, batch.columns["advantages"][0], distance)
+        advantages = batch.columns["advantages"][0]
+        sums = document_sums(batch, advantages=advantages, distance=distance)
         # Means over each document.
-        advantages, log_ratio = (x / count.clamp(min=1) for x in sums)
-        objective, clipped = self._objectives(log_ratio, advantages)
+        means = {name: x / sums.length for name, x in sums.numbers.items()}
+        objective, clipped = self._objectives(means["distance"], means["advantages"])
         # The slope is 0 where the ratio is clipped.
-        slopes = -weights * ~clipped * objective / count.clamp(min=1)
-        return of_documents(batch, torch.stack([-objective, clipped], 1), slopes)
+        slopes = -sums.weights * ~clipped * objective / sums.length
+        return of_documents(batch, slopes, loss=-objective, clipped=clipped.to(objective.dtype))
 
     def _objectives(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         """Return min(ρ A, clip(ρ) A), and whether ρ was clipped.
 
         ρ is bounded below if A is negative, else above.
         """
-        lowest, highest = math.log1p(-self.keys.clip_low), math.log1p(self.keys.clip_high)
+        lowest = math.log1p(-self.keys.clip_low)
+        highest = math.log1p(self.keys.clip_high)
         negative = advantages < 0
         bounded = torch.where(negative, log_ratio.clamp(min=lowest), log_ratio.clamp(max=highest))
         return bounded.exp() * advantages, (bounded != log_ratio) & (advantages != 0)

@@ -6,9 +6,9 @@ The functions' docstrings describe arguments, results and errors.
 from titan_linear.ops.attention import attention
 from titan_linear.ops.convolution import causal_conv1d
 from titan_linear.ops.delta_rule import chunk_gated_delta_rule, chunk_kda
-from titan_linear.ops.dplr import chunk_dplr_delta_rule, chunk_rwkv7
 from titan_linear.ops.layout.build_context import build_cp_context
 from titan_linear.ops.layout.context import CPContext
+from titan_linear.ops.rwkv7 import chunk_rwkv7
 from titan_linear.ops.simple_gla import chunk_simple_gla
 from titan_linear.ops.ssd import chunk_ssd
 
@@ -18,7 +18,6 @@ __all__ = [
     "attention",
     "build_cp_context",
     "causal_conv1d",
-    "chunk_dplr_delta_rule",
     "chunk_gated_delta_rule",
     "chunk_kda",
     "chunk_rwkv7",

@@ -9,15 +9,15 @@ import torch
 from titan_linear.ops.convolution import CONVOLUTION
 from titan_linear.ops.cross_entropy import CROSS_ENTROPY
 from titan_linear.ops.delta_rule import GDN, KDA
-from titan_linear.ops.dplr import DPLR, RWKV7
 from titan_linear.ops.experts import COPIES, GROUPED_LINEAR
 from titan_linear.ops.runtime.support import Choice
+from titan_linear.ops.rwkv7 import RWKV7
 from titan_linear.ops.simple_gla import SIMPLE_GLA
 from titan_linear.ops.ssd import SSD
 from titan_linear.ops.swiglu import SWIGLU
 from titan_linear.ops.torch.attention_kernels import ATTENTION, whole_streams
 
-RECURRENCES = (KDA, GDN, SSD, SIMPLE_GLA, DPLR, RWKV7)
+RECURRENCES = KDA, GDN, SSD, SIMPLE_GLA, RWKV7
 OPS = {
     op.name: op
     for op in (*RECURRENCES, CONVOLUTION, ATTENTION, SWIGLU, COPIES, GROUPED_LINEAR, CROSS_ENTROPY)

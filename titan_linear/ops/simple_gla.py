@@ -75,13 +75,13 @@ def chunk_simple_gla(
         raise ValueError(f"g {tuple(g.shape)} must be [B, T, HV] = {[B, T, HV]}")
     options = DecayOptions(scale_of(scale, q), disable_recompute=disable_recompute)
     sequences = Sequences(
-        initial_state,
-        output_final_state,
-        state_v_first,
-        cu_seqlens,
-        cu_seqlens_cpu,
-        cp_context,
-        cp_method,
-        parents,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        cp_context=cp_context,
+        cp_method=cp_method,
+        parents=parents,
     )
     return run(SIMPLE_GLA, DecayInputs(q, k, v, g), options, sequences, impl)

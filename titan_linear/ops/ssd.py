@@ -71,14 +71,14 @@ def chunk_ssd(
     _check(x, dt, A, B, C, D, dt_bias, dt_limit)
     options = DecayOptions(1.0, dt_softplus, tuple(dt_limit), disable_recompute)
     sequences = Sequences(
-        initial_states,
-        return_final_states,
-        True,
-        cu_seqlens,
-        cu_seqlens_cpu,
-        cp_context,
-        cp_method,
-        parents,
+        initial_state=initial_states,
+        output_final_state=return_final_states,
+        state_v_first=True,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        cp_context=cp_context,
+        cp_method=cp_method,
+        parents=parents,
     )
     return run(SSD, DecayInputs(C, B, x, dt, A, D, dt_bias), options, sequences, impl)
 

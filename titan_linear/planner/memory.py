@@ -34,8 +34,9 @@ libraries and NCCL's buffers.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -43,17 +44,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from titan_linear.config import (
-    ActivationCheckpoint,
-    Config,
-    Parallelism,
-    Training,
-    fsdp_degrees,
-    layer_checkpointing,
-    micro_steps,
-)
+from titan_linear.config import ActivationCheckpoint, Config, Parallelism
 from titan_linear.distributed.one_process import LocalDims
-from titan_linear.distributed.parallelize import parallelize, replicated_parameters
+from titan_linear.distributed.options import SessionOptions
+from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.losses import build_loss
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
@@ -65,9 +59,10 @@ from titan_linear.ops import CPContext, build_cp_context
 from titan_linear.ops.cross_entropy import tokens_at_once
 from titan_linear.ops.layout.prefix_trees import PrefixTrees
 from titan_linear.ops.registry import OPS
-from titan_linear.ops.runtime.support import Target, short
+from titan_linear.ops.runtime.support import Target
 from titan_linear.planner.counting import LayerCounts, count
 from titan_linear.run.build import DTYPES, unallocated
+from titan_linear.run.session import Session
 from titan_linear.step.optimizer import hidden_matrices
 
 GIB = 2**30
@@ -127,38 +122,6 @@ class Units:
     offloaded: bool
 
 
-def units(config: Config, model: ModelConfig, gpus: int) -> Units:
-    t, p = config.training, config.parallelism
-    replicas, shards = fsdp_degrees(config, gpus)
-    tp = p.tensor_parallel_degree
-    ep = p.expert_parallel_degree
-    offloaded = t.enable_cpu_offload
-    # Count elements of a rank's part under tp and ep, and of its FSDP shards.
-    decoder, _ = _parts(model, tp, ep)
-    elements = _local(model, shards, tp, ep)
-    whole = replicated_parameters(decoder)
-    by_muon = hidden_matrices(decoder).values() if config.optimizer.name == "muon" else ()
-    return Units(
-        local=sum(n for p, n in elements.items() if p.requires_grad),
-        frozen=sum(n for p, n in elements.items() if not p.requires_grad),
-        muon=sum(elements[p] for p in by_muon),
-        whole=sum(p.numel() for p in whole if p.requires_grad),
-        frozen_whole=sum(p.numel() for p in whole if not p.requires_grad),
-        layers=tuple(sum(p.numel() for p in _sharded(layer)) for layer in decoder.layers),
-        trained=tuple(
-            sum(p.numel() for p in _sharded(layer) if p.requires_grad) for layer in decoder.layers
-        ),
-        vocabulary=decoder.head.weight.numel(),
-        trained_head=decoder.head.weight.numel() * decoder.head.weight.requires_grad,
-        stored=DTYPES[t.dtype].itemsize,
-        compute=DTYPES[t.mixed_precision_param].itemsize,
-        reduce=DTYPES[t.mixed_precision_reduce].itemsize,
-        sharded=replicas * shards > 1 or offloaded,
-        shards=shards,
-        offloaded=offloaded,
-    )
-
-
 def _local(model: ModelConfig, shards: int, tp: int, ep: int) -> dict[nn.Parameter, int]:
     """Return the number of elements in each of a rank's shards."""
     decoder, experts = _parts(model, tp, ep)
@@ -184,10 +147,9 @@ def _on_a_rank(
     Rows for experts stay on this rank: with equal loads it receives as many rows as it
     sends.
     """
-    decoder = unallocated(model, dtype)
-    training = Training(mixed_precision_param=short(dtype), mixed_precision_reduce="float32")
-    config = Config(training=training, parallelism=Parallelism(**parallelism))
-    parallelize(decoder, LocalDims(tp=tp, ep=ep), config, META)
+    options = SessionOptions(compute_dtype=dtype, parallelism=Parallelism(**parallelism))
+    dims = LocalDims(tp=tp, ep=ep)
+    decoder = Session(unallocated(model, dtype), dims, options, device=META).model
     for moe in (m for m in decoder.modules() if isinstance(m, MoE)):
         moe.dispatch = LocalDispatch
     return decoder
@@ -383,123 +345,213 @@ def _layer(model: ModelConfig, n: int, batch: MicroBatchShape, shift: int) -> La
 # --- Memory -------------------------------------------------------------------------------
 
 
-def memory(config: Config, model: ModelConfig, gpus: int, mean: Mean = None) -> dict[str, float]:
-    """Return bytes by PARTS on the GPU that holds most, at the moment when it holds most.
+class PlannedRank:
+    """The GPU that holds most, of the GPUs that share a configuration's step.
 
-    mean: as in `moments`.
+    Args:
+        mean: as in `MicroBatchShape`.
     """
-    return max(moments(config, model, gpus, mean).values(), key=lambda moment: sum(moment.values()))
 
+    def __init__(self, config: Config, model: ModelConfig, gpus: int, mean: Mean = None):
+        self.config, self.model, self.gpus, self.mean = config, model, gpus, mean
+        self.training, self.parallelism = config.training, config.parallelism
+        self.loss = build_loss(config.loss.name, config.objective)
+        self.batch = MicroBatchShape.of(config, mean)
 
-def moments(
-    config: Config, model: ModelConfig, gpus: int, mean: Mean = None
-) -> dict[str, dict[str, float]]:
-    """Return bytes by PARTS at each moment that may be the peak."""
-    # Stored parameters, and gradients accumulated over micro-steps.
-    u = units(config, model, gpus)
-    batch = MicroBatchShape.of(config, mean)
-    counted = layers(model, batch)
-    here = 0 if u.offloaded else u.local * u.stored
-    stored = here + u.whole * widened(DTYPES[config.training.dtype]).itemsize
-    accumulates = micro_steps(config, gpus) > 1
-    accumulated = stored if accumulates else 0
-    # Activations of each layer, and the columns that the loss reads.
-    kept, again, working = saved(config, counted)
-    kept = (kept[0] + _columns(config, batch), *kept[1:])
-    sizes = sorted((*u.layers, u.vocabulary))
-    # FSDP gathers the next unit while one computes.
-    gathered = sizes if config.parallelism.fsdp_reshard_after_forward == "never" else sizes[-2:]
-    copies = _copies(u, sum(gathered), max(*u.trained, u.trained_head))
-    # Bytes held when each layer's backward begins, and the layer at which most are held.
-    held = list(accumulate(kept))
-    fullest = max(range(len(counted)), key=lambda i: held[i] + again[i] + working[i])
-    # The gradient of the residual stream (in float32 too, for the final norm), and of the
-    # head until it is reduced.
-    stream = model.dim * batch.tokens * (u.compute + 4)
-    around = stream + u.trained_head * u.compute
-    optimizer = 2 * stored - (0 if u.offloaded else u.muon * u.stored)
-    begins = {"gradients": accumulated, "copies": copies, "activations": sum(kept)}
-    # At the end of backward, only the first layer and the embedding have no gradients yet.
-    # The second layer's are being reduced.
-    last = u.layers[0] + u.vocabulary
-    missing = 0 if u.offloaded else last // u.shards * u.stored
-    ends = {
-        "gradients": accumulated or stored - missing,
-        "copies": _copies(u, last, max(u.trained[:2])),
-    }
-    ends |= {"activations": held[0] + again[0], "working": stream + working[0]}
-    update = {"gradients": stored, "copies": copies, "working": u.muon * MUON_WORKING}
-    if copies and not u.sharded:
-        # Without FSDP, all parameters have copies, and gradients are in the copies' dtype.
-        # A second micro-step, or Muon, converts the first gradients to the stored dtype.
-        ends |= {"gradients": accumulated, "copies": 2 * copies, "working": around + working[0]}
-        update["gradients"] = accumulated or u.muon * u.stored
-        update["copies"] = (3 if accumulates else 2) * copies
-    # Parts that differ from moment to moment, then the parts that are always there.
-    by_moment = {
-        "head": begins | _head(config, model, u, batch),
-        "fullest layer": begins
-        | {"activations": held[fullest] + again[fullest], "working": around + working[fullest]},
-        "first layer": ends,
-        "update": update,
-    }
-    frozen = 0 if u.offloaded else u.frozen * u.compute
-    frozen += u.frozen_whole * widened(DTYPES[config.training.mixed_precision_param]).itemsize
-    always = {"parameters": stored + frozen, "optimizer": optimizer}
-    return {
-        name: {part: float((moment | always).get(part, 0)) for part in PARTS}
-        for name, moment in by_moment.items()
-    }
+    def changed(self, changes: Mapping[str, object]) -> PlannedRank:
+        """Return the same with other values of some keys, by "section.key"."""
+        return PlannedRank(self.config.changed(changes), self.model, self.gpus, self.mean)
 
+    @property
+    def micro_steps(self) -> int:
+        return self.config.micro_steps(self.gpus)
 
-def host_memory(config: Config, model: ModelConfig, gpus: int) -> int:
-    """Return the bytes of the host's memory that a rank takes with offload, else 0.
+    @property
+    def modes(self) -> list[str]:
+        """The activation checkpointing mode of each layer."""
+        ac = self.config.activation_checkpoint
+        return [ac.mode_of(i) for i in range(len(self.model.layers))]
 
-    They are shards and their gradients, pinned (PyTorch rounds each tensor up to a power of
-    two), and AdamW's two moments or Muon's one. Offload is training.enable_cpu_offload.
-    """
-    p, u = config.parallelism, units(config, model, gpus)
-    if not u.offloaded:
-        return 0
-    elements = _local(model, u.shards, p.tensor_parallel_degree, p.expert_parallel_degree)
-    each = [size * u.stored for parameter, size in elements.items() if parameter.requires_grad]
-    frozen = [
-        size * u.compute for parameter, size in elements.items() if not parameter.requires_grad
-    ]
-    pinned = sum(1 << (n - 1).bit_length() for n in each * 2 + frozen)
-    return pinned + 2 * sum(each) - u.muon * u.stored
+    @cached_property
+    def layers(self) -> list[LayerCounts]:
+        return layers(self.model, self.batch)
 
-
-def saved(config: Config, counted: list[LayerCounts]) -> list[tuple[int, ...]]:
-    """Return the bytes of each layer, as three tuples.
-
-    They are the bytes kept from forward until its backward begins; the bytes kept while it
-    is recomputed, 0 if it is not; and the most that its backward takes in addition.
-    """
-    found = []
-    for i, layer in enumerate(counted):
-        of = layer.compiled if config.compile.enable else layer.plain
-        mode = layer_checkpointing(config.activation_checkpoint, i)
-        kept = {"selective": of.selective, "attention": of.attention, "full": 0}
-        # Kept tensors are reused, and freed if nothing else holds them.
-        again = of.kept - kept.get(mode, 0)
-        found.append(
-            (of.kept, 0, of.working)
-            if mode == "none"
-            else (layer.input + kept[mode], again, of.working)
+    @cached_property
+    def units(self) -> Units:
+        """This rank's parameters."""
+        t, p = self.training, self.parallelism
+        replicas, shards = p.fsdp_degrees(self.gpus)
+        # Count elements of a rank's part under tp and ep, and of its FSDP shards.
+        decoder, _ = _parts(self.model, self.batch.tp, self.batch.ep)
+        elements = _local(self.model, shards, self.batch.tp, self.batch.ep)
+        whole = replicated_parameters(decoder)
+        by_muon = self.config.optimizer.name == "muon"
+        matrices = hidden_matrices(decoder).values() if by_muon else ()
+        layers = [_sharded(layer) for layer in decoder.layers]
+        return Units(
+            local=sum(n for p, n in elements.items() if p.requires_grad),
+            frozen=sum(n for p, n in elements.items() if not p.requires_grad),
+            muon=sum(elements[p] for p in matrices),
+            whole=sum(p.numel() for p in whole if p.requires_grad),
+            frozen_whole=sum(p.numel() for p in whole if not p.requires_grad),
+            layers=tuple(sum(p.numel() for p in layer) for layer in layers),
+            trained=tuple(sum(p.numel() for p in layer if p.requires_grad) for layer in layers),
+            vocabulary=decoder.head.weight.numel(),
+            trained_head=decoder.head.weight.numel() * decoder.head.weight.requires_grad,
+            stored=DTYPES[t.dtype].itemsize,
+            compute=DTYPES[t.mixed_precision_param].itemsize,
+            reduce=DTYPES[t.mixed_precision_reduce].itemsize,
+            sharded=replicas * shards > 1 or t.enable_cpu_offload,
+            shards=shards,
+            offloaded=t.enable_cpu_offload,
         )
-    return [*zip(*found, strict=True)]
 
+    @property
+    def degrees(self) -> str:
+        """The degrees above 1, to read."""
+        p = self.parallelism
+        replicas, shards = p.data_parallel_degrees(self.gpus)
+        copies, fsdp = p.fsdp_degrees(self.gpus)
+        degrees = {
+            "dp_replicate": replicas,
+            "dp_shard": shards,
+            "cp": p.context_parallel_degree,
+            "tp": p.tensor_parallel_degree,
+            "ep": p.expert_parallel_degree,
+            "fsdp": fsdp if copies > replicas else 1,
+        }
+        shown = {name: f"{name} {degree}" for name, degree in degrees.items() if degree > 1}
+        if "cp" in shown:
+            shown["cp"] += f" ({p.context_parallel_layout})"
+        return ", ".join(shown.values()) or "one GPU"
 
-def _columns(config: Config, batch: MicroBatchShape) -> int:
-    """Return the bytes of the columns that the loss reads, 4 for each number.
+    @cached_property
+    def needs(self) -> float:
+        """The bytes that the GPU holds at most."""
+        return sum(self.memory().values())
 
-    They are weights, and the loss's columns with the most numbers that they may have. With
-    several ids per token, the loss reads these numbers once more.
-    """
-    loss = build_loss(config)
-    numbers = 1 + len(loss.columns) * max(loss.most_numbers, 1) + loss.most_numbers
-    return 4 * numbers * batch.tokens * batch.tp
+    def memory(self) -> dict[str, float]:
+        """Return bytes by PARTS at the moment when the GPU holds most."""
+        return max(self.moments().values(), key=lambda moment: sum(moment.values()))
+
+    def moments(self) -> dict[str, dict[str, float]]:
+        """Return bytes by PARTS at each moment that may be the peak."""
+        # Stored parameters, and gradients accumulated over micro-steps.
+        u, batch = self.units, self.batch
+        here = 0 if u.offloaded else u.local * u.stored
+        stored = here + u.whole * widened(DTYPES[self.training.dtype]).itemsize
+        accumulates = self.micro_steps > 1
+        accumulated = stored if accumulates else 0
+        # Activations of each layer, and the columns that the loss reads.
+        kept, again, working = self.saved()
+        kept = (kept[0] + self._columns(), *kept[1:])
+        sizes = sorted((*u.layers, u.vocabulary))
+        # FSDP gathers the next unit while one computes.
+        gathered = sizes if self.parallelism.fsdp_reshard_after_forward == "never" else sizes[-2:]
+        copies = _copies(u, sum(gathered), max(*u.trained, u.trained_head))
+        # Bytes held when each layer's backward begins, and the layer at which most are held.
+        held = list(accumulate(kept))
+        fullest = max(range(len(held)), key=lambda i: held[i] + again[i] + working[i])
+        # The gradient of the residual stream (in float32 too, for the final norm), and of the
+        # head until it is reduced.
+        stream = self.model.dim * batch.tokens * (u.compute + 4)
+        around = stream + u.trained_head * u.compute
+        optimizer = 2 * stored - (0 if u.offloaded else u.muon * u.stored)
+        begins = {"gradients": accumulated, "copies": copies, "activations": sum(kept)}
+        # At the end of backward, only the first layer and the embedding have no gradients yet.
+        # The second layer's are being reduced.
+        last = u.layers[0] + u.vocabulary
+        missing = 0 if u.offloaded else last // u.shards * u.stored
+        ends = {
+            "gradients": accumulated or stored - missing,
+            "copies": _copies(u, last, max(u.trained[:2])),
+        }
+        ends |= {"activations": held[0] + again[0], "working": stream + working[0]}
+        update = {"gradients": stored, "copies": copies, "working": u.muon * MUON_WORKING}
+        if copies and not u.sharded:
+            # Without FSDP, all parameters have copies, and gradients are in the copies' dtype.
+            # A second micro-step, or Muon, converts the first gradients to the stored dtype.
+            ends |= {"gradients": accumulated, "copies": 2 * copies, "working": around + working[0]}
+            update["gradients"] = accumulated or u.muon * u.stored
+            update["copies"] = (3 if accumulates else 2) * copies
+        # Parts that differ from moment to moment, then the parts that are always there.
+        by_moment = {
+            "head": begins | self._head(),
+            "fullest layer": begins
+            | {"activations": held[fullest] + again[fullest], "working": around + working[fullest]},
+            "first layer": ends,
+            "update": update,
+        }
+        frozen = 0 if u.offloaded else u.frozen * u.compute
+        frozen += u.frozen_whole * widened(batch.dtype).itemsize
+        always = {"parameters": stored + frozen, "optimizer": optimizer}
+        return {
+            name: {part: float((moment | always).get(part, 0)) for part in PARTS}
+            for name, moment in by_moment.items()
+        }
+
+    def host_memory(self) -> int:
+        """Return the bytes of the host's memory that a rank takes with offload, else 0.
+
+        They are shards and their gradients, pinned (PyTorch rounds each tensor up to a
+        power of two), and AdamW's two moments or Muon's one. Offload is
+        training.enable_cpu_offload.
+        """
+        u = self.units
+        if not u.offloaded:
+            return 0
+        elements = _local(self.model, u.shards, self.batch.tp, self.batch.ep)
+        each = [size * u.stored for parameter, size in elements.items() if parameter.requires_grad]
+        frozen = [
+            size * u.compute for parameter, size in elements.items() if not parameter.requires_grad
+        ]
+        pinned = sum(1 << (n - 1).bit_length() for n in each * 2 + frozen)
+        return pinned + 2 * sum(each) - u.muon * u.stored
+
+    def saved(self) -> list[tuple[int, ...]]:
+        """Return the bytes of each layer, as three tuples.
+
+        They are the bytes kept from forward until its backward begins; the bytes kept while
+        it is recomputed, 0 if it is not; and the most that its backward takes in addition.
+        """
+        found = []
+        for mode, layer in zip(self.modes, self.layers, strict=True):
+            of = layer.compiled if self.config.compile.enable else layer.plain
+            kept = {"selective": of.selective, "attention": of.attention, "full": 0}
+            # Kept tensors are reused, and freed if nothing else holds them.
+            again = of.kept - kept.get(mode, 0)
+            found.append(
+                (of.kept, 0, of.working)
+                if mode == "none"
+                else (layer.input + kept[mode], again, of.working)
+            )
+        return [*zip(*found, strict=True)]
+
+    def _columns(self) -> int:
+        """Return the bytes of the columns that the loss reads, 4 for each number.
+
+        They are weights, and the loss's columns with the most numbers that they may have.
+        With several ids per token, the loss reads these numbers once more.
+        """
+        widths = self.loss.columns.values()
+        numbers = 1 + sum(max(width, 1) for width in widths) + max(widths, default=0)
+        return 4 * numbers * self.batch.tokens * self.batch.tp
+
+    def _head(self) -> dict[str, int]:
+        """Return the bytes of the head and of logits.
+
+        The head has the final norm's input in float32; its output and the output's
+        gradient, for the tokens of all tp ranks; and the head weight's gradient in float32,
+        and the weight itself if FSDP gathers it. Logits are in float32, with their
+        gradient.
+        """
+        u, dim, tokens = self.units, self.model.dim, self.batch.tokens * self.batch.tp
+        stream = dim * (4 * self.batch.tokens + 2 * u.compute * tokens)
+        stream *= 1 + self.model.mtp_layers
+        rows = u.vocabulary // dim
+        chunk = min(tokens_at_once(self.training.loss_chunk_size, rows), tokens)
+        weight = u.trained_head * 4 + (u.vocabulary * u.compute if u.sharded else 0)
+        return {"head": stream + weight, "logits": chunk * rows * (4 + u.compute)}
 
 
 def _copies(u: Units, gathered: int, reduced: int) -> int:
@@ -518,25 +570,6 @@ def _copies(u: Units, gathered: int, reduced: int) -> int:
         moving = stored + u.reduce * (2 if u.shards == 1 else 1)
         copies += -(-max(*u.layers, u.vocabulary) // u.shards) * moving
     return copies
-
-
-def _head(config: Config, model: ModelConfig, u: Units, batch: MicroBatchShape) -> dict[str, int]:
-    """Return the bytes of the head and of logits.
-
-    The head has the final norm's input in float32; its output and the output's gradient,
-    for the tokens of all tp ranks; and the head weight's gradient in float32, and the
-    weight itself if FSDP gathers it. Logits are in float32, with their gradient.
-    """
-    compute = u.compute
-    tokens = batch.tokens * batch.tp
-    stream = model.dim * (4 * batch.tokens + 2 * compute * tokens)
-    stream *= 1 + model.mtp_layers
-    rows = u.vocabulary // model.dim
-    logits = (
-        min(tokens_at_once(config.training.loss_chunk_size, rows), tokens) * rows * (4 + compute)
-    )
-    weight = u.trained_head * 4 + (u.vocabulary * compute if u.sharded else 0)
-    return {"head": stream + weight, "logits": logits}
 
 
 def checkpointings(model: ModelConfig) -> list[list[ActivationCheckpoint]]:

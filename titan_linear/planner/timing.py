@@ -31,14 +31,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from titan_linear.config import (
-    Config,
-    fsdp_degrees,
-    layer_checkpointing,
-    micro_steps,
-    replicas_wait,
-)
-from titan_linear.losses import build_loss
+from titan_linear.config import Parallelism
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.ops.cross_entropy import tokens_at_once
 from titan_linear.ops.exchange.kcp import sizes_of
@@ -61,14 +54,13 @@ from titan_linear.ops.runtime.costs import (
 from titan_linear.planner.counting import LayerCounts, OperatorCall, PassCounts
 from titan_linear.planner.machine import Machine
 from titan_linear.planner.memory import (
-    Mean,
     MicroBatchShape,
+    PlannedRank,
     Units,
     context,
     documents_of,
     hidden_shapes,
     layers,
-    units,
 )
 from titan_linear.step.flops import training_flops
 
@@ -313,47 +305,41 @@ class PlannedStep:
         return self.flops / self.seconds / self.gpus / self.peak_tflops / 1e12
 
 
-def step(
-    config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: Mean = None
-) -> PlannedStep:
-    batch = MicroBatchShape.of(config, mean, machine.node_size)
-    t = config.training
-    u = units(config, model, gpus)
-    clock = Clock(machine, batch, config.compile.enable)
-    times = micro_steps(config, gpus)
+def step(rank: PlannedRank, machine: Machine) -> PlannedStep:
+    t, model, u, gpus = rank.training, rank.model, rank.units, rank.gpus
+    batch = rank.batch._replace(node=machine.node_size)
+    clock = Clock(machine, batch, rank.config.compile.enable)
+    times = rank.micro_steps
     # Layers; the frozen base as reference adds a forward pass.
-    passes = passes_of(clock, config, model)
+    passes = passes_of(clock, rank)
     everything = [p for pair in passes for p in pair]
     if model.adapter and model.adapter.base_is_reference:
         everything += [forward for forward, _ in passes[: model.num_layers]]
     parts = {part: times * sum(p.parts[part] for p in everything) for part in PARTS}
     # Head and optimizer.
-    parts["head"] = times * _head(config, model, u, batch, machine)
-    parts["optimizer"] = _optimizer(config, u, times, machine)
-    if config.optimizer.name == "muon":
+    parts["head"] = times * _head(rank, machine)
+    parts["optimizer"] = _optimizer(rank, machine)
+    if rank.config.optimizer.name == "muon":
         parts["optimizer"] += _muon(model, gpus, machine)
         if gpus > 1:
             link = machine.group(gpus, 1)
             parts["communication"] += 2 * (link.message + 2 * u.muon / link.all_to_all)
     # Exposed communication of FSDP, experts and replicas.
-    parts["communication"] += times * (
-        _shared(config, u, machine, passes) + _experts(config, model, batch, machine)
-    )
-    sums = 1 if replicas_wait(t) else times
-    parts["communication"] += sums * _replicas(config, u, gpus, machine, passes)
+    shared = _shared(u, rank.parallelism, machine, passes)
+    parts["communication"] += times * (shared + _experts(rank, machine))
+    sums = 1 if t.replicas_wait else times
+    parts["communication"] += sums * _replicas(rank, machine, passes)
     if u.offloaded:
         parts["communication"] += (times - 1) * u.local * u.stored / machine.offload.to_host
     # Launches: the head has its own, for each chunk of tokens.
     chunk = tokens_at_once(t.loss_chunk_size, u.vocabulary // model.dim)
-    chunks = -(-batch.tokens * batch.tp // chunk) * (
-        1 + model.mtp_layers + _readings(config, model)
-    )
+    chunks = -(-batch.tokens * batch.tp // chunk) * (1 + model.mtp_layers + _readings(rank))
     # There are 7 launches for each chunk of logits.
     launches = times * (sum(p.launches for p in everything) + 7 * chunks)
     spent = sum(parts.values())
     parts["launches"] = max(machine.rates.gap * launches, machine.rates.host * launches - spent)
     # FLOPs count the documents' own work, not the recomputed one.
-    trees = documents_of(t.seq_len, t.local_batch_size, mean)
+    trees = documents_of(t.seq_len, t.local_batch_size, rank.mean)
     one = Documents.of(trees.edges, trees.depth)
     documents = Documents(*(n * t.global_batch_size // t.local_batch_size for n in one))
     return PlannedStep(
@@ -361,13 +347,11 @@ def step(
     )
 
 
-def passes_of(clock: Clock, config: Config, model: ModelConfig) -> list[tuple[Pass, Pass]]:
+def passes_of(clock: Clock, rank: PlannedRank) -> list[tuple[Pass, Pass]]:
     """Return forward and backward of each layer."""
-    modes = [layer_checkpointing(config.activation_checkpoint, i) for i in range(len(model.layers))]
-    return [
-        _passes(clock, mode, layer)
-        for mode, layer in zip(modes, layers(model, clock.batch), strict=True)
-    ]
+    counted = layers(rank.model, clock.batch)
+    pairs = zip(rank.modes, counted, strict=True)
+    return [_passes(clock, mode, layer) for mode, layer in pairs]
 
 
 def _passes(clock: Clock, mode: str, layer: LayerCounts) -> tuple[Pass, Pass]:
@@ -386,9 +370,7 @@ def _passes(clock: Clock, mode: str, layer: LayerCounts) -> tuple[Pass, Pass]:
     return forward, Pass(both, again.launches + backward.launches)
 
 
-def _head(
-    config: Config, model: ModelConfig, u: Units, batch: MicroBatchShape, machine: Machine
-) -> float:
+def _head(rank: PlannedRank, machine: Machine) -> float:
     """Return the seconds of the head.
 
     There are three products per chunk of tokens, two if the weight is frozen. Logits in
@@ -396,32 +378,34 @@ def _head(
     float32 gradient is read and written for each chunk. Each reading before that adds a
     product, and its logits, written and read.
     """
-    rates, D = machine.rates, model.dim
-    rows, tokens = u.vocabulary // D, batch.tokens * batch.tp
-    chunk = min(tokens_at_once(config.training.loss_chunk_size, rows), tokens)
-    learned = tokens * (1 + model.mtp_layers)
-    read = learned + tokens * _readings(config, model)
+    rates, u, D = machine.rates, rank.units, rank.model.dim
+    rows, tokens = u.vocabulary // D, rank.batch.tokens * rank.batch.tp
+    chunk = min(tokens_at_once(rank.training.loss_chunk_size, rows), tokens)
+    learned = tokens * (1 + rank.model.mtp_layers)
+    read = learned + tokens * _readings(rank)
     products = read * rates.product((chunk, rows, D)) + learned * rates.product((chunk, D, rows))
     products += learned * rates.product((rows, D, chunk)) * (u.trained_head > 0)
     moved = rows * (learned * (4 + 2) + read * 2 * 4) + learned / chunk * u.trained_head * 2 * 4
     return products / chunk + moved / rates.elementwise
 
 
-def _readings(config: Config, model: ModelConfig) -> int:
+def _readings(rank: PlannedRank) -> int:
     """Return how often the head reads all tokens before it learns.
 
     It does for a base that is the reference, and for a loss of sums over documents.
     """
-    return bool(model.adapter and model.adapter.base_is_reference) + build_loss(config).reads_twice
+    adapter = rank.model.adapter
+    return bool(adapter and adapter.base_is_reference) + rank.loss.reads_twice
 
 
-def _optimizer(config: Config, u: Units, times: int, machine: Machine) -> float:
+def _optimizer(rank: PlannedRank, machine: Machine) -> float:
     """Return the seconds of the optimizer, by bytes.
 
     The bytes are of the gradient's norm, AdamW and copies. In every micro-step FSDP2 also
     splits units once gathered, and joins gradients to reduce them. Without FSDP2, and on
     the host, gradients are accumulated.
     """
+    u, times = rank.units, rank.micro_steps
     stored, compute = u.stored, u.compute
     # With offload, the host updates: its rate counts reads and writes.
     if u.offloaded:
@@ -430,7 +414,7 @@ def _optimizer(config: Config, u: Units, times: int, machine: Machine) -> float:
     gradient = compute if copies and times == 1 else stored
     update = u.local * (6 * stored + 2 * gradient + copies * compute)
     if u.shards > 1:
-        gathers = 2 if config.parallelism.fsdp_reshard_after_forward == "always" else 1
+        gathers = 2 if rank.parallelism.fsdp_reshard_after_forward == "always" else 1
         copied = (sum(u.layers) + 2 * u.vocabulary) * 2 * gathers * compute
         copied += (sum(u.trained) + 2 * u.trained_head) * (compute + u.reduce)
         update += times * copied
@@ -452,13 +436,12 @@ def _muon(model: ModelConfig, gpus: int, machine: Machine) -> float:
     return seconds / gpus
 
 
-def _shared(config: Config, u: Units, machine: Machine, passes: list[tuple[Pass, Pass]]) -> float:
+def _shared(u: Units, p: Parallelism, machine: Machine, passes: list[tuple[Pass, Pass]]) -> float:
     """Return the exposed seconds of FSDP2's exchanges in a micro-step.
 
     A layer is gathered while the one before it computes, and again in backward if it was
     freed. In backward, gradients of the layer after it are reduced at the same time.
     """
-    p = config.parallelism
     n, stride = u.shards, p.tensor_parallel_degree
     exposed = 0.0
     if n > 1 or u.offloaded:
@@ -488,24 +471,23 @@ def _shared(config: Config, u: Units, machine: Machine, passes: list[tuple[Pass,
     return exposed
 
 
-def _replicas(
-    config: Config, u: Units, gpus: int, machine: Machine, passes: list[tuple[Pass, Pass]]
-) -> float:
+def _replicas(rank: PlannedRank, machine: Machine, passes: list[tuple[Pass, Pass]]) -> float:
     """Return the exposed seconds of summing gradients over copies of shards.
 
     It is the time that the layers' backward does not hide.
     """
-    replicas, shards = fsdp_degrees(config, gpus)
+    replicas, shards = rank.parallelism.fsdp_degrees(rank.gpus)
     if replicas == 1:
         return 0.0
-    link = machine.group(replicas, shards * config.parallelism.tensor_parallel_degree)
+    u = rank.units
+    link = machine.group(replicas, shards * rank.batch.tp)
     sums = 2 * u.local * u.reduce * (replicas - 1) / replicas / link.reduce_scatter
     return 2 * link.message + max(
         sums - sum(backward.seconds for _, backward in passes), sums / len(u.layers)
     )
 
 
-def _experts(config: Config, model: ModelConfig, batch: MicroBatchShape, machine: Machine) -> float:
+def _experts(rank: PlannedRank, machine: Machine) -> float:
     """Return the seconds of a micro-step's exchanges of tokens with the ranks of their
     experts.
 
@@ -517,12 +499,14 @@ def _experts(config: Config, model: ModelConfig, batch: MicroBatchShape, machine
     copies are written on the way out and added up on the way back, which reads and writes
     these rows in addition to the experts' work.
     """
+    model, batch = rank.model, rank.batch
     if model.moe is None or batch.ep == 1:
         return 0.0
     link = machine.group(batch.ep, batch.tp)
     ranks = batch.ep * (1 - (1 - 1 / batch.ep) ** model.moe.top_k)
     rows = batch.tokens * batch.tp * ranks * model.moe.width(model.dim) * batch.dtype.itemsize
     exchange = link.message + rows * (batch.ep - 1) / batch.ep / link.all_to_all
-    modes = [layer_checkpointing(config.activation_checkpoint, i) for i in range(len(model.layers))]
-    times = [4 if mode == "none" else 5 for i, mode in enumerate(modes) if model.has_experts(i)]
+    times = [
+        4 if mode == "none" else 5 for i, mode in enumerate(rank.modes) if model.has_experts(i)
+    ]
     return len(times) * link.message + sum(times) * (exchange + 2 * rows / machine.rates.fused)

@@ -12,7 +12,6 @@ from torch import Tensor
 from titan_linear.data import IGNORE, Batch, StreamLoader
 from titan_linear.data.corpus.tree_records import BACK
 from titan_linear.distributed.one_process import LocalDims
-from titan_linear.losses import build_loss
 from titan_linear.models.plan import Later
 from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.ranks import on_ranks, sharding_of
@@ -95,7 +94,7 @@ def targets(subject: ProofSubject) -> Findings:
                 numbers = stream.columns[column][begin + rows]
                 if (numbers != corpus.columns[column][start + rows + 1]).any():
                     wrong.append(f"{column}, stream {i}, document {n}")
-    if build_loss(subject.config).group:
+    if subject.loss.group:
         what = "streams with a text that is not beside its other one, the chosen one first"
         yield Finding("pairs", what, len(apart), 0, (apart or [""])[0])
     if subject.config.loss.name != "cross_entropy":

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from titan_linear.config import hf_assets, hf_weights
 from titan_linear.models.init import count_parameters
 from titan_linear.models.mixers.mamba2 import Mamba2
 from titan_linear.models.plan import BatchPlan
@@ -41,7 +40,7 @@ def logits(subject: ProofSubject) -> Findings:
 
     It must fit, and transformers must support it.
     """
-    folder = hf_weights(subject.run) or hf_assets(subject.run)
+    folder = subject.run.hf_weights or subject.run.hf_assets
     if not folder or not any(Path(folder).glob("*.safetensors")):
         return
     # Say why logits cannot be compared, if they cannot.

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.one_process import LocalDims
-from titan_linear.losses import build_loss
 from titan_linear.losses.loss import LocalBatch
 from titan_linear.models.decoder import Decoder
 from titan_linear.ops.layout.tables import to_device
@@ -25,7 +24,7 @@ from titan_linear.proof.cases import DELTA, Tensors
 from titan_linear.proof.data import later, tokens_in
 from titan_linear.proof.findings import UNIT, Finding, Findings, bound_of_model, off, worst
 from titan_linear.proof.ops import ALONE, SMALL, begins, may_differ, plan_of, repeatable
-from titan_linear.proof.ranks import model_of, on_ranks, passes_of, sum_as_fsdp, whole_gradients
+from titan_linear.proof.ranks import on_ranks, passes_of, session_on, sum_as_fsdp, whole_gradients
 from titan_linear.proof.subject import STREAMS, ProofSubject
 from titan_linear.run.build import DTYPES
 from titan_linear.step.optimizer import ComputeCopies
@@ -113,7 +112,7 @@ def in_one_process(subject: ProofSubject, whole: Decoder) -> StepOutputs:
     # Forward and backward; the loss is per unit of weight.
     whole.use(subject.config.model.impl, device, subject.dtype).zero_grad(set_to_none=True)
     micro = with_reference(whole, micro, ComputeCopies(whole, subject.dtype))
-    of = partial(build_loss(subject.config), batch=micro)
+    of = partial(subject.loss, batch=micro)
     with (
         torch.autograd.set_multithreading_enabled(False),
         Trace(whole) as trace,
@@ -147,9 +146,10 @@ def on_all_ranks(subject: ProofSubject, whole: Decoder) -> ShardedStepOutputs:
     """
 
     def on_rank(dims: LocalDims) -> tuple[Tensor, LocalDims, Decoder, Trace]:
-        model = model_of(subject, whole, dims)
+        session = session_on(subject, whole, dims)
+        model = session.model
         with Trace(model) as trace:
-            losses, _ = passes_of(subject, model, dims, dims.groups["world"], STREAMS).run()
+            losses, _ = passes_of(subject, session, STREAMS).run()
         sum_as_fsdp(model, dims)
         sum_gradients(gradient_sums(model, dims))
         return losses.view(len(losses), -1)[:, 0].sum(), dims, model, trace

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_linear.config import Config, changed, check_config
+from titan_linear.config import Config, Model, Parallelism, check_config
 from titan_linear.data import IGNORE, Batch, Stream, StreamLoader, Streams, Tokenizer
 from titan_linear.data.corpus.tree_records import BACK, SHARE
 from titan_linear.distributed.one_process import Degrees
 from titan_linear.distributed.parallelize import cp_method
 from titan_linear.distributed.process import own_device
-from titan_linear.losses import build_loss
+from titan_linear.losses import LossFunction, build_loss
 from titan_linear.models.config import Entry, MixerOptions, ModelConfig, MoEConfig, mixers_of
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
@@ -37,8 +37,8 @@ from titan_linear.run.build import (
     open_tokenizer,
     unallocated,
 )
-from titan_linear.run.data import build_streams, check_size, open_corpora, tokens_of
-from titan_linear.run.preflight import check_float8, check_float8_device, check_splits
+from titan_linear.run.data import RunData, tokens_of
+from titan_linear.run.model_checks import check_float8, check_float8_device, check_splits
 
 # Least number of tokens of a stream.
 LENGTH = {"cpu": 256, "cuda": 2048}
@@ -76,6 +76,10 @@ class ProofSubject:
         return DTYPES[self.config.training.mixed_precision_param]
 
     @property
+    def loss(self) -> LossFunction:
+        return build_loss(self.config.loss.name, self.config.objective)
+
+    @property
     def in_float64(self) -> ProofSubject:
         """Return the subject computed exactly: by PyTorch's operations, uncompiled."""
         types = (
@@ -84,7 +88,7 @@ class ProofSubject:
             "training.mixed_precision_reduce",
         )
         more = dict.fromkeys(types, "float64") | {"model.impl": "torch", "compile.enable": False}
-        return replace(self, config=changed(self.config, more))
+        return replace(self, config=self.config.changed(more))
 
     @cached_property
     def batch(self) -> Batch:
@@ -181,23 +185,24 @@ def subject_of(config: Config) -> ProofSubject:
     # Check the run as the launcher does.
     p, t = config.parallelism, config.training
     device = own_device()
-    processes = _processes(config)
+    processes = _processes(p)
     check_config(config, processes)
     # With one token, softmax attention's gradients are 0, and no error is a share of them.
     if t.seq_len == 1:
         raise ValueError("training.seq_len = 1: streams of one token prove nothing; use 2 or more")
     tokenizer = open_tokenizer(config)
     full = model_config(config, tokenizer)
-    check_splits(full, config)
-    check_float8(full, config)
-    check_float8_device(config)
+    check_splits(full, config.model, p)
+    check_float8(full, config.model, config.float8)
+    check_float8_device(config.float8, t.mixed_precision_param)
     implementations(config, full, device)
     # Cut the degrees, the layers, the widths and the streams.
-    trees = any(BACK in corpus.columns for corpus in open_corpora(config, tokenizer))
-    degrees = _degrees(config, processes)
-    model, factor = fitting(_one_period(full), config, degrees, device)
-    seq_len = t.seq_len if trees or build_loss(config).group else _length(config, device)
-    dp = processes // (p.context_parallel_degree * p.tensor_parallel_degree)
+    data = RunData(config, tokenizer)
+    trees = any(BACK in corpus.columns for corpus in data.corpora())
+    degrees = _degrees(p, processes)
+    model, factor = fitting(_one_period(full), config.model, p, degrees, device)
+    seq_len = t.seq_len if trees or data.loss.group else _length(t.seq_len, p, device)
+    dp = processes // p.copies
     layers = full.num_layers
     # Lines for the report, each with whether it applies.
     said = {
@@ -213,8 +218,7 @@ def subject_of(config: Config) -> ProofSubject:
         "float8.enable true → false, but for its products by themselves": config.float8.enable,
     }
     # Build the streams of the shorter configuration.
-    cut = changed(
-        config,
+    cut = config.changed(
         {
             "float8.enable": False,
             "training.seq_len": seq_len,
@@ -222,13 +226,13 @@ def subject_of(config: Config) -> ProofSubject:
             "training.loss_chunk_size": min(t.loss_chunk_size or seq_len, seq_len // 2 + 1),
         },
     )
-    streams, _ = build_streams(cut, tokenizer, None)
-    check_size(tokens_of(streams), config)
+    streams, _ = RunData(cut, tokenizer).streams(None)
+    data.check_size(tokens_of(streams))
     applies = tuple(line for line, holds in said.items() if holds)
     return ProofSubject(cut, config, model, degrees, tokenizer, streams, device, applies)
 
 
-def _processes(config: Config) -> int:
+def _processes(p: Parallelism) -> int:
     """Return the number of processes.
 
     It is torchrun's, else NGPU, else the fewest that the degrees allow.
@@ -236,19 +240,16 @@ def _processes(config: Config) -> int:
     asked = os.environ.get("WORLD_SIZE", os.environ.get("NGPU", ""))
     if asked.isdecimal() and int(asked):
         return int(asked)
-    p = config.parallelism
-    dp = p.data_parallel_replicate_degree * max(p.data_parallel_shard_degree, 1)
-    return dp * p.context_parallel_degree * p.tensor_parallel_degree
+    return p.data_parallel_replicate_degree * max(p.data_parallel_shard_degree, 1) * p.copies
 
 
-def _degrees(config: Config, processes: int) -> Degrees:
+def _degrees(p: Parallelism, processes: int) -> Degrees:
     """Return the run's degrees, with at most two data-parallel ranks: all of them do the
     same.
     """
-    p = config.parallelism
     cp = p.context_parallel_degree
     tp = p.tensor_parallel_degree
-    dp = processes // (cp * tp)
+    dp = processes // p.copies
     if (
         dp == 1
         and p.data_parallel_shard_degree == -1
@@ -256,7 +257,7 @@ def _degrees(config: Config, processes: int) -> Degrees:
     ):
         # -1 stands for the rest of the GPUs, whose number is not known.
         dp = 2
-    dp = min(dp, 2, max(MOST_RANKS // (cp * tp), 1))
+    dp = min(dp, 2, max(MOST_RANKS // p.copies, 1))
     return Degrees(dp, cp, tp, math.gcd(p.expert_parallel_degree, dp * cp))
 
 
@@ -281,7 +282,7 @@ def _one_period(model: ModelConfig) -> ModelConfig:
 
 
 def fitting(
-    model: ModelConfig, config: Config, degrees: Degrees, device: torch.device
+    model: ModelConfig, keys: Model, p: Parallelism, degrees: Degrees, device: torch.device
 ) -> tuple[ModelConfig, int]:
     """Return the model, or a narrower one that fits this device, and the divisor.
 
@@ -291,18 +292,18 @@ def fitting(
     if device.type == "cuda":
         # These are mostly gradients.
         most = torch.cuda.mem_get_info(device)[0] * ROOM / (24 + 8 * degrees.ranks)
-    thinner, factor = narrowed(model, config, most, MOST_PARAMETERS[device.type])
+    thinner, factor = narrowed(model, p, most, MOST_PARAMETERS[device.type])
     if device.type == "cuda" and (least := count_parameters(thinner)) > most:
         raise ValueError(
-            f"model.name = {config.model.name!r}, model.flavor = {config.model.flavor!r}: this device has room for "
-            f"{most:,.0f} parameters of the model with {degrees.ranks} ranks, and the narrowest, of {model.num_layers} "
-            f"layers, has {least:,}; take a larger one, or a smaller vocabulary or degree"
+            f"{keys.preset}: this device has room for {most:,.0f} parameters of the model with {degrees.ranks} "
+            f"ranks, and the narrowest, of {model.num_layers} layers, has {least:,}; take a larger one, or a smaller "
+            "vocabulary or degree"
         )
     return thinner, factor
 
 
 def narrowed(
-    model: ModelConfig, config: Config, trained: float, total: float = math.inf
+    model: ModelConfig, p: Parallelism, trained: float, total: float = math.inf
 ) -> tuple[ModelConfig, int]:
     """Return the model, narrowed until it is small enough, and the divisor.
 
@@ -310,15 +311,14 @@ def narrowed(
     with frozen ones, at most `total`.
     """
     for factor in (1, 2, 4, 8, 16, 32):
-        thinner = _thinner(model, factor, config)
+        thinner = _thinner(model, factor, p)
         fits = count_parameters(thinner) <= trained and count_parameters(thinner.base) <= total
         if fits or thinner.dim <= 128:
             break
     return thinner, factor
 
 
-def _thinner(model: ModelConfig, factor: int, config: Config) -> ModelConfig:
-    p = config.parallelism
+def _thinner(model: ModelConfig, factor: int, p: Parallelism) -> ModelConfig:
     tp = p.tensor_parallel_degree
     ep = p.expert_parallel_degree
     if factor == 1:
@@ -329,12 +329,12 @@ def _thinner(model: ModelConfig, factor: int, config: Config) -> ModelConfig:
         dim=_divided(model.dim, factor, 2),
         hidden_dim=_divided(model.hidden_dim, factor, tp),
         moe=moe,
-        pattern=tuple(_thinner_entry(entry, factor, config) for entry in model.pattern),
+        pattern=tuple(_thinner_entry(entry, factor, p) for entry in model.pattern),
     )
 
 
-def _thinner_entry(entry: Entry, factor: int, config: Config) -> Entry:
-    return tuple(_fewer_heads(mixer, factor, config) for mixer in mixers_of(entry)) or entry
+def _thinner_entry(entry: Entry, factor: int, p: Parallelism) -> Entry:
+    return tuple(_fewer_heads(mixer, factor, p) for mixer in mixers_of(entry)) or entry
 
 
 def _divided(count: int, factor: int, multiple: int) -> int:
@@ -350,12 +350,11 @@ def _fewer_experts(moe: MoEConfig, factor: int, tp: int, ep: int) -> MoEConfig:
     return replace(fewer, hidden_dim=_divided(moe.hidden_dim, factor, tp), shared_hidden_dim=shared)
 
 
-def _fewer_heads(mixer: Any, factor: int, config: Config) -> MixerOptions:
+def _fewer_heads(mixer: Any, factor: int, p: Parallelism) -> MixerOptions:
     """Keep a fraction of all heads, at least four, if ranks can still split them.
 
     Heads stay as wide.
     """
-    p = config.parallelism
     names = ("heads", "v_heads", "kv_heads", "groups")
     kinds = {name: count for name in names if (count := getattr(mixer, name, 1)) > 1}
     # Try the largest divisor first.
@@ -363,21 +362,18 @@ def _fewer_heads(mixer: Any, factor: int, config: Config) -> MixerOptions:
         fewer = replace(mixer, **{name: count // factor for name, count in kinds.items()})
         whole = all(count % factor == 0 for count in kinds.values()) and fewer.heads >= 4
         splits = all(count % p.tensor_parallel_degree == 0 for count in fewer.head_counts.values())
-        ranks = p.context_parallel_degree * p.tensor_parallel_degree
         over_heads = mixer.over_heads or cp_method(mixer, p) in ("ulysses", "ulysses+ring")
-        if whole and splits and not (over_heads and fewer.indivisible_heads(ranks)):
+        if whole and splits and not (over_heads and fewer.indivisible_heads(p.copies)):
             return fewer
         factor //= 2
     return mixer
 
 
-def _length(config: Config, device: torch.device) -> int:
+def _length(seq_len: int, p: Parallelism, device: torch.device) -> int:
     """Return the tokens per stream.
 
     Every fragment gets more than a chunk, but the stream is not longer than the run's.
     """
-    p, t = config.parallelism, config.training
-    blocks = p.context_parallel_degree * (2 if p.context_parallel_layout == "zigzag" else 1)
-    unit = math.lcm(blocks, p.context_parallel_degree * p.tensor_parallel_degree)
-    length = max(LENGTH[device.type], blocks * (CHUNK + CHUNK // 2))
-    return min(-(-length // unit) * unit, t.seq_len)
+    unit = math.lcm(p.fragments, p.copies)
+    length = max(LENGTH[device.type], p.fragments * (CHUNK + CHUNK // 2))
+    return min(-(-length // unit) * unit, seq_len)

@@ -6,8 +6,7 @@ The trainer, preflight and tools share these functions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -15,19 +14,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from titan_linear.config import (
-    BYTES,
-    Config,
-    data_parallel_degrees,
-    hf_assets,
-    hf_weights,
-    replicas_wait,
-)
-from titan_linear.data import Batch, Tokenizer, build_tokenizer
+from titan_linear.config import BYTES, Config
+from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
-from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
-from titan_linear.losses import build_loss
-from titan_linear.losses.loss import LocalBatch
+from titan_linear.distributed.options import SessionOptions
+from titan_linear.distributed.parallelize import materialise, set_dtype
 from titan_linear.models.config import LoraConfig, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.hf_mapping import joined
@@ -35,10 +26,7 @@ from titan_linear.models.lora import check_adapters
 from titan_linear.models.presets import preset, resized
 from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import Choice
-from titan_linear.step.cut import BatchSharding
-from titan_linear.step.feed import Feed
-from titan_linear.step.optimizer import ComputeCopies
-from titan_linear.step.passes import Passes
+from titan_linear.step.optimizer import learning_rate
 from titan_linear.storage.hf_io import CONFIG, download, read_model
 from titan_linear.storage.hf_writing import Files, find_family
 
@@ -66,7 +54,7 @@ def tokenizer_path(config: Config) -> str | None:
     """
     if config.model.tokenizer_path == BYTES:
         return None
-    own = str(Path(hf_assets(config)) / "tokenizer.json") if hf_assets(config) else None
+    own = str(Path(config.hf_assets) / "tokenizer.json") if config.hf_assets else None
     return config.model.tokenizer_path or own
 
 
@@ -77,7 +65,7 @@ def open_tokenizer(config: Config) -> Tokenizer:
         ValueError: it, or the Hugging Face folder that brings it, is missing or cannot be
             used.
     """
-    folder, m = hf_assets(config), config.model
+    folder, m = config.hf_assets, config.model
     if folder and not m.tokenizer_path and not Path(folder).is_dir():
         key = "model.hf_assets_path" if m.hf_assets_path else "checkpoint.initial_load_path"
         raise ValueError(
@@ -104,7 +92,7 @@ def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
         what = f"model.vocab_size = {model.vocab_size}"
         remedy = f"model.vocab_size to at least {tokenizer.vocab_size}"
         if config.model.flavor == "hf":
-            what = f"the vocabulary of '{hf_assets(config)}/config.json', {model.vocab_size},"
+            what = f"the vocabulary of '{config.hf_assets}/config.json', {model.vocab_size},"
             remedy = "model.tokenizer_path (titan-linear generate: --tokenizer) to the tokenizer of this model"
         whose = repr(path) if (path := tokenizer_path(config)) else "of bytes"
         raise ValueError(
@@ -121,7 +109,7 @@ def model_without_tokenizer(config: Config) -> ModelConfig:
     # The sizes of a folder or a preset, with the keys that change them.
     if config.model.flavor == "hf":
         _, model = under_key(
-            "model.flavor = 'hf'", read_model, Path(hf_assets(config)), config.model.mtp_layers
+            "model.flavor = 'hf'", read_model, Path(config.hf_assets), config.model.mtp_layers
         )
     else:
         model = preset(config.model.name, config.model.flavor)
@@ -186,7 +174,7 @@ def family_of(
     Raises:
         ValueError: none does.
     """
-    folder = Path(like or hf_assets(config) or "/")
+    folder = Path(like or config.hf_assets or "/")
     if (folder / CONFIG).is_file():
         family, _ = read_model(folder)
         return family
@@ -195,7 +183,7 @@ def family_of(
 
 def follows_tokenizer(config: Config) -> bool:
     """Whether nothing fixes the vocabulary's size: neither a key nor a Hugging Face folder."""
-    return not (config.model.vocab_size or config.model.flavor == "hf" or hf_weights(config))
+    return not (config.model.vocab_size or config.model.flavor == "hf" or config.hf_weights)
 
 
 def balance_experts(model: ModelConfig, config: Config) -> ModelConfig:
@@ -249,7 +237,7 @@ def allocated(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> D
 
 def build_dims(config: Config, device: torch.device) -> ParallelDims:
     """Build the mesh over all ranks."""
-    replicate, shard = data_parallel_degrees(config, dist.get_world_size())
+    replicate, shard = config.parallelism.data_parallel_degrees(dist.get_world_size())
     p = config.parallelism
     return build_mesh(
         device.type,
@@ -263,21 +251,26 @@ def build_dims(config: Config, device: torch.device) -> ParallelDims:
     )
 
 
-def build_sharding(
-    config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device
-) -> BatchSharding:
-    """Build the object that cuts batches for this rank and plans them for this model."""
-    p = config.parallelism
-    return BatchSharding.of(
-        model,
-        dims,
-        device,
-        DTYPES[config.training.mixed_precision_param],
-        layout=p.context_parallel_layout,
-        softmax_method=p.context_parallel_method,
-        linear_method=p.context_parallel_linear_method,
-        compiled=config.compile.enable,
+def options_of(config: Config) -> SessionOptions:
+    """Return the options that the configuration gives a session."""
+    t = config.training
+    return SessionOptions(
+        impl=config.model.impl,
+        dtype=DTYPES[t.dtype],
+        compute_dtype=DTYPES[t.mixed_precision_param],
+        reduce_dtype=DTYPES[t.mixed_precision_reduce],
+        parallelism=config.parallelism,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        float8=config.float8,
+        loss_chunk_size=t.loss_chunk_size,
+        max_norm=t.max_norm,
     )
+
+
+def rate_at(config: Config, step: int) -> float:
+    """Return the learning rate of a run's step, counted from 1."""
+    return learning_rate(step, config.optimizer.lr, config.lr_scheduler, config.training.steps)
 
 
 def implementations(config: Config, model: ModelConfig, device: torch.device) -> dict[str, Choice]:
@@ -289,65 +282,3 @@ def implementations(config: Config, model: ModelConfig, device: torch.device) ->
     ops = model.ops(config.parallelism.tensor_parallel_degree)
     dtype = DTYPES[config.training.mixed_precision_param]
     return choose_implementations(ops, config.model.impl, device, dtype)
-
-
-def build_model(
-    config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device
-) -> Decoder:
-    """Build the decoder as ranks train it: unallocated → parallelize → allocate.
-
-    Its weights are not set yet.
-    """
-    t = config.training
-    decoder = unallocated(model, DTYPES[t.dtype], DTYPES[t.mixed_precision_param])
-    decoder.head.chunk = t.loss_chunk_size
-    parallelize(decoder, dims, config, device)
-    materialise(decoder, device, dims.cpu_offload)
-    return decoder
-
-
-def build_passes(
-    config: Config,
-    model: Decoder,
-    dims: ParallelDims,
-    device: torch.device,
-    batches: Iterator[Batch],
-    *,
-    micro_steps: int,
-    host: dist.ProcessGroup | None = None,
-    watching: Callable[[LocalBatch], AbstractContextManager[object]] = lambda batch: nullcontext(),
-) -> Passes:
-    """Build the forward and backward passes of the steps that take these batches.
-
-    Args:
-        batches: the batches of this data-parallel rank, without end.
-        micro_steps: number of batches per step.
-        host: a gloo group of all ranks, in which hosts count the step's tokens; by default
-            the default group.
-        watching: a context around both passes of a micro-batch.
-    """
-    feed = Feed(
-        batches,
-        build_sharding(config, model.config, dims, device),
-        micro_steps=micro_steps,
-        copies=dims.copies,
-        host=host or dist.group.WORLD,
-        device=device,
-    )
-    precision = mixed_precision(config, model, dims)
-    replicas_once = dims.replicas > 1 and replicas_wait(config.training)
-    return Passes(model, feed, precision, build_loss(config), watching, replicas_once)
-
-
-def mixed_precision(
-    config: Config, model: Decoder, dims: ParallelDims
-) -> AbstractContextManager[object]:
-    """Return a reusable context that computes in training.mixed_precision_param.
-
-    It is empty with FSDP2, which casts by itself.
-    """
-    return (
-        nullcontext()
-        if dims.sharded
-        else ComputeCopies(model, DTYPES[config.training.mixed_precision_param])
-    )

@@ -11,12 +11,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_linear.config import Config, Model, hf_assets, hf_weights, toml_value
+from titan_linear.config import Config, Model, Parallelism, toml_value
 from titan_linear.data import Streams, Tokenizer, TreeStreams
 from titan_linear.data.streams.loader import micro_batch
-from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.decoder import Decoder
 from titan_linear.models.float8 import float8_line
 from titan_linear.models.lora import described
 from titan_linear.models.mixers.recurrent import RecurrentOptions
@@ -30,74 +28,68 @@ from titan_linear.run.build import (
     unallocated,
 )
 from titan_linear.run.export import is_exported
-from titan_linear.step.cut import BatchSharding
+from titan_linear.run.folder import RunFolder
+from titan_linear.run.session import Session
 from titan_linear.step.flops import no_peak, peak_tflops
 from titan_linear.storage.hf_io import read_model
 from titan_linear.storage.run_manifest import write_manifest
-from titan_linear.storage.rundir import (
-    BOARD,
-    checkpoint_folder,
-    set_run_aside,
-    starts_anew,
-    write_config,
-)
+from titan_linear.storage.rundir import BOARD
 from titan_linear.storage.tensors import named_parameters
 
 # The folder that contains the package.
 ROOT = Path(__file__).parents[2]
 
 
-def write_down(
-    config: Config,
-    model: Decoder,
-    dims: ParallelDims,
-    sharding: BatchSharding,
-    device: torch.device,
-    step: int,
-) -> None:
+def write_down(config: Config, session: Session, step: int) -> None:
     """Write and print what the run consists of, on rank 0.
 
     Args:
         step: number of the run's steps before this start.
     """
-    if starts_anew(config):
-        set_run_aside(config)
-    write_config(config)
+    model, device = session.model, session.device
+    folder = RunFolder(config)
+    if folder.starts_anew:
+        folder.set_run_aside()
+    folder.write_config()
     write_manifest(
-        config,
+        folder.path,
         world_size=dist.get_world_size(),
-        degrees=dims.degrees,
+        degrees=session.dims.degrees,
         implementations={op: choice.implementation for op, choice in model.implementations.items()},
     )
+    compute = config.training.mixed_precision_param
+    peak = peak_tflops(config.metrics.peak_tflops, compute, device)
     # Lines that do not apply are empty.
     parameters = sum(p.numel() for p in named_parameters(model).values())
     lines = [
-        f"model {model_name(config)}: {parameters:,} parameters, {model.config.composition}",
+        f"model {model_name(config.model, config.hf_assets)}: {parameters:,} parameters, {model.config.composition}",
         *start_lines(model.implementations),
         described(unallocated(model.config, torch.float32)) if model.config.adapter else "",
         float8_line(model),
-        uncompiled(config, device),
+        uncompiled(config.compile.enable, device),
         unbalanced(model.config),
-        unwarmed(config),
-        f"mesh {dims.description}",
-        sharding.uneven(config.training.local_batch_size * config.training.seq_len),
+        unwarmed(config.training.steps, config.lr_scheduler.warmup_steps),
+        f"mesh {session.dims.description}",
+        session.sharding.uneven(config.training.local_batch_size * config.training.seq_len),
         f"resuming from step {step}" if step else first_weights(config),
-        no_peak(config, device) if peak_tflops(config, device) is None else "",
+        no_peak(compute, device) if peak is None else "",
     ]
     print("\n".join(filter(None, lines)))
 
 
-def model_name(config: Config) -> str:
+def model_name(m: Model, folder: str) -> str:
     """Return a readable name of the model.
 
     It is the name and flavor, or architecture and folder, with the keys that change the
     model's sizes.
+
+    folder: the Hugging Face folder that defines the model, or "".
     """
-    m, default = config.model, Model()
+    default = Model()
     name = f"{m.name}/{m.flavor}"
     if m.flavor == "hf":
-        architecture, _ = read_model(Path(hf_assets(config)))
-        name = f"{architecture} of '{hf_assets(config)}'"
+        architecture, _ = read_model(Path(folder))
+        name = f"{architecture} of '{folder}'"
     sizes = ("dim", "num_layers", "hidden_dim", "pattern", "moe")
     changed_keys = {
         key: getattr(m, key) for key in sizes if getattr(m, key) != getattr(default, key)
@@ -108,7 +100,7 @@ def model_name(config: Config) -> str:
 
 def first_weights(config: Config) -> str:
     """Return a console line that names the source of a new run's weights."""
-    path = hf_weights(config) or (config.checkpoint.enable and config.checkpoint.initial_load_path)
+    path = config.hf_weights or (config.checkpoint.enable and config.checkpoint.initial_load_path)
     return (
         f"weights of '{path}'" if path else f"weights drawn from debug.seed = {config.debug.seed}"
     )
@@ -129,12 +121,11 @@ def vocabulary(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> str:
     return ""
 
 
-def exchanged_of_trees(config: Config, model: ModelConfig, streams: Streams) -> str:
+def exchanged_of_trees(p: Parallelism, model: ModelConfig, streams: Streams) -> str:
     """Return a console line about exchanged states of prefix trees, else "".
 
     It counts what linear layers exchange for the first stream, if ranks share the stream.
     """
-    p = config.parallelism
     trees = any(isinstance(source, TreeStreams) for source in streams.sources.values())
     recurrent = [mixer for mixer in model.mixers if isinstance(mixer, RecurrentOptions)]
     if not (
@@ -166,9 +157,9 @@ def unbalanced(model: ModelConfig) -> str:
     return f"nothing balances the experts' loads; training.expert_balance_coefficient = 0.01{by_bias} does"
 
 
-def uncompiled(config: Config, device: torch.device) -> str:
+def uncompiled(compiled: bool, device: torch.device) -> str:
     """Return a console line if layers run on a GPU without being compiled, else ""."""
-    if config.compile.enable or device.type != "cuda":
+    if compiled or device.type != "cuda":
         return ""
     return (
         "layers are not compiled: norms, gates, activations and casts are kernels of their own, which take longer and "
@@ -176,9 +167,8 @@ def uncompiled(config: Config, device: torch.device) -> str:
     )
 
 
-def unwarmed(config: Config) -> str:
+def unwarmed(steps: int, warmup: int) -> str:
     """Return a console line if the run ends before its learning rate has risen, else ""."""
-    steps, warmup = config.training.steps, config.lr_scheduler.warmup_steps
     if steps >= warmup:
         return ""
     return (
@@ -221,10 +211,11 @@ def finished(config: Config, step: int) -> str:
     return "\n".join(lines)
 
 
-def ended(config: Config, step: int, stopped: bool) -> str:
-    """Return lines about what a run leaves, whether or not a signal stopped it."""
-    if not stopped:
-        return finished(config, step)
-    if not (config.checkpoint.enable and step):
+def stopped(step: int, folder: Path | None) -> str:
+    """Return a line that tells what a run leaves that a signal has stopped.
+
+    folder: the checkpoints; None: they are turned off.
+    """
+    if not (folder and step):
         return "nothing was saved"
-    return f"saved step {step} in '{checkpoint_folder(config)}'; the same command resumes"
+    return f"saved step {step} in '{folder}'; the same command resumes"

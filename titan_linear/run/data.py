@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,7 @@ from titan_linear.config import (
     Source,
     Training,
     difference,
-    flat_keys,
-    hf_weights,
-    key_of,
     keys_with,
-    sources,
 )
 from titan_linear.data import (
     Corpus,
@@ -43,7 +40,7 @@ from titan_linear.data import (
 from titan_linear.data.corpus.scores import content_of_scores, with_scores
 from titan_linear.data.corpus.tree_records import BACK
 from titan_linear.distributed.groups import of_all_ranks
-from titan_linear.losses import LossFunction, build_loss
+from titan_linear.losses import build_loss
 from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.run.build import under_key
 from titan_linear.storage.hf_io import open_folder
@@ -53,172 +50,254 @@ from titan_linear.storage.step_folders import Content, Progress, weights_path
 from titan_linear.storage.tensors import holds_adapters
 
 
-def open_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus]:
-    """Open the corpora of training, and validation's own corpus if it has one.
+class RunData:
+    """The corpora of a configuration, and the streams cut from them.
 
-    Training has one corpus, or one for each source of the mixture.
+    Training has one corpus, or one for each source of the mixture. Validation may have a
+    corpus of its own.
     """
-    v = config.validation
-    groups = bool(config.metrics.loss_by_source)
-    wanted = [(texts_of(source, config, tokenizer), groups) for source in sources(config)]
-    if v.enable and v.dataset_path:
-        own = texts_of(config.training, config, tokenizer)
-        wanted.append(
-            (replace(own, path=v.dataset_path, path_key="validation.dataset_path"), False)
+
+    def __init__(self, config: Config, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.training, self.validation = config.training, config.validation
+        self.parallelism, self.evaluation = config.parallelism, config.evaluation
+        self.keys = config.loss
+        self.loss = build_loss(config.loss.name, config.objective)
+        self.temperature = getattr(config.objective, "temperature", 1.0)
+        self.file_groups = {group.name: group.files for group in config.metrics.loss_by_source}
+        self.seed = config.debug.seed
+        self.run = config.job.dump_folder
+
+    # --- Corpora --------------------------------------------------------------------------
+
+    def corpora(self, *, validation: bool = True) -> list[Corpus]:
+        """Open the corpora of training, then validation's own corpus if it has one.
+
+        validation: open the latter, too.
+        """
+        v = self.validation
+        texts = [self._texts(source) for source in self.training.sources]
+        corpora = [open_corpus(each, with_paths=bool(self.file_groups)) for each in texts]
+        if validation and v.enable and v.dataset_path:
+            own = replace(
+                self._texts(self.training),
+                path=v.dataset_path,
+                path_key="validation.dataset_path",
+            )
+            corpora.append(open_corpus(own))
+        return with_scores(corpora, filter(None, self.keys.scores.split(",")), self.temperature)
+
+    def cached_corpora(self) -> list[Corpus | None]:
+        """Return the corpora to train on; None for one that is missing or not tokenised yet."""
+        return [cached_corpus(self._texts(source)) for source in self.training.sources]
+
+    def validation_text(self) -> Side:
+        """Return the documents to validate on, else to train on.
+
+        Of a mixture, they are the first source's.
+        """
+        v, corpora = self.validation, self.corpora()
+        if v.enable and not v.dataset_path:
+            return split_corpus(corpora[0], v.holdout, "validation")
+        return split_corpus(corpora[-1 if v.enable else 0], 0.0, "train")
+
+    def _texts(self, source: Training | Source) -> Texts:
+        t = self.training
+        uncut = self.loss.group or source.dataset_format == "tree" or t.share_prefixes
+        return Texts(
+            source.dataset,
+            source.dataset_path or None,
+            self.tokenizer,
+            text_field=source.dataset_text_field,
+            dataset_format=source.dataset_format,
+            on_bad_document=t.on_bad_document,
+            path_key=source.key("dataset_path"),
+            columns={name: COLUMNS[name] for name in source.dataset_columns},
+            share_prefixes=t.share_prefixes,
+            group_field=t.group_field,
+            seq_len=t.seq_len if uncut else 0,
         )
-    corpora = [open_corpus(texts, with_paths=with_paths) for texts, with_paths in wanted]
-    temperature = getattr(getattr(config, config.loss.name), "temperature", 1.0)
-    return with_scores(corpora, filter(None, config.loss.scores.split(",")), temperature)
 
-
-def texts_of(source: Training | Source, config: Config, tokenizer: Tokenizer) -> Texts:
-    t = config.training
-    whole = build_loss(config).group or source.dataset_format == "tree" or t.share_prefixes
-    return Texts(
-        source.dataset,
-        source.dataset_path or None,
-        tokenizer,
-        text_field=source.dataset_text_field,
-        dataset_format=source.dataset_format,
-        on_bad_document=t.on_bad_document,
-        path_key=key_of(source, "dataset_path"),
-        columns={name: COLUMNS[name] for name in source.dataset_columns},
-        share_prefixes=t.share_prefixes,
-        group_field=t.group_field,
-        seq_len=t.seq_len if whole else 0,
-    )
-
-
-def cached_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus | None]:
-    """Return the corpora to train on; None for one that is missing or not tokenised yet."""
-    return [cached_corpus(texts_of(source, config, tokenizer)) for source in sources(config)]
-
-
-def check_size(tokens: int, config: Config) -> None:
-    """Raise ValueError if a corpus of this many tokens is smaller than a step."""
-    t = config.training
-    step = t.global_batch_size * t.seq_len
-    if tokens < step:
-        raise ValueError(
-            f"training.{'mixture' if t.mixture else 'dataset_path'}: the corpus has {tokens:,} tokens, and a step takes"
-            f" training.global_batch_size × training.seq_len = {t.global_batch_size} × {t.seq_len} = {step:,}, so that "
-            "a batch would hold documents twice; take more texts, or smaller batches"
-        )
-
-
-def tokens_of(streams: Streams) -> int:
-    """Return the number of tokens in an epoch of all sources."""
-    return sum(source.num_tokens for source in streams.sources.values())
-
-
-def build_streams(
-    config: Config, tokenizer: Tokenizer, progress: Progress | None
-) -> tuple[Streams, Streams | None]:
-    """Build endless streams to train on, and one pass over the streams to validate on.
-
-    Args:
-        progress: the progress saved in the checkpoint that the run resumes from; None for a
-            new run.
-    """
-    t = config.training
-    v = config.validation
-    seed = config.debug.seed
-    given = sources(config)
-    corpora = open_corpora(config, tokenizer)
-    trained = corpora[: len(given)]
-    own = corpora[len(given) :]
-    # The loss decides which columns it reads and which documents belong together.
-    loss = build_loss(config)
-    normalise = config.loss.normalise
-    auto = "document" if loss.group else "token"
-    columns = tuple(
-        name for name in loss.columns if name != "reference" or config.loss.reference == "column"
-    )
-    if config.loss.reference == "base" and "reference" not in loss.columns:
-        raise ValueError(
-            f"loss.reference = 'base': {config.loss.name}, by its keys, reads no reference; remove it"
-        )
-    targets = Targets(auto if normalise == "auto" else normalise, columns, loss.group)
-    for corpus in corpora:
-        check_columns(config, loss, targets, corpus)
-    holdout = v.holdout if v.enable and not own else 0.0
-
-    def sides(split: str) -> list[Side]:
-        return [
-            _side(source, corpus, holdout, split)
-            for source, corpus in zip(given, trained, strict=True)
-        ]
-
-    def make(side: Side, **options: Any) -> PackedStreams:
-        return streams_of(side, seq_len=t.seq_len, seed=seed, targets=targets, **options)
-
-    # Streams to train on: the mixture's, or a single source's.
-    packed = [make(side) for side in sides("train")]
-    streams = (
-        _mixed(config, packed, progress) if t.mixture else packed[0].of_lengths(lengths(config))
-    )
-    if not v.enable:
-        return streams, None
-    # Streams to validate on: validation's own corpus, or what is held out of each source.
-    held_out = [split_corpus(corpus, 0.0, "train") for corpus in own] or sides("validation")
-    passes = [make(side, repeat=False) for side in held_out]
-    if not t.mixture:
-        return streams, passes[0]
-    return streams, MixedStreams(
-        dict(zip(streams.sources, passes, strict=True)), seed=seed, repeat=False
-    )
-
-
-def check_columns(config: Config, loss: LossFunction, targets: Targets, corpus: Corpus) -> None:
-    """Raise ValueError if a corpus lacks what the loss reads."""
-    name = f"loss.name = {config.loss.name!r}"
-    if config.training.seq_len_schedule and loss.group:
-        raise ValueError(
-            f"training.seq_len_schedule cuts documents, and {name} takes them whole; remove it"
-        )
-    if BACK in corpus.columns:
-        _check_trees(config, targets, corpus)
-    if corpus.pairs != (loss.group == 2):
-        kinds = "single documents", "pairs of documents (training.dataset_format = 'preference')"
-        raise ValueError(
-            f"{name} takes {kinds[loss.group == 2]}, and {corpus.name} holds {kinds[corpus.pairs]}; change one"
-        )
-    if missing := [column for column in targets.columns if column not in corpus.columns]:
-        raise ValueError(
-            f"{name} reads the column {missing[0]!r}, and {corpus.name} has none; name the records' field in "
-            "training.dataset_columns, or have titan-linear score write it"
-        )
-    # All columns of a loss have the same width, which the loss limits.
-    most, widths = (
-        loss.most_numbers,
-        {name: sum(corpus.columns[name].shape[1:]) for name in targets.columns},
-    )
-    for column, width in widths.items():
-        if not min(most, 1) <= width <= most or width != next(iter(widths.values())):
-            fits = f"1 to {most}, as many ids as log-probabilities" if most else "1"
+    def check_size(self, tokens: int) -> None:
+        """Raise ValueError if a corpus of this many tokens is smaller than a step."""
+        t = self.training
+        step = t.global_batch_size * t.seq_len
+        if tokens < step:
             raise ValueError(
-                f"{name}: the column {column!r} of {corpus.name} has {width or 1} for each token; give {fits}"
+                f"training.{'mixture' if t.mixture else 'dataset_path'}: the corpus has {tokens:,} tokens, and a step "
+                f"takes training.global_batch_size × training.seq_len = {t.global_batch_size} × {t.seq_len} = {step:,},"
+                " so that a batch would hold documents twice; take more texts, or smaller batches"
             )
 
+    # --- Streams --------------------------------------------------------------------------
 
-def _check_trees(config: Config, targets: Targets, corpus: Corpus) -> None:
-    """Raise ValueError for keys that do not support prefix trees.
+    def streams(self, progress: Progress | None) -> tuple[Streams, Streams | None]:
+        """Build endless streams to train on, and one pass over the streams to validate on.
 
-    With these keys, trees would train unlike their documents packed separately.
-    """
-    p, keys = config.parallelism, flat_keys(config)
-    for key, fits in (
-        ("loss.normalise", targets.normalise != "stream"),
-        ("training.seq_len_schedule", not config.training.seq_len_schedule),
-        (
-            "parallelism.context_parallel_method",
-            p.context_parallel_degree == 1 or "ring" not in p.context_parallel_method,
-        ),
-    ):
-        if not fits:
+        Args:
+            progress: the progress saved in the checkpoint that the run resumes from; None
+                for a new run.
+        """
+        v, sources, corpora = self.validation, self.training.sources, self.corpora()
+        own = corpora[len(sources) :]
+        targets = self._targets()
+        for corpus in corpora:
+            self._check_columns(targets, corpus)
+        holdout = v.holdout if v.enable and not own else 0.0
+
+        def sides(split: str) -> list[Side]:
+            return [
+                _side(source, corpus, holdout, split) for source, corpus in zip(sources, corpora)
+            ]
+
+        def make(side: Side, **options: Any) -> PackedStreams:
+            seq_len = self.training.seq_len
+            return streams_of(side, seq_len=seq_len, seed=self.seed, targets=targets, **options)
+
+        # Streams to train on: the mixture's, or a single source's.
+        packed = [make(side) for side in sides("train")]
+        streams = (
+            self._mixed(packed, progress)
+            if self.training.mixture
+            else packed[0].of_lengths(self._lengths())
+        )
+        if not v.enable:
+            return streams, None
+        # Streams to validate on: validation's own corpus, or what is held out of each source.
+        held_out = [split_corpus(corpus, 0.0, "train") for corpus in own] or sides("validation")
+        passes = [make(side, repeat=False) for side in held_out]
+        if not self.training.mixture:
+            return streams, passes[0]
+        named = dict(zip(streams.sources, passes, strict=True))
+        return streams, MixedStreams(named, seed=self.seed, repeat=False)
+
+    def groups(self, streams: Streams) -> FileGroups | None:
+        """Return the groups of metrics.loss_by_source, or None.
+
+        Args:
+            streams: the streams to train on.
+
+        Raises:
+            ValueError: a group matches no file.
+        """
+        return FileGroups(streams, self.file_groups, OTHER) if self.file_groups else None
+
+    def _targets(self) -> Targets:
+        """Return what the loss reads, and which documents belong together."""
+        loss, keys = self.loss, self.keys
+        if keys.reference == "base" and "reference" not in loss.columns:
             raise ValueError(
-                f"{key} = {keys[key]!r} is not for prefix trees, which {corpus.name} holds; change one"
+                f"loss.reference = 'base': {keys.name}, by its keys, reads no reference; remove it"
             )
+        columns = tuple(
+            name for name in loss.columns if name != "reference" or keys.reference == "column"
+        )
+        auto = "document" if loss.group else "token"
+        normalise = auto if keys.normalise == "auto" else keys.normalise
+        return Targets(normalise, columns, loss.group)
+
+    def _check_columns(self, targets: Targets, corpus: Corpus) -> None:
+        """Raise ValueError if a corpus lacks what the loss reads."""
+        loss, name = self.loss, f"loss.name = {self.keys.name!r}"
+        if self.training.seq_len_schedule and loss.group:
+            raise ValueError(
+                f"training.seq_len_schedule cuts documents, and {name} takes them whole; remove it"
+            )
+        if BACK in corpus.columns:
+            self._check_trees(targets, corpus.name)
+        if corpus.pairs != (loss.group == 2):
+            kinds = (
+                "single documents",
+                "pairs of documents (training.dataset_format = 'preference')",
+            )
+            raise ValueError(
+                f"{name} takes {kinds[loss.group == 2]}, and {corpus.name} holds {kinds[corpus.pairs]}; change one"
+            )
+        if missing := [column for column in targets.columns if column not in corpus.columns]:
+            raise ValueError(
+                f"{name} reads the column {missing[0]!r}, and {corpus.name} has none; name the records' field in "
+                "training.dataset_columns, or have titan-linear score write it"
+            )
+        # All columns of a loss have the same width, which the loss limits.
+        most = max(loss.columns.values(), default=0)
+        widths = {column: sum(corpus.columns[column].shape[1:]) for column in targets.columns}
+        for column, width in widths.items():
+            if not min(most, 1) <= width <= most or width != next(iter(widths.values())):
+                fits = f"1 to {most}, as many ids as log-probabilities" if most else "1"
+                raise ValueError(
+                    f"{name}: the column {column!r} of {corpus.name} has {width or 1} for each token; give {fits}"
+                )
+
+    def _check_trees(self, targets: Targets, corpus: str) -> None:
+        """Raise ValueError for keys that do not support prefix trees.
+
+        With these keys, trees would train unlike their documents packed separately.
+        """
+        p = self.parallelism
+        lengths = [part.model_dump() for part in self.training.seq_len_schedule]
+        ring = p.context_parallel_degree > 1 and "ring" in p.context_parallel_method
+        for key, value, unfit in (
+            ("loss.normalise", self.keys.normalise, targets.normalise == "stream"),
+            ("training.seq_len_schedule", lengths, bool(lengths)),
+            ("parallelism.context_parallel_method", p.context_parallel_method, ring),
+        ):
+            if unfit:
+                raise ValueError(
+                    f"{key} = {value!r} is not for prefix trees, which {corpus} holds; change one"
+                )
+
+    def _mixed(self, packed: list[PackedStreams], progress: Progress | None) -> MixedStreams:
+        """Return the mixture of these sources, in the order of training.mixture."""
+        if len({isinstance(streams, TreeStreams) for streams in packed}) > 1:
+            raise ValueError(
+                "training.mixture has prefix trees beside other documents; give these as trees of one node"
+            )
+        names = [source.name for source in self.training.mixture]
+        return MixedStreams(
+            dict(zip(names, packed, strict=True)),
+            self.mixture_phases(progress),
+            seed=self.seed,
+            known=progress.content.corpora if progress else None,
+            lengths=self._lengths(),
+        )
+
+    def _lengths(self) -> list[Length]:
+        """Return the streams' lengths by training.seq_len_schedule.
+
+        They change where a step begins.
+        """
+        t = self.training
+        starts = [0, *(part.until_step * t.global_batch_size for part in t.seq_len_schedule)]
+        lengths = [*(part.seq_len for part in t.seq_len_schedule), t.seq_len]
+        return list(map(Length, starts, lengths))
+
+    def mixture_phases(self, progress: Progress | None) -> list[Phase]:
+        """Return the phases of the run's mixture so far, and the phase from this step on.
+
+        Raises:
+            ValueError: training.mixture differs from the run's, and
+                training.mixture_from_step does not announce a change at this step.
+        """
+        t = self.training
+        weights = {source.name: source.weight for source in t.mixture}
+        if progress is None:
+            return [Phase(0, weights)]
+        phases = [Phase(*phase) for phase in progress.content.mixture]
+        if phases[-1].weights == weights:
+            return phases
+        if t.mixture_from_step != progress.step:
+            before, now = (
+                [{"name": n, "weight": w} for n, w in x.items()]
+                for x in (phases[-1].weights, weights)
+            )
+            raise ValueError(
+                f"training.mixture is another than that of the run in {self.run!r} at step {progress.step} "
+                f"({difference(before, now)}); restore it, or say that it changes here: "
+                f"training.mixture_from_step = {progress.step}"
+            )
+        # The new mixture replaces a phase that would begin at this step.
+        start = progress.step * t.global_batch_size
+        return [*(phase for phase in phases if phase.start < start), Phase(start, weights)]
 
 
 def _side(source: Training | Source, corpus: Corpus, holdout: float, split: str) -> Side:
@@ -229,70 +308,9 @@ def _side(source: Training | Source, corpus: Corpus, holdout: float, split: str)
     return split_corpus(corpus, holdout, split)
 
 
-def _mixed(config: Config, packed: list[PackedStreams], progress: Progress | None) -> MixedStreams:
-    """Return the mixture of these sources, in the order of training.mixture."""
-    if len({isinstance(streams, TreeStreams) for streams in packed}) > 1:
-        raise ValueError(
-            "training.mixture has prefix trees beside other documents; give these as trees of one node"
-        )
-    named = {
-        source.name: streams
-        for source, streams in zip(config.training.mixture, packed, strict=True)
-    }
-    known = progress.content.corpora if progress else None
-    phases = mixture_phases(config, progress)
-    return MixedStreams(named, phases, seed=config.debug.seed, known=known, lengths=lengths(config))
-
-
-def file_groups(config: Config, streams: Streams) -> FileGroups | None:
-    """Return the groups of metrics.loss_by_source, or None.
-
-    Args:
-        streams: the streams to train on.
-
-    Raises:
-        ValueError: a group matches no file.
-    """
-    patterns = {group.name: group.files for group in config.metrics.loss_by_source}
-    return FileGroups(streams, patterns, OTHER) if patterns else None
-
-
-def lengths(config: Config) -> list[Length]:
-    """Return the streams' lengths by training.seq_len_schedule.
-
-    They change where a step begins.
-    """
-    t = config.training
-    starts = [0, *(part.until_step * t.global_batch_size for part in t.seq_len_schedule)]
-    return list(map(Length, starts, [*(part.seq_len for part in t.seq_len_schedule), t.seq_len]))
-
-
-def mixture_phases(config: Config, progress: Progress | None) -> list[Phase]:
-    """Return the phases of the run's mixture so far, and the phase from this step on.
-
-    Raises:
-        ValueError: training.mixture differs from the run's, and training.mixture_from_step
-            does not announce a change at this step.
-    """
-    t = config.training
-    weights = {source.name: source.weight for source in t.mixture}
-    if progress is None:
-        return [Phase(0, weights)]
-    phases = [Phase(*phase) for phase in progress.content.mixture]
-    if phases[-1].weights == weights:
-        return phases
-    if t.mixture_from_step != progress.step:
-        of_run, given = (
-            [{"name": n, "weight": w} for n, w in x.items()] for x in (phases[-1].weights, weights)
-        )
-        raise ValueError(
-            f"training.mixture is another than that of the run in {config.job.dump_folder!r} at step {progress.step} "
-            f"({difference(of_run, given)}); restore it, or say that it changes here: "
-            f"training.mixture_from_step = {progress.step}"
-        )
-    # The new mixture replaces a phase that would begin at this step.
-    start = progress.step * t.global_batch_size
-    return [*(phase for phase in phases if phase.start < start), Phase(start, weights)]
+def tokens_of(streams: Streams) -> int:
+    """Return the number of tokens in an epoch of all sources."""
+    return sum(source.num_tokens for source in streams.sources.values())
 
 
 # --- What identifies it -----------------------------------------------------------------------------------------------
@@ -337,8 +355,8 @@ def first_weights_of(config: Config) -> str:
     A Hugging Face folder is read as a whole; a checkpoint has its checksum.
     """
     c = config.checkpoint
-    if hf_weights(config):
-        return open_folder(Path(hf_weights(config))).fingerprint
+    if config.hf_weights:
+        return open_folder(Path(config.hf_weights)).fingerprint
     if c.enable and c.initial_load_path:
         saved = weights_path(Path(c.initial_load_path))
         base = base_of(config_of(saved)) if holds_adapters(saved) else ""
@@ -378,17 +396,18 @@ def check_content(config: Config, known: Content, given: Content) -> None:
             )
 
 
-def check_alike(config: Config, content: Content, host: dist.ProcessGroup) -> None:
+def check_alike(keys: Mapping[str, Any], content: Content, host: dist.ProcessGroup) -> None:
     """Raise ValueError on every rank if data or keys of any rank differ from rank 0's.
 
     That rank is on another node, for example. Paths may differ.
+
+    Args:
+        keys: the configuration's values, by "section.key".
     """
-    own = keys_with(KeyRule.OF_A_NODE)
-    keys = {key: value for key, value in flat_keys(config).items() if key not in own}
-    ranks = of_all_ranks(
-        keys | {f"the content of {name}": value for name, value in content.model_dump().items()},
-        host,
-    )
+    of_a_node = keys_with(KeyRule.OF_A_NODE)
+    compared = {key: value for key, value in keys.items() if key not in of_a_node}
+    contents = {f"the content of {name}": x for name, x in content.model_dump().items()}
+    ranks = of_all_ranks(compared | contents, host)
     for rank, of_rank in enumerate(ranks):
         for name, value in of_rank.items():
             if value != ranks[0].get(name):

@@ -25,13 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_linear.config import Config, Evaluation
-from titan_linear.data import Prompts, Questions, Side, TaskSample, Tokenizer, split_corpus
+from titan_linear.config import Evaluation
+from titan_linear.data import Prompts, Questions, TaskSample
 from titan_linear.data.corpus.chat import Conversations
 from titan_linear.data.streams.prompts import OTHERS
 from titan_linear.data.tasks import LOSS, SPREAD
 from titan_linear.ops.cross_entropy import ChunkedLogits
-from titan_linear.run.data import open_corpora
+from titan_linear.run.data import RunData
 from titan_linear.run.reading import Reader
 from titan_linear.storage.files import open_own
 from titan_linear.storage.rundir import EVALUATION, json_line
@@ -66,41 +66,23 @@ def samples_of(e: Evaluation) -> list[TaskSample]:
     ]
 
 
-def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
+def open_prompts(data: RunData) -> Prompts:
     """Open the prompts that the configuration asks for."""
-    e, side = config.evaluation, text_of(config, tokenizer)
+    e, side = data.evaluation, data.validation_text()
     around = ("", "")
     # Split the template at the mark for a question.
     if e.chat:
-        chat = Conversations(tokenizer, "evaluation.chat = true")
+        chat = Conversations(data.tokenizer, "evaluation.chat = true")
         around = tuple(chat.text([{"role": "user", "content": MARK}]).split(MARK))
         if len(around) != 2:
             raise ValueError(
                 "evaluation.chat = true: the chat template drops, alters or repeats a user's message; "
                 "set it to false, or model.tokenizer_path to a folder with another template"
             )
-    questions = Questions(tokenizer, side, config.debug.seed, around)
-    return Prompts(samples_of(e), questions.prompt, stream_length(config, max(e.lengths)))
-
-
-def stream_length(config: Config, longest: int) -> int:
-    """Return a stream length that ranks can cut, at least the length used in training."""
-    even = (
-        2 * config.parallelism.context_parallel_degree * config.parallelism.tensor_parallel_degree
-    )
-    return -(-max(config.training.seq_len, longest) // even) * even
-
-
-def text_of(config: Config, tokenizer: Tokenizer) -> Side:
-    """Return the documents to validate on, else to train on.
-
-    Of a mixture, they are the first source's.
-    """
-    v = config.validation
-    corpora = open_corpora(config, tokenizer)
-    if v.enable and not v.dataset_path:
-        return split_corpus(corpora[0], v.holdout, "validation")
-    return split_corpus(corpora[-1 if v.enable else 0], 0.0, "train")
+    questions = Questions(data.tokenizer, side, data.seed, around)
+    # Streams are at least as long as in training.
+    seq_len = data.parallelism.even_length(max(data.training.seq_len, *e.lengths))
+    return Prompts(samples_of(e), questions.prompt, seq_len)
 
 
 def records_of(sample: TaskSample, rows: np.ndarray) -> list[Record]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_linear.config import Adapter, Config, changed, hf_assets, hf_weights, toml_value
+from titan_linear.config import Adapter, Config, toml_value
 from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.data.corpus.tokenizer import FILES, GENERATION, TOKENIZER
 from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
@@ -70,7 +70,7 @@ from titan_linear.storage.peft import (
     settings_of,
     write_peft,
 )
-from titan_linear.storage.rundir import checkpoint_folder, config_of
+from titan_linear.storage.rundir import config_of
 from titan_linear.storage.step_folders import read_progress, verify, weights_path
 from titan_linear.storage.tensors import check_weights, stored_weights
 
@@ -90,7 +90,7 @@ sys.exit(main(sys.argv[2:]))
 
 def export_folder(config: Config, step: int = 0) -> Path:
     """Return the Hugging Face folder of a step; by default, of the run's last step."""
-    return checkpoint_folder(config) / f"step-{step or config.training.steps}-hf"
+    return config.checkpoint_folder / f"step-{step or config.training.steps}-hf"
 
 
 def is_exported(config: Config, step: int = 0) -> bool:
@@ -143,9 +143,9 @@ def destination(
     files = tokenizer.hugging_face_files() if files is None else files
     # Next to adapters, transformers takes any tokenizer.
     checked = {} if model.adapter else files
-    family = family_of(model.base, config, like or hf_weights(config), checked)
+    family = family_of(model.base, config, like or config.hf_weights, checked)
     # The folder whose config.json and names are kept, or a config.json of our own.
-    given = like or (hf_assets(config) if model.adapter else hf_weights(config))
+    given = like or (config.hf_assets if model.adapter else config.hf_weights)
     folder = Path(given) if given else None
     settings = read_config(folder) if folder else config_to_hf(family, model.base)
     check_tokenizer(family, settings, checked)
@@ -240,7 +240,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, like: str = ""
     checkpoint = weights_path(checkpoint, key="CHECKPOINT")
     verify(checkpoint)
     run = config_of(checkpoint)
-    if dtype == "source" and not (like or hf_weights(run)):
+    if dtype == "source" and not (like or run.hf_weights):
         raise ValueError(
             "--export-dtype source: this run did not begin from a Hugging Face folder; name one by --like"
         )
@@ -280,7 +280,7 @@ def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
         raise ValueError(
             f"'{source}' has no adapters; titan-linear convert to-hf exports a whole model"
         )
-    if dtype == "source" and not hf_weights(run):
+    if dtype == "source" and not run.hf_weights:
         dtype = "float32"
     try:
         destination(run, model.base, tokenizer, files=files)
@@ -312,14 +312,14 @@ def _of_peft(source: Path, base: str) -> AdaptedModel:
     run = run.model_copy(update={"adapter": Adapter(**options)})
     # Nothing is known of the texts' length.
     if not keys:
-        run = changed(run, {"training.seq_len": 0})
+        run = run.changed({"training.seq_len": 0})
     # A tokenizer next to the adapters replaces the base's.
     files, base_files = read_inside(source, *FILES), read_inside(named, *FILES)
     tokenizer = None
     if TOKENIZER in files:
         tokenizer = build_tokenizer(str(source))
         if files[TOKENIZER] != base_files.get(TOKENIZER):
-            run = changed(run, {"model.tokenizer_path": str(source)})
+            run = run.changed({"model.tokenizer_path": str(source)})
     model = model_config(run, tokenizer) if tokenizer else model_without_tokenizer(run)
     trained = read_peft(source, model, family, run.adapter, base_of(run)).__getitem__
     return AdaptedModel(run, model, trained, tokenizer, files if tokenizer else base_files)
@@ -334,7 +334,7 @@ def _of_run(source: Path, base: str) -> AdaptedModel:
     if base:
         given = run.checkpoint.initial_load_path
         key = "checkpoint.initial_load_path" if given else "model.hf_assets_path"
-        run = changed(run, {key: base})
+        run = run.changed({key: base})
     tokenizer = open_tokenizer(run)
     model = model_config(run, tokenizer)
     check_base(read_progress(checkpoint).content.base, base_of(run), checkpoint)
@@ -343,8 +343,8 @@ def _of_run(source: Path, base: str) -> AdaptedModel:
 
 def base_weights(run: Config, model: ModelConfig, files: ExitStack) -> Callable[[str], Tensor]:
     """Return a function from a name to the whole tensor that a run begins from."""
-    if hf_weights(run):
-        folder, found = check_folder(Path(hf_weights(run)), model.base, POSITIONS)
+    if run.hf_weights:
+        folder, found = check_folder(Path(run.hf_weights), model.base, POSITIONS)
         placements = {placement.name: placement for placement in found}
         reader = RowReader(folder, files)
         return lambda name: reader.whole(placements[name], torch.float32)

@@ -5,19 +5,17 @@ Checks of the keys alone are in config/checks.py.
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 
 import torch
 
-from titan_linear.config import Config, check_config, hf_assets, hf_weights, layer_checkpointing
+from titan_linear.config import Config, LRScheduler, Sample, Validation, check_config
 from titan_linear.data import (
     MixedStreams,
     Streams,
@@ -29,45 +27,24 @@ from titan_linear.data import (
 )
 from titan_linear.data.tasks import LOSS, TASKS
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.float8 import SMALLEST, use_float8
-from titan_linear.models.lora import check_adapters
-from titan_linear.ops.float8 import CAPABILITY
-from titan_linear.ops.layout.build_context import shared_by_nodes
-from titan_linear.ops.runtime.support import capability, dotted
-from titan_linear.run.build import (
-    family_of,
-    implementations,
-    model_config,
-    open_tokenizer,
-    unallocated,
-    under_key,
-)
+from titan_linear.run.build import family_of, model_config, open_tokenizer, unallocated, under_key
 from titan_linear.run.console import exchanged_of_trees, finished, vocabulary
 from titan_linear.run.data import (
+    RunData,
     base_of,
-    build_streams,
     check_content,
-    check_size,
     content_of,
-    file_groups,
-    open_corpora,
     other_tokenizer,
     tokens_of,
 )
 from titan_linear.run.evaluate import open_prompts
 from titan_linear.run.export import destination, is_exported, lacks_export, not_exported
+from titan_linear.run.folder import RunFolder
+from titan_linear.run.model_checks import check_model
 from titan_linear.step.optimizer import learning_rate
 from titan_linear.storage.hf_io import CONFIG as HF_CONFIG
 from titan_linear.storage.hf_io import POSITIONS, check_folder, read_config
 from titan_linear.storage.peft import check_peft, keys_of, read_peft
-from titan_linear.storage.run_lock import claimed
-from titan_linear.storage.rundir import (
-    check_folders,
-    check_resume,
-    checkpoint_folder,
-    copied_configuration,
-    finished_without_checkpoint,
-)
 from titan_linear.storage.step_folders import (
     REWOUND,
     Progress,
@@ -96,12 +73,13 @@ def cleared(
             doctor check the run.
 
     Raises:
-        ValueError, SystemExit: as `claimed`, `check_resume`, `preflight` and `prove`.
+        ValueError, SystemExit: as `RunFolder`, `preflight` and `prove`.
     """
-    if warning := copied_configuration(config):
+    folder = RunFolder(config)
+    if warning := folder.copied_configuration:
         print(warning)
-    with claimed(config) if first else nullcontext():
-        for change in check_resume(config):
+    with folder.claimed() if first else nullcontext():
+        for change in folder.check_resume():
             print(f"resuming with {change}")
         preflight(config, world_size, node_size)
         if config.doctor.at_start and first:
@@ -123,7 +101,8 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
     """
     # Keys, packages, and a folder whose run is finished.
     check_config(config, world_size)
-    if finished_without_checkpoint(config) and not config.job.start_anew:
+    folder = RunFolder(config)
+    if folder.finished_without_checkpoint and not config.job.start_anew:
         print(
             f"the run in {config.job.dump_folder!r} is finished and left no checkpoint: --job.start_anew true trains "
             "it again (and sets its metrics aside), another job.dump_folder starts another run"
@@ -140,51 +119,54 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
     model = model_config(config, tokenizer)
     if line := vocabulary(config, model, tokenizer):
         print(line)
-    check_prompts(config, tokenizer)
+    check_prompts(config.validation, config.sample, tokenizer)
     if warning := check_model(model, config, world_size, node_size or world_size):
         print(warning)
     # The checkpoint comes before the corpus, which may take hours to tokenise.
     _check_hugging_face(config, model, tokenizer)
     progress = _check_checkpoint(config, model, tokenizer) if config.checkpoint.enable else None
-    check_folders(config)
-    check_mixture_step(config, progress)
-    _check_data(config, tokenizer, model, progress)
+    folder.check_writable()
+    check_mixture_step(config.training.mixture_from_step, config.job.dump_folder, progress)
+    data = RunData(config, tokenizer)
+    streams, held_out = _check_data(data, model, progress)
+    if progress:
+        content = content_of(config, tokenizer, model, streams, held_out, base_of(config))
+        check_content(config, progress.content, content)
     if config.evaluation.freq:
-        check_evaluation(config, model, tokenizer)
+        check_evaluation(data, model, config.hf_assets)
 
 
 def _check_data(
-    config: Config, tokenizer: Tokenizer, model: ModelConfig, progress: Progress | None
-) -> None:
-    """Check every corpus against its checksums, and the streams against the run so far."""
-    for corpus in open_corpora(config, tokenizer):
-        (verify_corpus if config.training.verify == "always" else verify_changed)(corpus)
+    data: RunData, model: ModelConfig, progress: Progress | None
+) -> tuple[Streams, Streams | None]:
+    """Check every corpus against its checksums, and return the streams cut from them."""
+    t = data.training
+    for corpus in data.corpora():
+        (verify_corpus if t.verify == "always" else verify_changed)(corpus)
         print(corpus.summary)
-    streams, held_out = build_streams(config, tokenizer, progress)
+    streams, held_out = data.streams(progress)
     if isinstance(streams, MixedStreams):
-        print(streams.summary(config.training.steps * config.training.global_batch_size))
+        print(streams.summary(t.steps * t.global_batch_size))
     for source in streams.sources.values():
         # A corpus of tokens may hold a document that is longer than a stream.
         source.runs(0)
         if isinstance(source, TreeStreams) and source.summary:
             print(source.summary)
-    if line := exchanged_of_trees(config, model, streams):
+    if line := exchanged_of_trees(data.parallelism, model, streams):
         print(line)
     # A corpus smaller than a step may be intended, in a trial; one smaller than a stream is
     # not.
     try:
-        check_size(tokens_of(streams), config)
+        data.check_size(tokens_of(streams))
     except ValueError as error:
-        if tokens_of(streams) < config.training.seq_len:
+        if tokens_of(streams) < t.seq_len:
             raise
         print(f"warning: {error}")
     if held_out is not None:
-        check_held_out(config, held_out)
-    if groups := file_groups(config, streams):
+        check_held_out(held_out, data.validation.steps)
+    if groups := data.groups(streams):
         print(groups.summary)
-    if progress:
-        content = content_of(config, tokenizer, model, streams, held_out, base_of(config))
-        check_content(config, progress.content, content)
+    return streams, held_out
 
 
 def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> None:
@@ -202,17 +184,15 @@ def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer
             under_key(f"checkpoint.{key}", check_peft, model, family)
     # Adapters to begin with are read now; a resumed run does not need them.
     path = config.adapter.initial_load_path
-    if path and find_step(checkpoint_folder(config), c.load_step) is None:
+    if path and find_step(config.checkpoint_folder, c.load_step) is None:
         theirs = (Path(path), model, family_of(model, config), config.adapter, base_of(config))
         under_key("adapter.initial_load_path", read_peft, *theirs)
         if keys := keys_of(Path(path)):
             print(f"the adapters of '{path}' were trained with {' '.join(keys)}")
-    if hf_weights(config) and (
-        exports or find_step(checkpoint_folder(config), c.load_step) is None
-    ):
+    if config.hf_weights and (exports or find_step(config.checkpoint_folder, c.load_step) is None):
         free = POSITIONS if config.model.flavor == "hf" else ()
         under_key(
-            "checkpoint.initial_load_in_hf", check_folder, Path(hf_weights(config)), model, free
+            "checkpoint.initial_load_in_hf", check_folder, Path(config.hf_weights), model, free
         )
 
 
@@ -224,7 +204,7 @@ def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) 
     Returns:
         The progress saved in the checkpoint that the run resumes from; None for a new run.
     """
-    c, folder = config.checkpoint, checkpoint_folder(config)
+    c, folder = config.checkpoint, config.checkpoint_folder
     step = find_step(folder, c.load_step)
     # A new run: check the weights that it begins from.
     if step is None:
@@ -261,7 +241,7 @@ def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) 
         )
     check_weights(folder / f"step-{step}", unallocated(model, torch.float32))
     progress = read_progress(folder / f"step-{step}")
-    check_schedule(config, step, progress.total_steps)
+    check_schedule(config.training.steps, config.optimizer.lr, config.lr_scheduler, progress)
     return progress
 
 
@@ -281,23 +261,21 @@ def _check_initial(given: Path, model: ModelConfig, tokenizer: Tokenizer) -> Non
         print(warning)
 
 
-def check_schedule(config: Config, step: int, length: int) -> None:
+def check_schedule(steps: int, lr: float, schedule: LRScheduler, progress: Progress) -> None:
     """Check that the last finished step keeps its learning rate.
 
     An explicit lr_scheduler.total_steps may change it. If the rate of one step agrees, so
     do the rates of earlier steps, because schedules can only differ in length.
 
     Args:
-        step: the last finished step.
-        length: the length of the schedule so far.
+        steps: training.steps, to which the schedule extends now.
+        progress: the steps that are done, and the length of the schedule so far.
     """
-    steps = config.training.steps
-    if config.lr_scheduler.total_steps:
+    step, length = progress.step, progress.total_steps
+    if schedule.total_steps:
         return
     # Compare the rate of this step under the old and the new length.
-    then, now = (
-        learning_rate(step, config.optimizer.lr, config.lr_scheduler, n) for n in (length, steps)
-    )
+    then, now = (learning_rate(step, lr, schedule, n) for n in (length, steps))
     if then != now:
         keep = (
             f"lr_scheduler.total_steps = {length}"
@@ -311,9 +289,8 @@ def check_schedule(config: Config, step: int, length: int) -> None:
         )
 
 
-def check_prompts(config: Config, tokenizer: Tokenizer) -> None:
+def check_prompts(v: Validation, s: Sample, tokenizer: Tokenizer) -> None:
     """Raise ValueError if a prompt has no tokens: some tokenizers drop blanks, for example."""
-    v, s = config.validation, config.sample
     for key, prompt, tokens in (
         ("validation.sample_prompt", v.sample_prompt, v.sample_tokens),
         ("sample.prompt", s.prompt, s.max_new_tokens),
@@ -322,9 +299,12 @@ def check_prompts(config: Config, tokenizer: Tokenizer) -> None:
             raise ValueError(f"{key} = {prompt!r} has no tokens; give some text to continue")
 
 
-def check_held_out(config: Config, held_out: Streams) -> None:
-    """Raise ValueError if no validation stream has a label: the loss would be 0 / 0."""
-    steps, number = config.validation.steps, len(held_out)
+def check_held_out(held_out: Streams, steps: int) -> None:
+    """Raise ValueError if no validation stream has a label: the loss would be 0 / 0.
+
+    steps: validation.steps.
+    """
+    number = len(held_out)
     validated = number if steps == -1 else min(steps, number)
     if not any(held_out[i].columns["weights"].any() for i in range(validated)):
         raise ValueError(
@@ -333,13 +313,17 @@ def check_held_out(config: Config, held_out: Streams) -> None:
         )
 
 
-def check_mixture_step(config: Config, progress: Progress | None) -> None:
-    """Raise ValueError if the mixture changes at a step that has no steps before it."""
-    step = config.training.mixture_from_step
+def check_mixture_step(step: int, folder: str, progress: Progress | None) -> None:
+    """Raise ValueError if the mixture changes at a step that has no steps before it.
+
+    Args:
+        step: training.mixture_from_step.
+        folder: job.dump_folder.
+    """
     if step > 0 and not progress:
         raise ValueError(
             f"training.mixture_from_step = {step} goes on from step {step} of a run, and job.dump_folder = "
-            f"{config.job.dump_folder!r} has no checkpoint to resume from; give that run's folder, or remove "
+            f"{folder!r} has no checkpoint to resume from; give that run's folder, or remove "
             "training.mixture_from_step to begin with this mixture"
         )
 
@@ -362,18 +346,21 @@ def prove(argv: list[str], world_size: int) -> None:
         raise SystemExit(code)
 
 
-def check_evaluation(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> None:
+def check_evaluation(data: RunData, model: ModelConfig, folder: str) -> None:
     """Raise ValueError for an unknown task or an unfit length.
 
     A length may be unfit for a task, for the texts or for the model.
+
+    Args:
+        folder: the Hugging Face folder that defines the model, or "".
     """
-    e, known = config.evaluation, (*TASKS, LOSS)
+    e, known = data.evaluation, (*TASKS, LOSS)
     if unknown := [task for task in e.tasks if task not in known]:
         raise ValueError(
             f"evaluation.tasks: {unknown[0]!r} is unknown; use some of {', '.join(known)}"
         )
     # The model's positions: as extended by rope_scaling, else as trained.
-    longest, folder = max(e.lengths), hf_assets(config)
+    longest = max(e.lengths)
     trained = read_config(Path(folder)).get("max_position_embeddings") if folder else None
     scalings = [getattr(mixer, "rope_scaling", None) for mixer in model.mixers if mixer.rotary]
     limits = [scaling.reached if scaling else trained for scaling in scalings]
@@ -383,180 +370,7 @@ def check_evaluation(config: Config, model: ModelConfig, tokenizer: Tokenizer) -
             "them by rope_scaling"
         )
     # Make the shortest and the longest prompt of each task.
-    prompts = open_prompts(config, tokenizer)
+    prompts = open_prompts(data)
     for task in e.tasks:
         for length in (min(e.lengths), longest):
             prompts.prompt(TaskSample(task, length, 1.0, 0))
-
-
-# --- What a configuration's splits, precision and devices require of the model ----------------------------------------
-
-
-def check_model(model: ModelConfig, config: Config, world_size: int, node_size: int) -> str:
-    """Raise ValueError if the model does not fit its configuration or this machine.
-
-    Returns a warning, or "".
-    """
-    check_splits(model, config)
-    check_checkpointing(model, config)
-    chosen = implementations(
-        config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    )
-    if model.adapter and any(choice.implementation == "grouped_mm" for choice in chosen.values()):
-        check_adapters(unallocated(model.base, torch.float32), model.adapter, 8)
-    check_float8(model, config)
-    check_float8_device(config)
-    check_node_heads(model, config, world_size, node_size)
-    return spans_nodes(config, node_size)
-
-
-def _named(config: Config) -> str:
-    return f"model.name = {config.model.name!r}, model.flavor = {config.model.flavor!r}"
-
-
-def check_splits(model: ModelConfig, config: Config) -> None:
-    """Raise ValueError if ranks cannot split the model by these degrees."""
-    check_tensor_parallel(model, config)
-    check_expert_parallel(model, config)
-    check_heads(model, config)
-
-
-def check_tensor_parallel(model: ModelConfig, config: Config) -> None:
-    """Raise ValueError if the degree does not divide heads, hidden channels or vocabulary."""
-    degree = config.parallelism.tensor_parallel_degree
-    counts = model.split_counts
-    if left := [f"{count} {what}" for what, count in counts if count % degree]:
-        common = math.gcd(*(count for _, count in counts))
-        fitting = " or ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-        raise ValueError(
-            f"parallelism.tensor_parallel_degree = {degree} cannot split the {', '.join(left)} in {_named(config)}; "
-            f"use {fitting}"
-        )
-
-
-def check_expert_parallel(model: ModelConfig, config: Config) -> None:
-    """Raise ValueError if the degree does not divide the experts."""
-    degree = config.parallelism.expert_parallel_degree
-    if degree == 1:
-        return
-    if model.moe is None:
-        raise ValueError(
-            f"parallelism.expert_parallel_degree = {degree}: {_named(config)} has no experts; leave it at 1"
-        )
-    if model.moe.num_experts % degree:
-        raise ValueError(
-            f"parallelism.expert_parallel_degree = {degree} cannot share out the {model.moe.num_experts} experts of "
-            f"{_named(config)}; use a divisor of {model.moe.num_experts}"
-        )
-
-
-def check_heads(model: ModelConfig, config: Config) -> None:
-    """Raise ValueError if an all-to-all over heads cannot split the heads."""
-    p = config.parallelism
-    for mixer in model.mixers:
-        key, others = ("context_parallel_method", "'ring' or 'allgather'")
-        if mixer.linear:
-            key, others = ("context_parallel_linear_method", "'kcp'")
-        # Some mixers always split their heads; others only with method "ulysses".
-        heads = mixer.indivisible_heads(p.context_parallel_degree * p.tensor_parallel_degree)
-        if heads and (mixer.over_heads or getattr(p, key) == "ulysses"):
-            what = f"{mixer.name} layers" if mixer.over_heads else f"parallelism.{key} = 'ulysses'"
-            remedy = "use" if mixer.over_heads else f"use {others}, or"
-            ranks = f"context_parallel_degree = {p.context_parallel_degree}"
-            ranks += (
-                f" × tensor_parallel_degree = {p.tensor_parallel_degree}"
-                if p.tensor_parallel_degree > 1
-                else ""
-            )
-            raise ValueError(
-                f"{what} cannot split the {heads} of model.flavor = {config.model.flavor!r} among {ranks} "
-                f"ranks; {remedy} a degree that divides them"
-            )
-
-
-def check_node_heads(model: ModelConfig, config: Config, world_size: int, node_size: int) -> None:
-    """Raise ValueError if the ranks of a node cannot share softmax heads, but must."""
-    p = config.parallelism
-    copies = p.context_parallel_degree * p.tensor_parallel_degree
-    # Ranks of each context-parallel group.
-    groups = [
-        range(first, first + copies, p.tensor_parallel_degree)
-        for first in range(0, world_size, copies)
-    ]
-    for mixer, ranks in product(
-        model.mixers, sorted({shared_by_nodes(group, node_size) for group in groups})
-    ):
-        heads = None if mixer.linear else mixer.indivisible_heads(ranks * p.tensor_parallel_degree)
-        if heads and p.context_parallel_method == "ulysses+ring":
-            raise ValueError(
-                f"parallelism.context_parallel_method = 'ulysses+ring' cannot split the {heads} of model.flavor = "
-                f"{config.model.flavor!r} among the {ranks} ranks of context_parallel_degree = "
-                f"{p.context_parallel_degree} that share a node of {node_size} processes; use 'ring' or 'allgather'"
-            )
-
-
-def check_checkpointing(model: ModelConfig, config: Config) -> None:
-    """Raise ValueError if every n-th layer is recomputed, but there are fewer than n."""
-    ac = config.activation_checkpoint
-    modes = {layer_checkpointing(ac, i) for i in range(len(model.layers))}
-    if ac.mode != "none" and modes == {"none"}:
-        raise ValueError(
-            f"activation_checkpoint.selective_ac_option = {ac.selective_ac_option!r} computes none of the model's "
-            f"{len(model.layers)} layers again; use at most {len(model.layers)}, or mode = 'none'"
-        )
-
-
-def check_float8(model: ModelConfig, config: Config) -> None:
-    """Raise ValueError if float8 applies to no product, or a filter matches none."""
-    float8 = config.float8
-    if not float8.enable:
-        return
-    products = use_float8(unallocated(model, torch.float32), [])
-    # Every filter must match a product.
-    for part in float8.filter_fqns:
-        if not any(part in name for names in products for name in names):
-            raise ValueError(
-                f"float8.filter_fqns: {part!r} is in the name of no projection in float8; remove it"
-            )
-    # Some product must remain.
-    if not use_float8(unallocated(model, torch.float32), float8.filter_fqns):
-        which = (
-            "outside float8.filter_fqns"
-            if products
-            else f"of model.flavor = {config.model.flavor!r}"
-        )
-        raise ValueError(
-            f"float8.enable = true: no product {which} (dim {model.dim}) has a weight of {SMALLEST} × {SMALLEST} or "
-            "more, and with smaller ones float8 does not pay; set it to false"
-        )
-
-
-def check_float8_device(config: Config) -> None:
-    """Raise ValueError if float8 is enabled, but this machine does not compute it."""
-    if not config.float8.enable or config.float8.emulate:
-        return
-    here = capability(torch.device("cuda")) if torch.cuda.is_available() else None
-    if here is None or here < CAPABILITY:
-        raise ValueError(
-            f"float8.enable = true needs a GPU of compute capability {dotted(CAPABILITY)} or more, not "
-            f"{'a CPU' if here is None else dotted(here)}; set it to false, or float8.emulate = true for a slow trial"
-        )
-    if (dtype := config.training.mixed_precision_param) != "bfloat16":
-        raise ValueError(
-            f"float8.enable = true is for training.mixed_precision_param = 'bfloat16', and it is {dtype!r}; change one"
-        )
-
-
-def spans_nodes(config: Config, node_size: int) -> str:
-    """Return a warning if tensor-parallel ranks span several nodes, else "".
-
-    Args:
-        node_size: number of processes of a node.
-    """
-    degree = config.parallelism.tensor_parallel_degree
-    if node_size % degree == 0:
-        return ""
-    return (
-        f"warning: parallelism.tensor_parallel_degree = {degree} reaches across nodes of {node_size} processes: every "
-        f"layer waits for the network; a degree that divides {node_size} stays inside a node"
-    )

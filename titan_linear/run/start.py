@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
-from titan_linear.config import Config, hf_weights
+from titan_linear.config import Config
 from titan_linear.data import FileGroups, StreamLoader, Streams, Tokenizer
 from titan_linear.distributed.groups import host_group, on_rank_0
 from titan_linear.distributed.mesh import ParallelDims
@@ -16,18 +15,12 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise, owned
 from titan_linear.run.build import family_of, model_config, open_tokenizer
-from titan_linear.run.data import (
-    base_of,
-    build_streams,
-    check_alike,
-    check_content,
-    content_of,
-    file_groups,
-)
+from titan_linear.run.data import RunData, base_of, check_alike, check_content, content_of
+from titan_linear.run.session import Session
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.hf_io import load_weights as load_hf_weights
 from titan_linear.storage.peft import read_peft
-from titan_linear.storage.rundir import checkpoint_folder, config_of
+from titan_linear.storage.rundir import config_of
 from titan_linear.storage.step_folders import (
     Content,
     Progress,
@@ -58,7 +51,10 @@ class Subject(NamedTuple):
 
 def saved_progress(config: Config, host: dist.ProcessGroup) -> Progress | None:
     """Return the progress in the checkpoint that this run resumes from, or None."""
-    return on_rank_0(lambda: known_progress(config, config.checkpoint.load_step), host)
+    if not config.checkpoint.enable:
+        return None
+    folder, step = config.checkpoint_folder, config.checkpoint.load_step
+    return on_rank_0(lambda: known_progress(folder, step), host)
 
 
 def open_subject(config: Config, known: Progress | None, host: dist.ProcessGroup) -> Subject:
@@ -68,7 +64,8 @@ def open_subject(config: Config, known: Progress | None, host: dist.ProcessGroup
         ValueError: the run has trained another model or other data so far, or ranks differ.
     """
     tokenizer = open_tokenizer(config)
-    streams, held_out = build_streams(config, tokenizer, known)
+    data = RunData(config, tokenizer)
+    streams, held_out = data.streams(known)
     # Wait for nodes that first had to write their token cache.
     dist.barrier(host)
     model = model_config(config, tokenizer)
@@ -77,8 +74,8 @@ def open_subject(config: Config, known: Progress | None, host: dist.ProcessGroup
     # A restart has no preflight.
     if known:
         check_content(config, known.content, content)
-    check_alike(config, content, host)
-    return Subject(tokenizer, streams, held_out, file_groups(config, streams), model, content)
+    check_alike(config.flat_keys(), content, host)
+    return Subject(tokenizer, streams, held_out, data.groups(streams), model, content)
 
 
 def build_checkpointer(config: Config) -> Checkpointer | None:
@@ -86,7 +83,7 @@ def build_checkpointer(config: Config) -> Checkpointer | None:
     if not c.enable:
         return None
     return Checkpointer(
-        checkpoint_folder(config),
+        config.checkpoint_folder,
         async_mode=c.async_mode,
         keep_latest_k=c.keep_latest_k,
         verify=c.verify,
@@ -109,16 +106,15 @@ def build_loader(config: Config, streams: Streams, dims: ParallelDims) -> Stream
 def set_weights(
     config: Config,
     known: Progress | None,
-    model: Decoder,
-    optimizer: torch.optim.Optimizer,
+    session: Session,
     loader: StreamLoader,
     checkpointer: Checkpointer | None,
-    host: dist.ProcessGroup,
 ) -> None:
     """Load the run's checkpoint of this progress, or the weights that the run begins from.
 
     With adapters, load both.
     """
+    model, host = session.model, session.host
     # With adapters, the checkpoint holds only the trained weights: the base is loaded
     # first.
     if known is None or model.config.adapter:
@@ -126,12 +122,12 @@ def set_weights(
     if known is None:
         load_adapters(config, model)
     else:
-        folder, step = checkpoint_folder(config), known.step
+        folder, step = config.checkpoint_folder, known.step
         # A restart after the last save, which may hold only weights: no step remains, so
         # the optimizer is not needed.
         ended = step >= config.training.steps
         whole = not ended or on_rank_0(lambda: holds_optimizer(folder / f"step-{step}"), host)
-        checkpointer.load(step, model, optimizer if whole else None, loader)
+        checkpointer.load(step, model, session.optimizer if whole else None, loader)
         on_rank_0(lambda: rewind(folder, step, config.checkpoint.load_step), host)
     # Some disks are slower.
     dist.barrier(host)
@@ -148,8 +144,8 @@ def set_first_weights(
     c, drawn = config.checkpoint, named_parameters(model)
     # Whatever the folder or checkpoint does not hold is drawn: adapters, or the whole
     # model.
-    if path := hf_weights(config) or (c.enable and c.initial_load_path):
-        if hf_weights(config):
+    if path := config.hf_weights or (c.enable and c.initial_load_path):
+        if config.hf_weights:
             load_hf_weights(Path(path), model)
         elif holds_adapters(saved := weights_path(Path(path))):
             set_first_weights(config_of(saved), model, host)

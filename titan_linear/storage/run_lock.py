@@ -9,9 +9,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from titan_linear.config import Config
 from titan_linear.storage.files import lock, open_own
-from titan_linear.storage.rundir import LOCK, checkpoint_folder, saves_inside
+from titan_linear.storage.rundir import LOCK
 
 
 class Unlockable(ValueError):
@@ -19,23 +18,24 @@ class Unlockable(ValueError):
 
 
 @contextmanager
-def claimed(config: Config) -> Iterator[None]:
+def claimed(folder: str, checkpoints: Path | None = None) -> Iterator[None]:
     """Lock the run's folder inside `with`, and its checkpoint folder if it lies elsewhere.
 
     Another run with the same checkpoint.folder would mix its checkpoints with these. A disk
     for checkpoints alone may have no locks. A start that is refused inside `with` leaves
     nothing new behind.
 
+    Args:
+        checkpoints: a checkpoint folder outside of the run's folder.
+
     Raises:
         ValueError: another run holds a folder, or it cannot be written or locked.
     """
     with ExitStack() as held:
-        held.enter_context(lock_folder(config.job.dump_folder))
-        if config.checkpoint.enable and not saves_inside(config):
+        held.enter_context(lock_folder(folder))
+        if checkpoints:
             with suppress(Unlockable):
-                held.enter_context(
-                    lock_folder(str(checkpoint_folder(config).resolve()), "checkpoint.folder")
-                )
+                held.enter_context(lock_folder(str(checkpoints.resolve()), "checkpoint.folder"))
         yield
 
 

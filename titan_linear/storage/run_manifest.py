@@ -15,13 +15,12 @@ from typing import Any
 import torch
 
 from titan_linear import __version__
-from titan_linear.config import Config
 from titan_linear.storage.files import write_whole
 from titan_linear.storage.rundir import RUN_MANIFEST
 
 
 def write_manifest(
-    config: Config,
+    folder: Path,
     *,
     world_size: int,
     degrees: Mapping[str, int],
@@ -54,7 +53,7 @@ def write_manifest(
         "degrees": dict(degrees),
         "implementations": dict(implementations),
     }
-    write_whole(Path(config.job.dump_folder) / RUN_MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    write_whole(folder / RUN_MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
 def _version_of(package: str) -> str | None:

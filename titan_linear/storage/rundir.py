@@ -1,4 +1,4 @@
-"""Folder of a run, `job.dump_folder`: configuration, how a start resumes it, metrics.
+"""Folder of a run, `job.dump_folder`: its files, stored configuration and metrics.
 
     config.toml      the resolved configuration; starts the same run again
     manifest.json    what the run was made with: versions, commit, hardware, ... (run_manifest.py)
@@ -18,26 +18,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from titan_linear.config import (
-    BYTES,
-    Config,
-    KeyRule,
-    changed,
-    config_to_toml,
-    difference,
-    flat_keys,
-    keys_with,
-    load_config,
-)
+from titan_linear.config import Config, load_config
 from titan_linear.storage.files import parse_json, write_whole
 
 T = TypeVar("T")
@@ -57,129 +46,8 @@ TELEMETRY, SPIKES, EVALUATION, WANDB = (
     "evaluation.jsonl",
     "wandb_id",
 )
-# The beginning of a config.toml.
-MARK = "# The configuration of the run in"
-
-
-def check_folders(config: Config) -> None:
-    """Check that files which a run writes hours later can be written. Nothing is created.
-
-    Raises:
-        ValueError: something other than a folder is in the way, a folder may not be
-            written, or a file is a link.
-    """
-    c, p = config.checkpoint, config.profiling
-    # A run appends to these files.
-    for name in (METRICS, TELEMETRY, SPIKES, EVALUATION):
-        if (link := Path(config.job.dump_folder, name)).is_symlink():
-            raise ValueError(
-                f"job.dump_folder = {config.job.dump_folder!r}: '{link}' is a link, and a run appends to none; put the "
-                "file itself there, or use another folder"
-            )
-    for key, folder, used in (
-        ("checkpoint.folder", c.folder, c.enable),
-        ("profiling.save_traces_folder", p.save_traces_folder, p.enable_profiling),
-        (
-            "profiling.save_memory_snapshot_folder",
-            p.save_memory_snapshot_folder,
-            p.enable_memory_snapshot,
-        ),
-    ):
-        # The nearest existing ancestor must be a folder that may be written.
-        path = Path(config.job.dump_folder).absolute() / folder
-        there = next(part for part in (path, *path.parents) if os.path.lexists(part))
-        if used and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            why = "may not be written in" if there.is_dir() else "is not a folder"
-            raise ValueError(f"{key} = {folder!r} cannot be written: '{there}' {why}; use another")
-
-
-def check_resume(config: Config) -> list[str]:
-    """Compare with the run that the folder holds; return the changes as "key: old → new".
-
-    Paths are compared as absolute. A folder in which nothing was trained yet holds no run.
-    With job.start_anew, neither does a folder without a checkpoint.
-
-    Raises:
-        ValueError: a key that decided the steps so far differs; its old and new value are
-            named.
-    """
-    folder = Path(config.job.dump_folder)
-    if not _has_trained(config) or starts_anew(config):
-        return []
-    if not (folder / CONFIG).exists():
-        if not _has_reported(config) and not saves_inside(config):
-            raise ValueError(
-                f"checkpoint.folder = {config.checkpoint.folder!r} holds checkpoints of another run than that of "
-                f"job.dump_folder = '{folder}'; use another folder (checkpoint.initial_load_path begins a run from "
-                "their weights)"
-            )
-        raise ValueError(
-            f"job.dump_folder = '{folder}' holds a run without its {CONFIG}; use another folder"
-        )
-    # Compare all keys; some may change on resume.
-    stored = _stored(folder)
-    _check_checkpoints_are_used(config, stored)
-    before, now = (flat_keys(_with_absolute_paths(c)) for c in (stored, config))
-    differing = {key: (before[key], new) for key, new in now.items() if new != before[key]}
-    refused = {key: pair for key, pair in differing.items() if not _may_change(key, *pair)}
-    if refused:
-        lines = "\n".join(f"  {key}: {difference(*pair)}" for key, pair in refused.items())
-        more = "or begin again here: job.start_anew = true (it deletes nothing)"
-        if _has_checkpoint(config):
-            more = "whose checkpoint.initial_load_path may be this one, for its weights"
-        raise ValueError(
-            f"job.dump_folder = '{folder}' holds a run that cannot resume with other values of\n{lines}\n"
-            f"restore them, or start a new run in another job.dump_folder, {more}"
-        )
-    return [
-        f"{key}: {difference(*pair)}"
-        for key, pair in differing.items()
-        if not key.startswith("job.")
-    ]
-
-
-def _check_checkpoints_are_used(config: Config, stored: Config) -> None:
-    """Raise ValueError if the run's checkpoints are not used.
-
-    It would begin again and cut what it has reported.
-    """
-    c = config.checkpoint
-    same = checkpoint_folder(config).resolve() == checkpoint_folder(stored).resolve()
-    if not (c.enable and same) and _has_checkpoint(stored):
-        key = f"folder = {c.folder!r}" if c.enable else "enable = false"
-        raise ValueError(
-            f"checkpoint.{key} would begin again in job.dump_folder = {config.job.dump_folder!r}, which holds a run "
-            "with checkpoints; restore the key, or start a new run in another job.dump_folder"
-        )
-
-
-def _may_change(key: str, old: Any, new: Any) -> bool:
-    return key in keys_with(KeyRule.MAY_CHANGE) or (
-        key in keys_with(KeyRule.MAY_MOVE) and bool(old) and bool(new)
-    )
-
-
-def starts_anew(config: Config) -> bool:
-    """Whether job.start_anew is set and applies: this folder's run left no checkpoint."""
-    return config.job.start_anew and not any(
-        _has_checkpoint(run) for run in (config, _stored(Path(config.job.dump_folder)))
-    )
-
-
-def set_run_aside(config: Config) -> None:
-    """Move the files of a run without checkpoints into abandoned-DATE/ (`starts_anew`)."""
-    folder = Path(config.job.dump_folder)
-    p = config.profiling
-    files = (CONFIG, RUN_MANIFEST, METRICS, TELEMETRY, SPIKES, EVALUATION, WANDB, BOARD, RECORDERS)
-    traces = [
-        name
-        for name in (p.save_traces_folder, p.save_memory_snapshot_folder)
-        if not Path(name).is_absolute()
-    ]
-    left = dict.fromkeys(Path(os.path.normpath(name)) for name in (*files, *traces))
-    # Traces may lie in tb: a folder takes its content along.
-    whole = [folder / path for path in left if not left.keys() & set(path.parents)]
-    set_aside(folder, [path for path in whole if path.exists()], "job.start_anew = true")
+# Files with a line per step, to which a run appends.
+LINES = (METRICS, TELEMETRY, SPIKES, EVALUATION)
 
 
 def set_aside(folder: Path, paths: Sequence[Path], why: str, what: str = "") -> None:
@@ -204,70 +72,16 @@ def unused(path: Path) -> Path:
     )
 
 
-def finished_without_checkpoint(config: Config) -> bool:
-    """Whether the metrics reach the last step, without a checkpoint to resume from."""
-    metrics = Path(config.job.dump_folder) / METRICS
-    if _has_checkpoint(config) or not metrics.exists():
-        return False
-    *lines, _torn = metrics.read_text(encoding="utf-8").split("\n")
-    return bool(lines) and _step(metrics, len(lines), lines[-1]) >= config.training.steps
-
-
-def copied_configuration(config: Config) -> str:
-    """Return a warning if a copy of a run's config.toml starts its original run, or "".
-
-    The copy lies elsewhere than in the folder of that run.
-    """
-    path = Path(os.path.expanduser(config.job.config_file))
-    # A pipe can be read only once.
-    if not path.is_file() or not _is_of_a_run(path):
-        return ""
-    its_folder = load_config(["--job.config_file", str(path)]).job.dump_folder
-    folder = Path(config.job.dump_folder)
-    if absolute(its_folder) != absolute(str(folder)) or path.absolute().parent == folder.absolute():
-        # Another folder was given, or the file belongs to this run.
-        return ""
-    here = path.absolute().parent
-    moved = (
-        f"; --job.dump_folder '{here}' resumes where it lies"
-        if path.with_name(RUN_MANIFEST).exists()
-        else ""
-    )
-    return (
-        f"warning: '{path}' is the configuration of the run in '{folder}', and this start writes there; "
-        f"--job.dump_folder FOLDER writes into another{moved}"
-    )
-
-
-def _is_of_a_run(file: Path) -> bool:
-    with file.open(encoding="utf-8-sig") as lines:
-        return lines.readline().startswith(MARK) or (
-            file.name == CONFIG and file.with_name(RUN_MANIFEST).exists()
-        )
-
-
-def absolute(path: str) -> str:
-    """Make a path, or several separated by commas, absolute; "" stays."""
-    parts = [path] if os.path.exists(path) else path.split(",")
-    return ",".join(
-        os.path.abspath(os.path.expanduser(part.strip())) for part in parts if part.strip()
-    )
-
-
-def checkpoint_folder(config: Config) -> Path:
-    return Path(config.job.dump_folder) / config.checkpoint.folder
-
-
 def checkpoints_of(run: Path) -> Path:
     """Return the folder of the checkpoints of the run in the folder `run`.
 
     Raises:
         ValueError: its config.toml cannot be read.
     """
-    return checkpoint_folder(_stored(run))
+    return stored_config(run).checkpoint_folder
 
 
-def _stored(run: Path) -> Config:
+def stored_config(run: Path) -> Config:
     """Return the configuration stored by this folder's run, with the folder's present path.
 
     Without one, return the defaults.
@@ -277,7 +91,7 @@ def _stored(run: Path) -> Config:
         if (run / CONFIG).is_file()
         else Config()
     )
-    return changed(stored, {"job.dump_folder": str(run)})
+    return stored.changed({"job.dump_folder": str(run)})
 
 
 def config_of(checkpoint: Path) -> Config:
@@ -300,69 +114,13 @@ def config_path(checkpoint: Path) -> Path:
     )
 
 
-def _has_trained(config: Config) -> bool:
-    """Whether this folder's run has trained; runs in folders below it do not count."""
-    return _has_reported(config) or any(_saved(config, "step-*"))
-
-
-def _has_reported(config: Config) -> bool:
-    metrics = Path(config.job.dump_folder) / METRICS
-    return metrics.exists() and metrics.stat().st_size > 0
-
-
-def _has_checkpoint(config: Config) -> bool:
-    return any(_saved(config, f"step-*[0-9]/{STEP_MANIFEST}"))
-
-
-def _saved(config: Config, pattern: str) -> Iterator[Path]:
-    """Return the paths among the run's checkpoints that match.
-
-    With checkpoint.enable = false, checkpoints outside the run's folder belong to another
-    run.
-    """
-    return (
-        checkpoint_folder(config).glob(pattern)
-        if config.checkpoint.enable or saves_inside(config)
-        else iter(())
-    )
-
-
-def saves_inside(config: Config) -> bool:
-    return (
-        checkpoint_folder(config).resolve().is_relative_to(Path(config.job.dump_folder).resolve())
-    )
-
-
-def write_config(config: Config) -> None:
-    """Write config.toml with absolute paths, so that it starts the same run from anywhere."""
-    config = _with_absolute_paths(config)
-    # Once begun anew, this is a run like any other. Its config.toml must not set it aside
-    # again.
-    written = changed(config, {"job.start_anew": False})
-    folder = config.job.dump_folder
-    text = f"{MARK} '{folder}'; with another job.dump_folder it starts the same run anew\n\n"
-    write_whole(Path(folder) / CONFIG, text + config_to_toml(written))
-
-
-def _with_absolute_paths(config: Config) -> Config:
-    values = flat_keys(config)
-    mixture = [
-        source.model_copy(update={"dataset_path": absolute(source.dataset_path)})
-        for source in config.training.mixture
-    ]
-    paths = {key: absolute(values[key]) for key in keys_with(KeyRule.PATH)}
-    if config.model.tokenizer_path == BYTES:
-        del paths["model.tokenizer_path"]
-    return changed(config, paths | {"training.mixture": mixture})
-
-
 def cut_metrics(folder: str, step: int) -> None:
     """Drop the lines after `step`, and torn last lines, from files written line by line.
 
     Raises:
         ValueError: a line before the last is not a line of metrics.
     """
-    for name in (METRICS, TELEMETRY, SPIKES, EVALUATION):
+    for name in LINES:
         if (Path(folder) / name).exists():
             _cut(Path(folder) / name, step)
 
@@ -375,6 +133,12 @@ def _cut(path: Path, step: int) -> None:
     )
     if kept != text:
         write_whole(path, kept)
+
+
+def last_step(metrics: Path) -> int:
+    """Return the step of the last complete line of a file, or 0."""
+    *lines, _torn = metrics.read_text(encoding="utf-8").split("\n")
+    return _step(metrics, len(lines), lines[-1]) if lines else 0
 
 
 def json_lines(path: Path, kind: type[T]) -> list[T]:

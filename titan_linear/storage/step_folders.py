@@ -11,10 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from titan_linear.config import Config
 from titan_linear.storage.files import kind_of, progress, read_json, sync, write_whole
 from titan_linear.storage.manifest import REMEDY, read_manifest
-from titan_linear.storage.rundir import STEP_MANIFEST, checkpoint_folder, checkpoints_of, set_aside
+from titan_linear.storage.rundir import STEP_MANIFEST, checkpoints_of, set_aside
 
 PROGRESS, METADATA, REWOUND = "progress.json", ".metadata", "rewound.json"
 # Number of bytes read at a time.
@@ -82,13 +81,12 @@ def find_step(folder: Path, load_step: int) -> int | None:
     return whole_step(folder, load_step)
 
 
-def known_progress(config: Config, load_step: int) -> Progress | None:
+def known_progress(folder: Path, load_step: int) -> Progress | None:
     """Return the progress in the checkpoint that a run resumes from (`find_step`).
 
-    Returns None for a new run, and without checkpoints.
+    Returns None for a new run.
     """
-    folder = checkpoint_folder(config)
-    step = find_step(folder, load_step) if config.checkpoint.enable else None
+    step = find_step(folder, load_step)
     return None if step is None else read_progress(folder / f"step-{step}")
 
 

@@ -21,7 +21,7 @@ from titan_linear.data import (
     tokenise_corpus,
     write_corpus,
 )
-from titan_linear.run.data import build_streams
+from titan_linear.run.data import RunData
 
 RECORDS = r"training\.dataset_path = '/.*/records\.jsonl'"
 COLUMNS = {"weights": "<f4", "reference": "<f4", "teacher_ids": "<i4", "teacher_logprobs": "<f4"}
@@ -301,7 +301,7 @@ def test_a_loss_without_what_it_reads(tmp_path, keys, message):
         "training.dataset_path": file,
     }
     with refused(message):
-        build_streams(load_config(argv_of(given | keys)), ByteTokenizer(), None)
+        RunData(load_config(argv_of(given | keys)), ByteTokenizer()).streams(None)
 
 
 @pytest.mark.parametrize("dataset", ["jsonl", "tokens"])

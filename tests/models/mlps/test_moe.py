@@ -273,7 +273,11 @@ def test_the_load_balance_loss_is_a_mean_over_all_tokens(labelled):
         for x, y in zip(tokens, labels, strict=True):
             batch = LocalBatch(x, y, {"weights": torch.ones(y.shape)}, (0,), plan=plan)
             Forward(
-                model, batch, StepTokens(80, labelled), nullcontext(), build_loss(Config())
+                model,
+                batch,
+                StepTokens(80, labelled),
+                nullcontext(),
+                build_loss("cross_entropy", Config().cross_entropy),
             ).backward()
         return [layer.mlp.router.weight.grad for layer in model.layers]
 

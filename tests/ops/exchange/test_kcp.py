@@ -118,7 +118,7 @@ def by_one_process(op, lengths, streams):
 def test_edges(worlds, world_size):
     """Each op on four ranks; the exchange knows of them only whether M is a matrix or a number."""
     ops = (
-        ["kda", "gdn", "kda-raw", "ssd", "gla", "dplr", "conv"]
+        ["kda", "gdn", "kda-raw", "ssd", "gla", "rwkv7", "conv"]
         if world_size == 4
         else ["kda", "ssd", "conv"]
     )
@@ -129,7 +129,7 @@ def test_edges(worlds, world_size):
         check(worlds(world_size), cases)
 
 
-@pytest.mark.parametrize("op", ["kda", "gdn", "ssd", "gla", "dplr", "conv"])
+@pytest.mark.parametrize("op", ["kda", "gdn", "ssd", "gla", "rwkv7", "conv"])
 def test_other_degrees(op):
     """Cuts inside chunks, documents of one token, and padding of more than a rank."""
     lengths = [62, 1, 1, 700, 1, 2, 73, 1, 440, 399]  # 1680 tokens, a multiple of 2W
@@ -229,7 +229,7 @@ LEVELS = (Level(1, 2, True), Level(2, 4))
 @pytest.mark.parametrize(
     "op, levels",
     [
-        *((op, levels) for op in ("kda", "gdn", "ssd", "dplr") for levels in ((), LEVELS)),
+        *((op, levels) for op in ("kda", "gdn", "ssd", "rwkv7") for levels in ((), LEVELS)),
         ("conv", ()),
     ],
 )

@@ -30,7 +30,6 @@ DIMS = {
     "grouped_linear": {"I": 128, "O": 64},
     "attention": {"D": 128, "Dv": 128, "recurring": 1},
 }
-WITHOUT_KERNELS = ("chunk_dplr_delta_rule",)
 # the others' configurations are missing
 ON_HOPPER_ALONE = ("chunk_ssd", "chunk_simple_gla", "chunk_rwkv7")
 HOPPER = Target("cuda", (9, 0), BF16, {})
@@ -63,9 +62,7 @@ def on_gpu_of(monkeypatch):
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_fastest_takes_its_best_case_and_the_last_takes_all(op):
-    fastest = {"attention": "cudnn", "grouped_linear": "grouped_mm"} | dict.fromkeys(
-        WITHOUT_KERNELS, "torch"
-    )
+    fastest = {"attention": "cudnn", "grouped_linear": "grouped_mm"}
     on_hopper = HOPPER._replace(dims=DIMS.get(op, {}))
     assert OPS[op].reason_against(fastest.get(op, "triton"), on_hopper) is None
     last = list(OPS[op].implementations)[-1]
@@ -231,8 +228,6 @@ def test_every_preset_runs_on_the_kernels(on_gpu_of, own):
     for model in (model for sizes in MODELS.values() for model in sizes.values()):
         pairs = [(OPS[name], dims) for mixer in model.mixers for name, dims in mixer.ops.items()]
         for op, dims in ((op, dims) for op, dims in pairs if "triton" in op.implementations):
-            if op.name in WITHOUT_KERNELS:
-                continue
             expected = "torch" if op.name in ON_HOPPER_ALONE and own != (9, 0) else "triton"
             assert op.choose("auto", GPU, BF16, **dims).implementation == expected, dims
 
@@ -311,10 +306,6 @@ def test_the_lines_of_a_start(on_gpu_of):
         "ops chunk_ssd: torch",
         "  chunk_ssd: torch, because its kernels take K = 16, 32, 64, 128 or 256 and V in steps of 16, not K = 128, "
         "V = 56; expect it to be many times slower",
-    ]
-    assert said_of({"chunk_dplr_delta_rule": {"K": 64, "V": 64}}) == [
-        "ops chunk_dplr_delta_rule: torch",
-        "  chunk_dplr_delta_rule: torch, because it has no kernels; expect it to be many times slower",
     ]
     on_gpu_of((8, 0))
     assert said_of({"attention": {"D": 128, "Dv": 128}}) == ["ops attention: flash"]

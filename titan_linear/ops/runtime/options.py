@@ -85,7 +85,6 @@ class Sequences(NamedTuple):
 
     initial_state: Tensor | None  # [N, HV, K, V], one per sequence or document; None: zeros
     output_final_state: bool
-    state_v_first: bool  # states are [N, HV, V, K]
     # [N + 1] int, boundaries of documents (B = 1), from 0 to T; not checked if on a GPU.
     cu_seqlens: Tensor | None
     # The same on the CPU, for implementations that loop over documents on the host.
@@ -97,7 +96,8 @@ class Sequences(NamedTuple):
     cp_method: str
     # [N] int, prefix trees (layout/prefix_trees.py): the document that each document continues, or
     # −1; excludes states, as cp_context does.
-    parents: Tensor | None = None
+    parents: Tensor | None
+    state_v_first: bool = False  # states are [N, HV, V, K]
 
 
 def state_dtype(inputs: AnyInputs) -> torch.dtype:
@@ -122,7 +122,6 @@ class DPLROptions:
     scale: float
     # gk holds logits, and the log decays are rate·sigmoid(gk); None: gk holds log decays.
     rate: float | None = None
-    safe_gate: bool = False  # the caller promises log decays ≥ −5
     disable_recompute: bool = False
 
 

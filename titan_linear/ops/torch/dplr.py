@@ -35,7 +35,7 @@ class TorchDPLR(TorchRule):
         # token's, one row further down.
         rows = torch.cat([q, F.pad(a[:, :, 1:], (0, 0, 0, 1))], 1)
         (qk, ak), (qb, ab) = (
-            pair_products(rows, x, g, options.safe_gate).tril().chunk(2, dim=1) for x in (k, b)
+            pair_products(rows, x, g, safe_gate=True).tril().chunk(2, dim=1) for x in (k, b)
         )
         ak, ab = (F.pad(x[:, :, :-1], (0, 0, 1, 0)) for x in (ak, ab))  # [NC, H, C, C]
         # Solve for the reads, and stack two rows for each token.

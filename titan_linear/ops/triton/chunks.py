@@ -38,12 +38,6 @@ class Chunks(NamedTuple):
 ALL: Pair = (None, None)
 
 
-def listed_entries(listed: Pair, chunks: tuple[Tensor, ...]) -> int:
-    entries, _ = listed
-    cu_seqlens, *_ = chunks
-    return len(cu_seqlens) - 1 if entries is None else len(entries)
-
-
 def max_chunks(tokens: int, entries: int, chunk_size: int) -> int:
     """Return the largest number of chunks that `entries` entries with `tokens` tokens in
     total can have, which is reached when all but one entry are empty or one token long. It

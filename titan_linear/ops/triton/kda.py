@@ -6,7 +6,6 @@ between forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +15,17 @@ from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs
 from titan_linear.ops.triton import kda_hopper
 from titan_linear.ops.triton import kda_kernels as kernels
-from titan_linear.ops.triton.chunks import listed_entries
 from titan_linear.ops.triton.configs import Config, config, widest_slice
 from titan_linear.ops.triton.solve import solve_kernel
 from titan_linear.ops.triton.stages import Given, Stages
-from titan_linear.ops.triton.tiles import Pair, chunk_tiles, ragged_tiles, rows, sum_groups
-
-GATES = {"none": 0, "softplus": 1, "bounded": 2}
+from titan_linear.ops.triton.tiles import (
+    Pair,
+    chunk_tiles,
+    gradient_like,
+    ragged_tiles,
+    rows,
+    sum_groups,
+)
 
 
 class KDAScalars(NamedTuple):
@@ -74,32 +77,46 @@ def _passes(safe_gate: float, safe: str, any_gate: str) -> list[tuple[str, bool]
 
 
 class KDAStages(Stages):
-    name, inputs, prepared, tiles, numbers = "kda", Inputs, Inputs._fields, KDATiles, KDAScalars
-    kept, again = ("Aqk", "Gn"), ("qg", "kn", "kg", "decay", "b")
+    name = "kda"
+    inputs = Inputs
+    prepared = Inputs._fields
+    tiles = KDATiles
+    numbers = KDAScalars
+    kept = "Aqk", "Gn"
+    again = "qg", "kn", "kg", "decay", "b"
 
     def numbers_of(self, x: Inputs, options: DeltaRuleOptions) -> KDAScalars:
-        gate = (
-            "none"
-            if not options.gate_in_kernel
-            else "softplus"
-            if options.lower_bound is None
-            else "bounded"
-        )
+        gate = 0
+        if options.gate_in_kernel:
+            gate = 1 if options.lower_bound is None else 2
         return KDAScalars(
-            options.scale, options.lower_bound, GATES[gate], options.safe_gate, options.beta_range
+            options.scale, options.lower_bound, gate, options.safe_gate, options.beta_range
         )
 
     def any_gate(self, numbers: KDAScalars) -> bool:
         return not numbers.safe_gate
 
-    def tile_shapes(self, x: Inputs, numbers: KDAScalars) -> Sequence[tuple[Any, ...]]:
-        (_, HV, K), C, dtype = x.g.shape, CHUNK, compute_dtype(x.q.dtype)
-        keys, matrix = (dtype, HV, K, C), (dtype, HV, C, C)
-        return keys, keys, keys, (torch.float32, HV, K), (torch.float32, HV, C), matrix, matrix
+    def tile_shapes(self, x: Inputs, numbers: KDAScalars) -> Any:
+        _, HV, K = x.g.shape
+        C = CHUNK
+        dtype = compute_dtype(x.q.dtype)
+        keys = dtype, HV, K, C
+        matrix = dtype, HV, C, C
+        return KDATiles(
+            qg=keys,
+            kn=keys,
+            kg=keys,
+            decay=(torch.float32, HV, K),
+            b=(torch.float32, HV, C),
+            Aqk=matrix,
+            Gn=matrix,
+        )
 
     def launch_prepare(self, given: Given, tiles: KDATiles) -> None:
-        x, n = given.x, given.numbers
-        (NT, HV, K, _), matrices = tiles.qg.shape, given.tiles.Aqk is None
+        x = given.x
+        n = given.numbers
+        NT, HV, K, _ = tiles.qg.shape
+        matrices = given.tiles.Aqk is None
         # Aqk and Gn, if they were kept, are not computed again.
         if not matrices:
             tiles = tiles._replace(Aqk=None, Gn=None)
@@ -116,82 +133,65 @@ class KDAStages(Stages):
             chosen = config(kernel, x.q, K, BK=K)
             slices = 1 if matrices else K // chosen["BK"]
             kernels.prepare_kernel[NT * HV * slices,](
-                *streams,
-                tiles,
-                fast,
-                given.chunks,
-                n.scale,
-                n.lower_bound,
-                SAFE=safe,
-                **constants,
-                **chosen,
-            )
+                *streams, tiles, fast, given.chunks, n.scale, n.lower_bound, SAFE=safe, **constants, **chosen
+            )  # fmt: skip
         if matrices:
             solve_kernel[NT * HV,](
                 tiles.b, tiles.Gn, STRIDE_B=CHUNK, SCALED=False, **config("solve", x.q, K)
             )
 
     def launch_scan(self, given: Given, **outputs: Tensor | None) -> None:
-        x, tiles, chunks, _, initial, _, listed, *_ = given
-        V, K = x.v.shape[2], tiles.qg.shape[2] if "M" in outputs else 0
+        tiles = given.tiles
+        V = given.x.v.shape[2]
+        K = tiles.qg.shape[2] if "M" in outputs else 0
         constants = _constants(tiles, "kda scan", V, min(K or V, widest_slice(V)))
-        slices = (V + K) // constants["BV"]
-        programs = listed_entries(listed, chunks) * constants["HV"] * slices
+        programs = given.listed_entries * constants["HV"] * ((V + K) // constants["BV"])
         kernels.scan_kernel[programs,](
-            rows(x.v), tiles, initial, listed, chunks, **outputs, **constants
-        )
-
-    def launch_reverse(self, given: Given, d_initial: Pair, **outputs: Tensor) -> None:
-        x, tiles, chunks, _, initial, d_final, listed, do, _ = given
-        V = do.shape[2]
-        constants = _constants(tiles, "kda reverse", V, widest_slice(V))
-        slices = V // constants["BV"]
-        programs = listed_entries(listed, chunks) * constants["HV"] * slices
-        kernels.backward_scans_kernel[2 * programs if outputs else programs,](
-            rows(do),
-            rows(x.v),
+            rows(given.x.v),
             tiles,
-            initial,
-            d_final,
-            d_initial,
-            listed,
-            chunks,
+            given.initial,
+            given.listed,
+            given.chunks,
             **outputs,
             **constants,
         )
 
+    def launch_reverse(self, given: Given, d_initial: Pair, **outputs: Tensor) -> None:
+        tiles = given.tiles
+        V = given.do.shape[2]
+        constants = _constants(tiles, "kda reverse", V, widest_slice(V))
+        programs = given.listed_entries * constants["HV"] * (V // constants["BV"])
+        kernels.backward_scans_kernel[2 * programs if outputs else programs,](
+            rows(given.do), rows(given.x.v), tiles, given.initial, given.d_final, d_initial, given.listed,
+            given.chunks, **outputs, **constants,
+        )  # fmt: skip
+
     def launch_backward(self, given: Given, d_initial: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, tiles, V = given.x, given.tiles, given.do.shape[2]
+        x = given.x
+        tiles = given.tiles
+        V = given.do.shape[2]
         NT, HV, K, C = tiles.qg.shape
         # States at the chunk boundaries, the chunks' writes, and the gradients of both.
         h, dh = (tiles.qg.new_empty(NT, HV, V, K) for _ in range(2))
         r, y = (tiles.qg.new_empty(NT, HV, V, C) for _ in range(2))
         self.launch_reverse(given, (d_initial, given.initial[1]), h=h, dh=dh, r=r, y=y)
         # dv, dβ, and the gradients of the chunks' two matrices.
-        dv, dbeta = x.v.new_empty(x.v.shape), x.beta.new_empty(x.beta.shape)
+        dv = x.v.new_empty(x.v.shape)
+        dbeta = x.beta.new_empty(x.beta.shape)
         dA, dK = (tiles.qg.new_empty(NT, HV, C, C) for _ in range(2))
         constants = _constants(tiles, "kda matrix", V, widest_slice(V))
         constants["BETA_RANGE"] = given.numbers.beta_range or None
         kernels.matrix_kernel[NT * HV,](
-            rows(given.do),
-            tiles.b,
-            r,
-            y,
-            dA,
-            dK,
-            dv,
-            dbeta,
-            given.chunks,
-            given.numbers.scale,
-            **constants,
-        )
+            rows(given.do), tiles.b, r, y, dA, dK, dv, dbeta, given.chunks, given.numbers.scale, **constants
+        )  # fmt: skip
         dq, dk, dg, dA_log, ddt_bias = _gradients(given, h, dh, r, y, dA, dK)
         return dq, dk, dv, dg, dbeta, dA_log, ddt_bias
 
     def room(self, x: Inputs) -> int:
         """Return the bytes of each chunk's states, their gradients, r, y and the gradients
         of two matrices, and of dq and dk per value head where value heads share keys."""
-        (T, HV, V), (_, H, K) = x.v.shape, x.k.shape
+        T, HV, V = x.v.shape
+        _, H, K = x.k.shape
         shared = 2 * K if HV > H else 0
         return T * HV * (2 * K * V // CHUNK + 2 * V + 2 * CHUNK + shared) * x.v.element_size()
 
@@ -203,8 +203,12 @@ def _gradients(
     given: Given, h: Tensor, dh: Tensor, r: Tensor, y: Tensor, dA: Tensor, dK: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Return dq, dk, dg, dA_log and ddt_bias."""
-    x, tiles, chunks, n, *_, do, _ = given
-    (T, H, K), (NT, HV, V, _), C = x.q.shape, h.shape, CHUNK
+    x = given.x
+    tiles = given.tiles
+    n = given.numbers
+    T, H, K = x.q.shape
+    NT, HV, V, _ = h.shape
+    C = CHUNK
     # With grouped value heads, each value head writes its own dq and dk in fp32. They are
     # summed below.
     dq, dk = (
@@ -218,29 +222,29 @@ def _gradients(
     BF = config("kda gradient safe", x.q, K, **limits)["BK"]
     fast = None if n.safe_gate else x.g.new_empty(NT, HV, K // BF, dtype=torch.int32)
     constants = _of_gates(x, n) | {"V": V, "BF": BF}
-    sums = None if x.A_log is None else dA_part, None if x.dt_bias is None else dbias_part
+    dA_sums = None if x.A_log is None else dA_part
+    dbias_sums = None if x.dt_bias is None else dbias_part
     passes = _passes(n.safe_gate, "kda gradient safe", "kda gradient")
     if kda_hopper.fits(x):
-        kda_hopper.launch_gradient(given, (r, y, h, dh, dA, dK), (dq, dk, dg), *sums, fast)
+        kda_hopper.launch_gradient(
+            given, r=r, y=y, h=h, dh=dh, dA=dA, dK=dK, dq=dq, dk=dk, dg=dg, dA_part=dA_sums,
+            dbias_part=dbias_sums, fast=fast,
+        )  # fmt: skip
         passes = passes[1:]
     for kernel, safe in passes:
         chosen = config(kernel, x.q, K, **limits)
-        BK, BV = chosen["BK"], chosen["BV"]
+        BK = chosen["BK"]
+        BV = chosen["BV"]
         assert BF % BK == 0, "a program reads one flag"
-        read = (
-            ragged_tiles(do, BV),
-            *(chunk_tiles(t, n, BV) for t, n in ((r, C), (y, C), (h, BK), (dh, BK))),
-        )
         kernels.gradient_kernel[NT * HV * (K // BK),](
-            *map(rows, (x.q, x.k, x.g)), *read, x.A_log, x.dt_bias, tiles.b, dA, dK, dq, dk, dg, *sums, fast, chunks,
-            n.scale, n.lower_bound, SAFE=safe, **constants, **chosen,
+            rows(x.q), rows(x.k), rows(x.g), ragged_tiles(given.do, BV), chunk_tiles(r, C, BV), chunk_tiles(y, C, BV),
+            chunk_tiles(h, BK, BV), chunk_tiles(dh, BK, BV), x.A_log, x.dt_bias, tiles.b, dA, dK, dq, dk, dg,
+            dA_sums, dbias_sums, fast, given.chunks, n.scale, n.lower_bound, SAFE=safe, **constants, **chosen,
         )  # fmt: skip
     # Add up the value heads' shares, and the chunks' partial sums.
     if HV != H:
-        dq, dk = sum_groups(dq, x.q), sum_groups(dk, x.k)
+        dq = sum_groups(dq, x.q)
+        dk = sum_groups(dk, x.k)
     ddt_bias, dA_log = parts.sum(1)
-    dA_log = (
-        None if x.A_log is None else dA_log.view(HV, K).sum(1).view(x.A_log.shape).to(x.A_log.dtype)
-    )
-    ddt_bias = None if x.dt_bias is None else ddt_bias.view(x.dt_bias.shape).to(x.dt_bias.dtype)
-    return dq, dk, dg, dA_log, ddt_bias
+    dA_log = gradient_like(x.A_log, dA_log.view(HV, K).sum(1))
+    return dq, dk, dg, dA_log, gradient_like(x.dt_bias, ddt_bias)

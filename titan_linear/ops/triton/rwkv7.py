@@ -9,7 +9,6 @@ two, 128 bytes per token and head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,6 @@ from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.options import DPLRInputs, DPLROptions
 from titan_linear.ops.triton import rwkv7_hopper
 from titan_linear.ops.triton import rwkv7_kernels as kernels
-from titan_linear.ops.triton.chunks import ALL, listed_entries
 from titan_linear.ops.triton.configs import Config, config, widest_slice
 from titan_linear.ops.triton.kda import compute_dtype
 from titan_linear.ops.triton.stages import Given, Stages
@@ -56,32 +54,34 @@ def _loop(tiles: RWKV7Tiles, kernel: str = "rwkv7 loop") -> Config:
 
 
 class RWKV7Stages(Stages):
-    name, inputs, prepared, tiles, numbers = (
-        "rwkv7",
-        DPLRInputs,
-        DPLRInputs._fields,
-        RWKV7Tiles,
-        RWKV7Scalars,
-    )
-    kept, again = ("inverse",), ("P", "U", "Q", "decay")
+    name = "rwkv7"
+    inputs = DPLRInputs
+    prepared = DPLRInputs._fields
+    tiles = RWKV7Tiles
+    numbers = RWKV7Scalars
+    kept = ("inverse",)
+    again = "P", "U", "Q", "decay"
 
     def numbers_of(self, x: DPLRInputs, options: DPLROptions) -> RWKV7Scalars:
         return RWKV7Scalars(options.scale, options.rate)
 
-    def tile_shapes(self, x: DPLRInputs, numbers: RWKV7Scalars) -> Sequence[tuple[Any, ...]]:
-        (_, H, K), V, C, dtype = x.q.shape, x.v.shape[2], CHUNK, compute_dtype(x.q.dtype)
-        decay = torch.float32, H, K
-        return (
-            (dtype, H, K, K),
-            (dtype, H, K, V),
-            (dtype, H, C, K),
-            decay,
-            (dtype, H, C, C),
-            (dtype, H, C, V),
+    def tile_shapes(self, x: DPLRInputs, numbers: RWKV7Scalars) -> Any:
+        _, H, K = x.q.shape
+        V = x.v.shape[2]
+        C = CHUNK
+        dtype = compute_dtype(x.q.dtype)
+        return RWKV7Tiles(
+            P=(dtype, H, K, K),
+            U=(dtype, H, K, V),
+            Q=(dtype, H, C, K),
+            decay=(torch.float32, H, K),
+            inverse=(dtype, H, C, C),
+            O=(dtype, H, C, V),
         )
 
     def launch_prepare(self, given: Given, tiles: RWKV7Tiles) -> None:
-        x, numbers = given.x, given.numbers
+        x = given.x
+        numbers = given.numbers
         if rwkv7_hopper.fits(x):
             return rwkv7_hopper.launch_prepare(given, tiles)
         constants = _of_chunks("rwkv7 prepare", tiles, numbers)
@@ -91,48 +91,41 @@ class RWKV7Stages(Stages):
         )
 
     def launch_scan(self, given: Given, **outputs: Tensor | None) -> None:
-        _, tiles, chunks, _, initial, _, listed, *_ = given
+        tiles = given.tiles
         chosen = _loop(tiles, "rwkv7 scan" if "o" in outputs else "rwkv7 loop")
         columns = chosen["V"] + (chosen["K"] if "M" in outputs else 0)
-        programs = listed_entries(listed, chunks) * chosen["H"] * (columns // chosen["BV"])
-        kernels.scan_kernel[programs,](tiles, initial, listed, chunks, **outputs, **chosen)
+        programs = given.listed_entries * chosen["H"] * (columns // chosen["BV"])
+        kernels.scan_kernel[programs,](
+            tiles, given.initial, given.listed, given.chunks, **outputs, **chosen
+        )
 
     def launch_reverse(self, given: Given, d_initial: Pair, **outputs: Tensor) -> None:
-        _, tiles, chunks, _, initial, d_final, listed, do, _ = given
-        chosen = _loop(tiles)
-        slices = chosen["V"] // chosen["BV"]
-        programs = listed_entries(listed, chunks) * chosen["H"] * slices
+        chosen = _loop(given.tiles)
+        programs = given.listed_entries * chosen["H"] * (chosen["V"] // chosen["BV"])
         kernels.states_kernel[2 * programs if outputs else programs,](
-            rows(do), tiles, initial, d_final, d_initial, listed, chunks, **outputs, **chosen
-        )
+            rows(given.do), given.tiles, given.initial, given.d_final, d_initial, given.listed, given.chunks,
+            **outputs, **chosen,
+        )  # fmt: skip
 
     def launch_backward(self, given: Given, d_initial: Tensor | None) -> list[Tensor]:
-        x, tiles, chunks, numbers, initial, *_, do, _ = given
+        x = given.x
+        tiles = given.tiles
         NT, H, K, V = tiles.U.shape
         # States at the chunk boundaries, and their gradients.
-        h, dh = (
-            tiles.U.new_empty(NT + listed_entries(ALL, chunks), H, K, V),
-            torch.empty_like(tiles.U),
-        )
-        self.launch_reverse(given, (d_initial, initial[1]), h=h, dh=dh)
+        h = tiles.U.new_empty(NT + given.all_entries, H, K, V)
+        dh = torch.empty_like(tiles.U)
+        self.launch_reverse(given, (d_initial, given.initial[1]), h=h, dh=dh)
         # Gradients of the inputs, chunk by chunk.
         grads = [t.new_empty(t.shape) for t in x]
         if rwkv7_hopper.fits(x):
             rwkv7_hopper.launch_gradient(given, h, dh, grads)
             return grads
-        exponents = do.new_empty(NT, H, CHUNK + 1, K, dtype=torch.float32)
-        constants = _of_chunks("rwkv7 gradient", tiles, numbers)
+        exponents = dh.new_empty(NT, H, CHUNK + 1, K, dtype=torch.float32)
+        constants = _of_chunks("rwkv7 gradient", tiles, given.numbers)
         kernels.gradient_kernel[NT * H,](
-            *map(rows, (do, *x)),
-            tiles.inverse,
-            h,
-            dh,
-            *grads,
-            exponents,
-            chunks,
-            numbers.scale,
+            rows(given.do), *map(rows, x), tiles.inverse, h, dh, *grads, exponents, given.chunks, given.numbers.scale,
             **constants,
-        )
+        )  # fmt: skip
         return grads
 
     def room(self, x: DPLRInputs) -> int:

@@ -44,10 +44,37 @@ class Given(NamedTuple):
     do: Tensor | None
     rows: int  # number of states or state gradients to write, [rows, HV, K, V] fp32
 
+    @property
+    def all_entries(self) -> int:
+        return len(self.chunks[0]) - 1
 
+    @property
+    def listed_entries(self) -> int:
+        entries, _ = self.listed
+        return self.all_entries if entries is None else len(entries)
+
+
+class Ends(NamedTuple):
+    """Fields of `Given` that only some stages need."""
+
+    initial: Pair = NONE
+    d_final: Pair = NONE
+    listed: Pair = ALL
+    do: Tensor | None = None
+
+    def tensors(self) -> list[Tensor | None]:
+        """Return the tensors in the form that operators take; `of` undoes it."""
+        return [*self.initial, *self.d_final, *self.listed, self.do]
+
+    @staticmethod
+    def of(tensors: Fields) -> Ends:
+        initial, row, d_final, d_row, entries, wanted, do = tensors
+        return Ends((initial, row), (d_final, d_row), (entries, wanted), do)
+
+
+NO_ENDS = Ends()
 Launch = Callable[[Given], list[Tensor]]
 Operator = Callable[..., list[Tensor]]
-NO_ENDS = *NONE, *NONE, *ALL, None  # `initial`, `d_final`, `listed` and `do` of `Given`
 
 
 class Stages(ABC):
@@ -63,18 +90,11 @@ class Stages(ABC):
     again: ClassVar[tuple[str, ...]] = ()  # tiles that `recompute` makes
 
     def __init__(self) -> None:
-        # Positions of the kept and of the recomputed tiles among all tiles.
-        places = self.tiles._fields.index
-        self.places_kept, self.places_again = (
-            [places(name) for name in names] for names in (self.kept, self.again)
-        )
-        self.read = [name in self.prepared for name in self.inputs._fields]
-        whole, by_gates = self.kept == self.tiles._fields, self._cost_by_gates
+        by_gates = self._cost_by_gates
         # A `prepare` that reads gates alone costs only the bytes that it moves.
         cost = by_gates if self.prepared == self.inputs._fields else None
-        self.prepare = self._operator(
-            self._prepare, self._new_tiles, cost, prepares=None if whole else "forward"
-        )
+        prepares = None if self.kept == self.tiles._fields else "forward"
+        self.prepare = self._operator(self._prepare, self._new_tiles, cost, prepares=prepares)
         if self.again:
             empty = partial(self._new_tiles, again=True)
             self.recompute = self._operator(self._recompute, empty, by_gates, prepares="backward")
@@ -121,10 +141,14 @@ class Stages(ABC):
         numbers: list[float],
         rows: int,
     ) -> Given:
-        initial, index, d_final, d_index, entries, wanted, do = ends
-        pairs = (initial, index), (d_final, d_index), (entries, wanted)
-        x, prepared = self.inputs(*inputs), self.tiles(*tiles)
-        return Given(x, prepared, tuple(chunks), self.numbers(*numbers), *pairs, do, rows)
+        return Given(
+            x=self.inputs(*inputs),
+            tiles=self.tiles(*tiles),
+            chunks=tuple(chunks),
+            numbers=self.numbers(*numbers),
+            rows=rows,
+            **Ends.of(ends)._asdict(),
+        )
 
     # --- Defined by each rule
 
@@ -132,8 +156,8 @@ class Stages(ABC):
     def numbers_of(self, x: AnyInputs, options: AnyOptions) -> Any: ...
 
     @abstractmethod
-    def tile_shapes(self, x: Any, numbers: Any) -> Sequence[tuple[Any, ...]]:
-        """Return the dtype and the shape in one chunk, as (dtype, *shape), of each tile."""
+    def tile_shapes(self, x: Any, numbers: Any) -> Any:
+        """Return tiles, each as its dtype and its shape in one chunk, (dtype, *shape)."""
 
     @abstractmethod
     def launch_prepare(self, given: Given, tiles: Any) -> None:
@@ -178,8 +202,9 @@ class Stages(ABC):
 
     def _new_tiles(self, given: Given, again: bool = False) -> list[Tensor]:
         _, chunk_index, _ = given.chunks
-        shapes, NT = self.tile_shapes(given.x, given.numbers), chunk_index.shape[0]
-        chosen = [shapes[i] for i in self.places_again] if again else shapes
+        NT = chunk_index.shape[0]
+        shapes = self.tile_shapes(given.x, given.numbers)
+        chosen = [getattr(shapes, name) for name in self.again] if again else shapes
         return [chunk_index.new_empty(NT, *shape, dtype=dtype) for dtype, *shape in chosen]
 
     def _prepare(self, given: Given) -> list[Tensor]:
@@ -188,10 +213,9 @@ class Stages(ABC):
         return tiles
 
     def _recompute(self, given: Given) -> list[Tensor]:
-        tiles, whole = self._new_tiles(given, again=True), list(given.tiles)
-        for i, tile in zip(self.places_again, tiles, strict=True):
-            whole[i] = tile
-        self.launch_prepare(given, self.tiles(*whole))
+        tiles = self._new_tiles(given, again=True)
+        made = dict(zip(self.again, tiles, strict=True))
+        self.launch_prepare(given, given.tiles._replace(**made))
         return tiles
 
     def _states(self, given: Given) -> list[Tensor]:
@@ -226,7 +250,7 @@ class Stages(ABC):
     def _backward(self, given: Given) -> list[Tensor]:
         (d_initial,) = self._states(given)
         # Kernels read do with dense heads.
-        given = Given(*given[:-2], dense_heads(given.do), given.rows)
+        given = given._replace(do=dense_heads(given.do))
         grads = self.launch_backward(given, d_initial if given.rows else None)
         return [given.do.new_empty(0) if d is None else d for d in (*grads, d_initial)]
 
@@ -255,38 +279,37 @@ class TritonRule:
         chunks: Chunks,
         kept: Sequence[Tensor],
     ):
-        self.stages, self.inputs, self.chunks = stages, inputs, chunks
+        self.stages = stages
+        self.inputs = inputs
+        self.chunks = chunks
         self.numbers = [float(n or 0) for n in stages.numbers_of(inputs, options)]
-        self.tiles: Fields = [None] * len(stages.tiles._fields)
         # Start from the kept tiles, and compute the rest.
-        for i, tile in zip(stages.places_kept, kept, strict=len(kept) > 0):
-            self.tiles[i] = tile
-        prepared = [x if read else None for x, read in zip(inputs, stages.read, strict=True)]
+        none = stages.tiles(*[None] * len(stages.tiles._fields))
+        self.tiles = none._replace(**dict(zip(stages.kept, kept)))
+        prepared = [x if name in stages.prepared else None for name, x in inputs._asdict().items()]
         if not kept:
-            self.tiles = self._run(stages.prepare, inputs=prepared)
+            self.tiles = stages.tiles(*self._run(stages.prepare, inputs=prepared))
         elif stages.again:
-            for i, tile in zip(
-                stages.places_again, self._run(stages.recompute, inputs=prepared), strict=True
-            ):
-                self.tiles[i] = tile
+            made = self._run(stages.recompute, inputs=prepared)
+            self.tiles = self.tiles._replace(**dict(zip(stages.again, made, strict=True)))
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
         _, *tables = self.chunks
-        return *tables, *(self.tiles[i] for i in self.stages.places_kept)
+        return *tables, *(getattr(self.tiles, name) for name in self.stages.kept)
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
         rows = self.chunks.cu_seqlens.shape[0] - 1 if need_final else 0
-        o, final = self._run(self.stages.scan, (*_pair(initial), *NONE, *ALL, None), rows)
+        o, final = self._run(self.stages.scan, Ends(initial=_pair(initial)), rows)
         return o, final
 
     def boundary(self, listed: Chains | Segments) -> tuple[Tensor, Tensor]:
-        ends = *NONE, *NONE, listed.entries, listed.wanted, None
+        ends = Ends(listed=(listed.entries, listed.wanted))
         S_ext, M = self._run(self.stages.boundary, ends, listed.entries.shape[0])
         return S_ext, M
 
     def boundary_backward(self, do: Tensor, listed: Chains | Segments) -> Tensor:
-        ends = *NONE, *NONE, listed.entries, listed.wanted, do
+        ends = Ends(listed=(listed.entries, listed.wanted), do=do)
         (dS_ext,) = self._run(self.stages.boundary_bwd, ends, listed.entries.shape[0])
         return dS_ext
 
@@ -294,7 +317,7 @@ class TritonRule:
         self, do: Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
     ) -> tuple[AnyInputs, Tensor]:
         rows = initial.values.shape[0] if need_d_initial else 0
-        ends = *_pair(initial), *_pair(d_final), *ALL, do
+        ends = Ends(initial=_pair(initial), d_final=_pair(d_final), do=do)
         *grads, d_initial = self._run(self.stages.backward, ends, rows)
         given = (None if x is None else d for x, d in zip(self.inputs, grads, strict=True))
         return type(self.inputs)(*given), d_initial
@@ -302,15 +325,15 @@ class TritonRule:
     def _run(
         self,
         stage: Operator,
-        ends: Sequence[Tensor | None] = NO_ENDS,
+        ends: Ends = NO_ENDS,
         rows: int = 0,
         inputs: Fields | None = None,
     ) -> list[Tensor]:
         return stage(
             inputs or list(self.inputs),
-            self.tiles,
+            list(self.tiles),
             list(self.chunks),
-            list(ends),
+            ends.tensors(),
             self.numbers,
             rows,
         )

@@ -51,7 +51,8 @@ class Kernel:
 
     def __init__(self, fn: Callable[..., None], jit: Callable[..., Any] = triton.jit):
         self.jitted = jit(fn)
-        self.__name__, self.__doc__ = fn.__name__, fn.__doc__
+        self.__name__ = fn.__name__
+        self.__doc__ = fn.__doc__
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
@@ -115,6 +116,11 @@ def dense_heads(x: Tensor) -> Tensor:
     dense = number == 1 and (head == x.shape[2] or x.shape[1] == 1)
     aligned = token * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     return x if dense and aligned else x.contiguous()
+
+
+def gradient_like(parameter: Tensor | None, gradient: Tensor) -> Tensor | None:
+    """Return the gradient in the shape and dtype of its parameter; None without one."""
+    return None if parameter is None else gradient.view(parameter.shape).to(parameter.dtype)
 
 
 def ragged_tiles(x: Tensor, width: int) -> TensorDescriptor:
@@ -187,8 +193,9 @@ def sum_groups(x: Tensor, like: Tensor) -> Tensor:
     """Sum x [T, HV, K] over the value heads of each key head, in fp32, to the shape and
     dtype of like [T, H, K]."""
     T, H, K = like.shape
-    y, B = like.new_empty(T, H, K), 2048
-    sum_groups_kernel[(blocks_of(T * H * K, B),)](x, y, T * H * K, R=x.shape[1] // H, K=K, B=B)
+    y = like.new_empty(T, H, K)
+    B = 2048
+    sum_groups_kernel[blocks_of(T * H * K, B),](x, y, T * H * K, R=x.shape[1] // H, K=K, B=B)
     return y
 
 

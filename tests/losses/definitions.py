@@ -14,7 +14,7 @@ from torch import Tensor
 from titan_linear.config import schema
 
 
-class LabeledDocument(NamedTuple):
+class Document(NamedTuple):
     """The labeled tokens of one document, as a stream contains them."""
 
     stream: int
@@ -27,7 +27,7 @@ class LabeledDocument(NamedTuple):
         return self.logits.log_softmax(-1).gather(1, self.labels[:, None])[:, 0]
 
 
-def loss(name: str, documents: Sequence[LabeledDocument], keys: Any, normalise: str) -> Tensor:
+def loss(name: str, documents: Sequence[Document], keys: Any, normalise: str) -> Tensor:
     """Return the weighted mean over tokens, documents or streams, as `normalise` says."""
     # The number by which each document's weights are divided.
     counts = {
@@ -52,14 +52,14 @@ def loss(name: str, documents: Sequence[LabeledDocument], keys: Any, normalise: 
     )
 
 
-def cross_entropy(document: LabeledDocument, keys: schema.CrossEntropy) -> Tensor:
+def cross_entropy(document: Document, keys: schema.CrossEntropy) -> Tensor:
     """Return the loss of each token, [n]."""
     uniform = document.logits.log_softmax(-1).mean(-1)
     smooth = -(1 - keys.label_smoothing) * document.logprobs - keys.label_smoothing * uniform
     return smooth + keys.z_loss * document.logits.exp().sum(-1).log() ** 2
 
 
-def distillation(document: LabeledDocument, keys: schema.Distillation) -> Tensor:
+def distillation(document: Document, keys: schema.Distillation) -> Tensor:
     """Return the loss of each token, [n]."""
     p = (document.logits / keys.temperature).softmax(-1)
     ids, q = document.columns["teacher_ids"].long(), document.columns["teacher_logprobs"].exp()
@@ -69,8 +69,8 @@ def distillation(document: LabeledDocument, keys: schema.Distillation) -> Tensor
     return keys.temperature**2 * kl
 
 
-def dpo(chosen: LabeledDocument, rejected: LabeledDocument, keys: schema.DPO) -> Tensor:
-    def reward(document: LabeledDocument) -> Tensor:
+def dpo(chosen: Document, rejected: Document, keys: schema.DPO) -> Tensor:
+    def reward(document: Document) -> Tensor:
         ratio = document.logprobs
         if not keys.reference_free:
             ratio = ratio - document.columns["reference"]
@@ -79,7 +79,7 @@ def dpo(chosen: LabeledDocument, rejected: LabeledDocument, keys: schema.DPO) ->
     return -torch.sigmoid(keys.beta * (reward(chosen) - reward(rejected)) - keys.margin).log()
 
 
-def policy(document: LabeledDocument, keys: schema.Policy) -> Tensor:
+def policy(document: Document, keys: schema.Policy) -> Tensor:
     """Return the loss of each token, [n]; of sequences, n times the same value."""
     ratio = (document.logprobs - document.columns["behaviour"]).exp()
     advantages = document.columns["advantages"]
