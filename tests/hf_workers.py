@@ -15,8 +15,9 @@ from pathlib import Path
 
 import torch
 
-from titan_linear.config import load_config
+from titan_linear.config import ActivationCheckpoint, load_config
 from titan_linear.distributed.mesh import build_mesh
+from titan_linear.distributed.options import SessionOptions
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
 from titan_linear.models import mixers
 from titan_linear.models.config import ModelConfig
@@ -68,14 +69,13 @@ def sharded(
     with torch.device("meta"):
         model = Decoder(config)
     set_dtype(model, torch.float32)
-    short = str(dtype).removeprefix("torch.")
-    config = load_config(
-        ["--activation_checkpoint.mode=full", f"--training.mixed_precision_param={short}"]
+    options = SessionOptions(
+        compute_dtype=dtype, activation_checkpoint=ActivationCheckpoint(mode="full")
     )
     dims = build_mesh(
         "cpu", replicas, world_size // replicas // tp, 1, tp, ep, fsdp_shard=fsdp_shard
     )
-    parallelize(model, dims, config, torch.device("cpu"))
+    parallelize(model, dims, options, torch.device("cpu"))
     materialise(model, torch.device("cpu"))
     return model
 

@@ -63,6 +63,27 @@ def test_the_ops_on_two_ranks(worlds):
         assert max(found.values()) < 64 * 2**-24, found  # products of 64 numbers in float32
 
 
+def _own_loop(rank, world_size, folder):
+    """The losses of the page's loop, and the names of what its other programs make."""
+    page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
+    loop, *others = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert loop.count("\n") <= 37
+    names = program("python.md")
+    names["session"], names["batch"], losses = names["main"](cp=world_size)
+    for code in others:
+        code = code.replace('"checkpoints"', repr(str(folder / str(world_size))))
+        exec(compile(code, "python.md", "exec"), names)
+    return losses, names["numbers"].loss, list(names["sizes"])
+
+
+def test_a_training_loop_of_ones_own(worlds, tmp_path):
+    ((losses, loss, sizes),) = worlds(1).run(_own_loop, tmp_path)
+    assert losses[-1] < 0.8 * losses[0] and loss == pytest.approx(-1, abs=0.01)
+    assert "model.norm.weight" in " ".join(sizes)
+    for found in worlds(2).run(_own_loop, tmp_path):
+        assert found[0] == pytest.approx(losses, rel=1e-4) and found[2] == sizes
+
+
 def test_the_model_of_ones_own(tmp_path):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (toml,) = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)

@@ -441,7 +441,7 @@ def train_on_gpus(rank, world_size, argv):
     be_deterministic()
     try:
         trainer = Trainer(load_config(argv))
-        assert trainer.device == torch.device("cuda", torch.cuda.current_device())
+        assert trainer.session.device == torch.device("cuda", torch.cuda.current_device())
         trainer.train()
         return {name: p.cpu() for name, p in whole_weights(trainer).items()}
     finally:

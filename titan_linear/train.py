@@ -32,7 +32,6 @@ from titan_linear.distributed.process import (
     end,
     ignore_warnings_of_torch,
     outliving_readers,
-    own_device,
     under_launcher,
 )
 from titan_linear.hooks import (
@@ -48,7 +47,7 @@ from titan_linear.hooks import (
     StepResult,
     Telemetry,
 )
-from titan_linear.run.build import build_dims, build_model, build_passes
+from titan_linear.run.build import rate_at
 from titan_linear.run.console import finished, stopped, write_down
 from titan_linear.run.data import RunData
 from titan_linear.run.evaluate import Record, examine, open_prompts
@@ -57,6 +56,7 @@ from titan_linear.run.generate import Validator
 from titan_linear.run.origin import Origin
 from titan_linear.run.preflight import cleared
 from titan_linear.run.reading import Reader
+from titan_linear.run.session import session_of
 from titan_linear.run.start import (
     build_checkpointer,
     build_loader,
@@ -64,8 +64,6 @@ from titan_linear.run.start import (
     saved_progress,
     set_weights,
 )
-from titan_linear.step.optimizer import build_optimizer
-from titan_linear.step.update import Update, rate_at
 from titan_linear.storage.rundir import CONFIG, RECORDERS
 from titan_linear.storage.step_folders import Progress
 
@@ -79,47 +77,35 @@ class Trainer:
     """
 
     def __init__(self, config: Config):
-        self.config, self.stop = config, StopSignal()
-        self.device, self.host = own_device(), host_group()
+        self.config, self.stop, self.host = config, StopSignal(), host_group()
 
         # What is trained, on which devices, and from which weights.
         known = saved_progress(config, self.host)
         self.origin = Origin.of(config)
         subject = open_subject(self.origin, known, self.host)
         self.content = subject.content
-        self.dims = build_dims(config, self.device)
-        self.model = build_model(config, self.origin.model, self.dims, self.device)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.session = session_of(
+            config, self.origin.model, optimizer=config.optimizer, host=self.host
+        )
+        self.model, self.dims = self.session.model, self.session.dims
         self.loader = build_loader(config, subject.streams, self.dims)
         self.checkpointer = build_checkpointer(config)
-        set_weights(
-            self.origin,
-            known,
-            self.model,
-            self.optimizer,
-            self.loader,
-            self.checkpointer,
-            self.host,
-        )
+        set_weights(self.origin, known, self.session, self.loader, self.checkpointer)
         self.step, self.skipped = (known.step, known.skipped) if known else (0, 0)
         # The step that is being computed.
         self.begun = self.step
 
         # A step: forward and backward passes, then the update.
         self.telemetry = Telemetry(
-            config, self.model, self.dims, self.device, subject.streams, subject.groups
+            config, self.model, self.dims, self.session.device, subject.streams, subject.groups
         )
-        self.passes = build_passes(
-            config,
-            self.model,
-            self.dims,
-            self.device,
+        self.passes = self.session.passes(
             iter(self.loader),
             micro_steps=config.micro_steps(dist.get_world_size()),
             watching=self.telemetry.watching,
         )
         self.feed = self.passes.feed
-        self.update = Update(config, self.passes, self.dims, self.optimizer, self.telemetry)
+        self.session.update.telemetry = self.telemetry
 
         # Hooks that run in each step, and work that runs between steps.
         self.spikes = Spikes(
@@ -138,11 +124,10 @@ class Trainer:
         self.hooks: list[Hook] = [self.spikes, self.telemetry, self.grace, self.compilation]
         # Exists on rank 0 only.
         self.exports: Exports | None = None
-        reads = self.model, self.dims, self.feed.cut, self.passes.precision, self.host
-        reader = Reader(config, self.origin.tokenizer, *reads)
+        reader = Reader(config, self.origin.tokenizer, self.session)
         ask = self.grace.ask_validating
-        self.evaluation = Validator(reader, self.device, subject.held_out, self.passes.loss, ask)
-        self.examine: Callable[..., list[Record]] | None = None
+        self.evaluation = Validator(reader, subject.held_out, ask)
+        self.examine: Callable[[], list[Record]] | None = None
         if config.evaluation.freq:
             prompts = open_prompts(RunData(config, reader.tokenizer))
             self.examine = partial(examine, reader, prompts, ask)
@@ -177,7 +162,8 @@ class Trainer:
             hook.before_step(self.begun)
         # Queue each micro-batch (batch → forward → backward) and the update.
         losses, streams = self.passes.run(self.grace.ask)
-        coming = self.update.run(losses, self.begun, self.stop.received)
+        lr = rate_at(self.config, self.begun)
+        coming = self.session.update.run(losses, lr, self.stop.received)
         self.step = self.begun
         self.loader.advance()
         # Prepare the next batches and queue the first forward while the device computes.
@@ -196,7 +182,7 @@ class Trainer:
             step=self.step,
             loss=numbers.loss,
             grad_norm=numbers.grad_norm,
-            lr=rate_at(self.config, self.step),
+            lr=lr,
             skipped=self.skipped,
             finite=finite,
             stops=bool(self.stop.agreed),
@@ -262,9 +248,9 @@ class Trainer:
         folder = config.job.dump_folder
         hooks: list[Hook] = [MemorySnapshots(folder, config.profiling)]
         if first:
-            write_down(self.origin, self.model, self.dims, self.feed.cut, self.device, self.step)
+            write_down(self.origin, self.session, self.step)
         if first:
-            parts = self.model.config, self.dims, self.device
+            parts = self.model.config, self.dims, self.session.device
             hooks.append(
                 Report(config, *parts, self.step, self.telemetry, self.compilation.numbers)
             )
@@ -320,7 +306,11 @@ class Trainer:
             content=self.content,
         )
         self.checkpointer.save(
-            self.step, self.model, None if model_only else self.optimizer, progress, self.loader
+            self.step,
+            self.model,
+            None if model_only else self.session.optimizer,
+            progress,
+            self.loader,
         )
         for hook in self.hooks:
             hook.after_save(self.step)
@@ -335,7 +325,7 @@ class Trainer:
             grace = self.config.checkpoint.grace_seconds
             print(f"stopping after step {self.step}: {why} (checkpoint.grace_seconds = {grace})")
         self.passes.drop()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.session.optimizer.zero_grad(set_to_none=True)
         if self.step:
             with self._between_steps():
                 self.save()

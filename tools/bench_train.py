@@ -358,7 +358,8 @@ def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row
     gpus = dist.get_world_size()
     gpu_seconds = figures["step_ms"] / 1e3 * gpus
     tflops = training_flops(model, documents) / gpu_seconds / 1e12
-    peak = peak_tflops(config, device)
+    compute = config.training.mixed_precision_param
+    peak = peak_tflops(config.metrics.peak_tflops, compute, device)
     return {
         "model": name,
         "layers": model.num_layers,
@@ -405,10 +406,10 @@ def scored(config: Config) -> Row:
         "evaluate": rate(lambda: examine(reader, prompts), prompts),
     }
     with tempfile.TemporaryDirectory() as own:
-        folder = Path(on_rank_0(lambda: own, reader.host))
+        folder = Path(on_rank_0(lambda: own, reader.session.host))
         asked, _ = score.parse(["PATH", "--output", str(folder), "--top-k", str(TOP)])
         scores = score.scores_of(asked, Origin.of(config))
-        on_rank_0(lambda: begin(folder, *scores), reader.host)
+        on_rank_0(lambda: begin(folder, *scores), reader.session.host)
         return rates | {"score": rate(lambda: score.score(folder, reader, streams))}
 
 

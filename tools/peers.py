@@ -17,11 +17,10 @@ from titan_linear.config import Config
 from titan_linear.data import IGNORE, Batch, StreamLoader, build_tokenizer
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.hf_mapping import config_to_hf
-from titan_linear.run.build import DTYPES
+from titan_linear.run.build import DTYPES, rate_at
 from titan_linear.run.data import RunData
 from titan_linear.run.origin import Origin
 from titan_linear.step.optimizer import HostCopy, StepNumbers, build_optimizer
-from titan_linear.step.update import rate_at
 from titan_linear.storage.hf_writing import find_family
 
 # FLA's, among the families that we export

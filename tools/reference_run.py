@@ -26,11 +26,10 @@ from titan_linear.commands import command_parser
 from titan_linear.config import Config, check_config, config_to_toml, load_config
 from titan_linear.distributed.process import own_device, refusing, run_command
 from titan_linear.hooks.report import clock_and_power, peak_memory_gib
-from titan_linear.run.build import allocated
+from titan_linear.run.build import allocated, rate_at
 from titan_linear.run.export import export
 from titan_linear.run.origin import Origin
 from titan_linear.step.flops import peak_tflops, training_flops
-from titan_linear.step.update import rate_at
 from titan_linear.storage.hf_writing import gather
 from titan_linear.storage.rundir import CONFIG, METRICS, json_lines
 from tools.harness import split_keys
@@ -95,7 +94,7 @@ def timed_step(peer: Peer) -> dict[str, float]:
         "memory_gib": peak_memory_gib(),
         **clock_and_power(peer.device),
     }
-    if peak := peak_tflops(config, peer.device):
+    if peak := peak_tflops(config.metrics.peak_tflops, t.mixed_precision_param, peer.device):
         model = Origin.of(config).model
         line["mfu"] = training_flops(model, documents) / seconds / 1e12 / peak
     return line

@@ -5,7 +5,6 @@ import re
 import shlex
 import string
 from collections import Counter
-from dataclasses import replace
 from itertools import groupby, product, repeat
 from pathlib import Path
 
@@ -180,7 +179,8 @@ def examined_by(rank, world_size, argv, know):
         x = torch.nn.functional.one_hot(tokens[0].roll(-1), size).double() * 99 * know
         return loss(ChunkedLogits(x, torch.eye(size, dtype=torch.float64), 0))
 
-    return examine(replace(trainer.evaluation.reader, model=model), prompts)
+    trainer.session.model = model
+    return examine(trainer.evaluation.reader, prompts)
 
 
 EVALUATED = {
@@ -367,7 +367,7 @@ def said(rank, world_size, argv, change):
             "sampling": Sampling(),
             "device": torch.device("cpu"),
         }
-        (new,) = generate_tokens(reader.model, [before], **options, vocab_size=257)
+        (new,) = generate_tokens(reader.session.model, [before], **options, vocab_size=257)
         rows["token"][len(before) :] = new
         rows["token"][-1] = (new[-1] + change) % 256
         return rows
@@ -386,7 +386,7 @@ def likely(rank, world_size, argv, requests):
     OWN["hybrid"] |= OWN_FLAVORS
     reader = open_reader(load_config(argv))
     return lm_eval.likelihoods(requests, reader), [
-        whole(reader.model, *of) for of in requests if world_size == 1
+        whole(reader.session.model, *of) for of in requests if world_size == 1
     ]
 
 

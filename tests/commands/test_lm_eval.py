@@ -55,7 +55,9 @@ def model_of(monkeypatch):
 
     def build(tokenizer):
         reader = SimpleNamespace(
-            config=Config(), tokenizer=tokenizer, model=None, precision=nullcontext()
+            config=Config(),
+            tokenizer=tokenizer,
+            session=SimpleNamespace(model=None, precision=nullcontext()),
         )
         return lm_eval.adapted(reader)()
 

@@ -1,7 +1,6 @@
 """A signal with little time left: what was begun is given up, and the run goes on from there as if nothing had been."""
 
 import signal
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -76,7 +75,7 @@ def validate_on_rank(rank, world_size, argv):
             return super().__call__(batch)
 
     cut = Signalled(**vars(trainer.feed.cut))  # the feed has its own
-    trainer.evaluation.reader = replace(trainer.evaluation.reader, sharding=cut)
+    trainer.session.sharding = cut
     trainer.train()
     return trainer.stop.agreed, trainer.step
 

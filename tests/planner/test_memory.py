@@ -7,6 +7,7 @@ import torch
 
 from titan_linear.config import load_config
 from titan_linear.distributed.mesh import build_mesh
+from titan_linear.distributed.options import SessionOptions
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import owned
@@ -29,9 +30,8 @@ def owned_bytes(rank, world_size, tp):
     with torch.device("meta"):
         model = Decoder(MIXED)
     set_dtype(model, torch.float32)
-    parallelize(
-        model, build_mesh("cpu", 1, world_size // tp, 1, tp), load_config([]), torch.device("cpu")
-    )
+    dims = build_mesh("cpu", 1, world_size // tp, 1, tp)
+    parallelize(model, dims, SessionOptions(), torch.device("cpu"))
     materialise(model, torch.device("cpu"))
     kinds = (model.parameters(), hidden_matrices(model).values())
     return tuple(sum(owned(p)[0].numel() * p.element_size() for p in ps) for ps in kinds)

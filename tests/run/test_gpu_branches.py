@@ -82,15 +82,14 @@ def test_results_are_read_after_their_copies(monkeypatch):
     monkeypatch.setattr(reading.Reader, "batches", lambda *_, **__: iter(range(2)))
     monkeypatch.setattr(torch.Tensor, "to", copied)
     monkeypatch.setattr(torch.Tensor, "numpy", lambda x: log.append("read") or numpy(x))
-    reader = reading.Reader(
-        config=None,
-        tokenizer=None,
+    session = SimpleNamespace(
         model=lambda tokens, plan, loss: loss(Logits(torch.arange(4.0))),
         dims=SimpleNamespace(tp_ranks=SimpleNamespace(rank=0)),
         sharding=sharding,
         precision=nullcontext(),
         host=None,
     )
+    reader = reading.Reader(config=None, tokenizer=None, session=session)
     found = list(reader.read(None, lambda logits, labels, own: (10 * logits.x,)))
     one = ["copy", "copy", "copies end"]
     assert log == [*one, *one, "wait for 0", "read", "read", "wait for 1", "read", "read"]

@@ -94,7 +94,7 @@ def train_on_rank(rank, world_size, argv):
         MODELS[name]["gpus"] = flavor
     MODELS["hybrid"]["unequal"] = UNEQUAL
     trainer = Trainer(load_config(argv))
-    assert trainer.device.type == "cuda"
+    assert trainer.session.device.type == "cuda"
     return [trainer.train_step()["loss"] for _ in range(trainer.config.training.steps)]
 
 

@@ -80,7 +80,9 @@ def tensors(trainer):
     found = {}
     for name, p in trainer.model.named_parameters():
         found[name] = p
-        found |= {f"{name} {key}": x for key, x in trainer.optimizer.state.get(p, {}).items()}
+        found |= {
+            f"{name} {key}": x for key, x in trainer.session.optimizer.state.get(p, {}).items()
+        }
     return {name: local_tensor(x).detach().clone() for name, x in found.items()}
 
 

@@ -31,8 +31,9 @@ from titan_linear.hooks.norms import squares_of_each, update_squares
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.presets import preset
-from titan_linear.run.build import build_model
+from titan_linear.run.build import options_of
 from titan_linear.run.preflight import preflight
+from titan_linear.run.session import Session
 from titan_linear.step import optimizer as optim
 from titan_linear.step.optimizer import StepNumbers, build_optimizer, hidden_matrices, update
 from titan_linear.storage.hf_writing import gather
@@ -75,7 +76,7 @@ def built(config, dims):
         "--training.dtype=float64",
         f"--training.enable_cpu_offload={str(dims.cpu_offload).lower()}",
     ]
-    return build_model(load_config(keys), config, dims, device())
+    return Session(config, dims, options_of(load_config(keys)), device=device()).model
 
 
 def drawn(model, seed):
@@ -217,7 +218,7 @@ def test_updates_are_torchs_under_every_split(split, reference, worlds):
 @pytest.mark.parametrize(
     "split", [{"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "ep": 2}, {"cpu_offload": True}], ids=str
 )
-def test_on_gpus(split, worlds):
+def test_muon_on_gpus_equals_torchs(split, worlds):
     want = by_torch("experts", "cuda")
     for got, _ in worlds(1 if "cpu_offload" in split else 2, "nccl").run(
         on_ranks, "experts", split

@@ -187,7 +187,7 @@ def train_on_gpus(rank, world_size, argv):
         small = set(replicated_parameters(trainer.model))  # A_log and dt_bias
         moments = {
             p: (state["exp_avg"], state["exp_avg_sq"])
-            for p, state in trainer.optimizer.state.items()
+            for p, state in trainer.session.optimizer.state.items()
         }
         assert small and len(moments) == len(list(trainer.model.parameters()))
         for p, own in moments.items():
@@ -225,11 +225,11 @@ def on_gpus(processes, corpus, worlds, split):
 
 
 @pytest.mark.cuda
-def test_one_gpu(corpus, worlds):
+def test_one_gpu_with_offload_equals_one_without(corpus, worlds):
     on_gpus(1, corpus, worlds, {})
 
 
 @pytest.mark.cuda(2)
 @pytest.mark.parametrize("split", ON_GPUS)
-def test_two_gpus(split, corpus, worlds):
+def test_two_gpus_with_offload_equal_those_without(split, corpus, worlds):
     on_gpus(2, corpus, worlds, ON_GPUS[split])

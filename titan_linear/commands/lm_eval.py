@@ -120,7 +120,7 @@ def likelihoods(
         return [(float(rows["logprob"].sum()), bool(rows["likeliest"].all()))]
 
     shown = [examine(reader, prompts, show=show)]
-    dist.broadcast_object_list(shown, group=reader.host)
+    dist.broadcast_object_list(shown, group=reader.session.host)
     # Rank 0 has the results; all ranks need them, because the harness runs on each.
     scored = iter(shown[0])
     return [next(scored) if begin < len(tokens) else (0.0, True) for tokens, begin in requests]
@@ -222,9 +222,9 @@ def adapted(reader: Reader) -> type:
                 written = tokenizer.decode(new, special=True)
                 return any(end in written for end in ends)
 
-            with reader.precision:
+            with reader.session.precision:
                 (new,) = continuations(
-                    reader.model,
+                    reader.session.model,
                     tokenizer,
                     [context],
                     **decoding(options, len(context), reader.config.debug.seed + number),

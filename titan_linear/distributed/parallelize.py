@@ -6,7 +6,6 @@ activation checkpointing, then FSDP2.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,9 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from titan_linear.config import ActivationCheckpoint, Config, Parallelism
+from titan_linear.config import ActivationCheckpoint, Parallelism
 from titan_linear.distributed.experts import apply_ep
 from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.distributed.options import SessionOptions
 from titan_linear.distributed.parts import Parts
 from titan_linear.distributed.tensor_parallel import apply_tp
 from titan_linear.models.config import MixerOptions
@@ -28,20 +28,17 @@ from titan_linear.models.mlps.moe import MoE
 from titan_linear.ops.runtime.operators import contexts
 
 
-def parallelize(model: Decoder, dims: ParallelDims, config: Config, device: torch.device) -> None:
+def parallelize(
+    model: Decoder, dims: ParallelDims, options: SessionOptions, device: torch.device
+) -> None:
     """Wrap a decoder (on the meta device) in place, for ranks that train it on `device`.
 
     Gradients become sums over all ranks, never means.
     """
-    p, t = config.parallelism, config.training
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, t.mixed_precision_param),
-        reduce_dtype=getattr(torch, t.mixed_precision_reduce),
-    )
-    model.use(config.model.impl, device, policy.param_dtype, dims.tp)
+    model.use(options.impl, device, options.compute_dtype, dims.tp)
 
-    if config.float8.enable:
-        use_float8(model, config.float8.filter_fqns, config.float8.emulate)
+    if options.float8.enable:
+        use_float8(model, options.float8.filter_fqns, options.float8.emulate)
 
     # A rank gets its share of the experts, then its part of every layer. Then cp lets other
     # ranks continue its documents.
@@ -51,21 +48,28 @@ def parallelize(model: Decoder, dims: ParallelDims, config: Config, device: torc
         model.parts = Parts(
             splits, dims.parameter_mesh, experts, dims.expert_parameter_mesh if experts else None
         )
-    apply_cp(model, p)
+    apply_cp(model, options.parallelism)
 
     # Layers are compiled one by one. What a checkpointed layer keeps is looked up at run
     # time, outside graphs.
-    if config.compile.enable:
+    compiled = options.compile.enable
+    if compiled:
         # Imports the compiler.
         from titan_linear.distributed.compiling import apply_compile
 
-        apply_compile(model, config.compile.backend)
-    apply_ac(model, config.activation_checkpoint, compiled=config.compile.enable)
+        apply_compile(model, options.compile.backend)
+    apply_ac(model, options.activation_checkpoint, compiled=compiled)
 
     # If ranks do not share parameters, and these are on the device, FSDP2 is left out.
     # `ComputeCopies` (optimizer.py) then provides its mixed precision.
     if dims.sharded:
-        apply_fsdp(model, dims, policy, reshard=p.fsdp_reshard_after_forward == "always")
+        policy = MixedPrecisionPolicy(
+            param_dtype=options.compute_dtype,
+            reduce_dtype=options.reduce_dtype,
+            cast_forward_inputs=False,
+        )
+        reshard = options.parallelism.fsdp_reshard_after_forward == "always"
+        apply_fsdp(model, dims, policy, reshard)
 
 
 def apply_cp(model: Decoder, parallelism: Parallelism) -> None:
@@ -130,7 +134,6 @@ def apply_fsdp(
         reshard: free a layer's gathered parameters after its forward, and gather them again
             for its backward.
     """
-    policy = replace(policy, cast_forward_inputs=False)
     options: dict[str, Any] = {
         "mesh": dims.fsdp_mesh,
         "mp_policy": policy,

@@ -48,7 +48,9 @@ class Report(MetricsLogger):
             start_step=step,
             start_tokens=config.training.tokens_at(step),
             gpus=dims.mesh.size(),
-            peak_tflops=peak_tflops(config, device),
+            peak_tflops=peak_tflops(
+                config.metrics.peak_tflops, config.training.mixed_precision_param, device
+            ),
         )
 
     def after_step(self, done: StepResult) -> None:

@@ -7,7 +7,7 @@ step's weight (`loss.normalise`), a single number that does not depend on how th
 split.
 """
 
-from titan_linear.config import Section
+from titan_linear.config import SECTIONS, Section
 from titan_linear.losses.cross_entropy import CrossEntropyLoss
 from titan_linear.losses.distillation import DistillationLoss
 from titan_linear.losses.dpo import DPOLoss
@@ -22,6 +22,6 @@ LOSSES: dict[str, type[LossFunction]] = {
 }
 
 
-def build_loss(name: str, keys: Section) -> LossFunction:
-    """Build a loss from its section of the configuration."""
-    return LOSSES[name](keys)
+def build_loss(name: str, keys: Section | None = None) -> LossFunction:
+    """Build a loss from its section of the configuration, or from that section's defaults."""
+    return LOSSES[name](keys or SECTIONS[name]())

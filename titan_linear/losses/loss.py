@@ -55,6 +55,10 @@ class LocalBatch:
     later: Later | None = None
     # Plan for the mixers, built once everything else is on the device.
     plan: BatchPlan | None = None
+    # Of the whole micro-batch, if it was cut by `Session.cut`: number of tokens, and sum of
+    # the label weights.
+    num_tokens: int = 0
+    weight: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from titan_linear.config import ActivationCheckpoint, Config, Parallelism, Training
+from titan_linear.config import ActivationCheckpoint, Config, Parallelism
 from titan_linear.distributed.one_process import LocalDims
-from titan_linear.distributed.parallelize import parallelize, replicated_parameters
+from titan_linear.distributed.options import SessionOptions
+from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.losses import build_loss
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
@@ -58,9 +59,10 @@ from titan_linear.ops import CPContext, build_cp_context
 from titan_linear.ops.cross_entropy import tokens_at_once
 from titan_linear.ops.layout.prefix_trees import PrefixTrees
 from titan_linear.ops.registry import OPS
-from titan_linear.ops.runtime.support import Target, short
+from titan_linear.ops.runtime.support import Target
 from titan_linear.planner.counting import LayerCounts, count
 from titan_linear.run.build import DTYPES, unallocated
+from titan_linear.run.session import Session
 from titan_linear.step.optimizer import hidden_matrices
 
 GIB = 2**30
@@ -145,10 +147,9 @@ def _on_a_rank(
     Rows for experts stay on this rank: with equal loads it receives as many rows as it
     sends.
     """
-    decoder = unallocated(model, dtype)
-    training = Training(mixed_precision_param=short(dtype), mixed_precision_reduce="float32")
-    config = Config(training=training, parallelism=Parallelism(**parallelism))
-    parallelize(decoder, LocalDims(tp=tp, ep=ep), config, META)
+    options = SessionOptions(compute_dtype=dtype, parallelism=Parallelism(**parallelism))
+    dims = LocalDims(tp=tp, ep=ep)
+    decoder = Session(unallocated(model, dtype), dims, options, device=META).model
     for moe in (m for m in decoder.modules() if isinstance(m, MoE)):
         moe.dispatch = LocalDispatch
     return decoder

@@ -22,7 +22,7 @@ from titan_linear.hooks.compilation import Graphs
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.findings import Finding, Findings, Note, bound_of_model
 from titan_linear.proof.processes import passes_of_process
-from titan_linear.proof.ranks import model_of, on_ranks, passes_of
+from titan_linear.proof.ranks import on_ranks, passes_of, session_on
 from titan_linear.proof.subject import ProofSubject
 from titan_linear.run.build import DTYPES, build_dims
 from titan_linear.step.passes import Passes
@@ -55,7 +55,7 @@ def layers(subject: ProofSubject) -> Findings:
     host = host_group()
     alone = dist.get_world_size(host) < subject.degrees.ranks
     dims = None if alone else build_dims(subject.config, subject.device)
-    want, got = (_steps(subject, dims, enable) for enable in (False, True))
+    want, got = (_steps(subject, dims, host, enable) for enable in (False, True))
     split = dims.description if dims else f"{subject.degrees}, the last rank's"
     check = f"compiled, {short(subject.dtype)}"
     bound = bound_of_model(subject.dtype, subject.model.num_layers)
@@ -74,7 +74,9 @@ def layers(subject: ProofSubject) -> Findings:
     yield Note(f"compiled: {graphs[-1]} graphs, {got[-1].breaks} breaks in them")
 
 
-def _steps(subject: ProofSubject, dims: ParallelDims | None, enable: bool) -> list[Measured]:
+def _steps(
+    subject: ProofSubject, dims: ParallelDims | None, host: dist.ProcessGroup, enable: bool
+) -> list[Measured]:
     """Return this process's results; without dims, the results of each rank in it.
 
     In that case, the last rank compiles.
@@ -83,21 +85,15 @@ def _steps(subject: ProofSubject, dims: ParallelDims | None, enable: bool) -> li
     # Under torchrun this process is one rank of the run.
     if dims is not None:
         config = subject.config.changed({"compile.enable": enable})
-        return [
-            _measured(
-                passes_of_process(replace(subject, config=config), dims, micro_steps=1), BATCHES
-            )
-        ]
+        subject = replace(subject, config=config)
+        return [_measured(passes_of_process(subject, dims, host, micro_steps=1), BATCHES)]
     # In one process, all ranks share the memory of one model.
     whole = subject.whole(DTYPES[subject.config.training.dtype])
 
     def on_rank(dims: LocalDims) -> Measured:
-        model = model_of(
-            subject, whole, dims, compiled=enable and dims.rank == subject.degrees.ranks - 1
-        )
-        return _measured(
-            passes_of(subject, model, dims, dims.groups["world"], micro_steps=1), IN_ONE_PROCESS
-        )
+        last = dims.rank == subject.degrees.ranks - 1
+        session = session_on(subject, whole, dims, compiled=enable and last)
+        return _measured(passes_of(subject, session, micro_steps=1), IN_ONE_PROCESS)
 
     return on_ranks(subject.degrees, on_rank)
 

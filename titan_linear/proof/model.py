@@ -24,7 +24,7 @@ from titan_linear.proof.cases import DELTA, Tensors
 from titan_linear.proof.data import later, tokens_in
 from titan_linear.proof.findings import UNIT, Finding, Findings, bound_of_model, off, worst
 from titan_linear.proof.ops import ALONE, SMALL, begins, may_differ, plan_of, repeatable
-from titan_linear.proof.ranks import model_of, on_ranks, passes_of, sum_as_fsdp, whole_gradients
+from titan_linear.proof.ranks import on_ranks, passes_of, session_on, sum_as_fsdp, whole_gradients
 from titan_linear.proof.subject import STREAMS, ProofSubject
 from titan_linear.run.build import DTYPES
 from titan_linear.step.optimizer import ComputeCopies
@@ -146,9 +146,10 @@ def on_all_ranks(subject: ProofSubject, whole: Decoder) -> ShardedStepOutputs:
     """
 
     def on_rank(dims: LocalDims) -> tuple[Tensor, LocalDims, Decoder, Trace]:
-        model = model_of(subject, whole, dims)
+        session = session_on(subject, whole, dims)
+        model = session.model
         with Trace(model) as trace:
-            losses, _ = passes_of(subject, model, dims, dims.groups["world"], STREAMS).run()
+            losses, _ = passes_of(subject, session, STREAMS).run()
         sum_as_fsdp(model, dims)
         sum_gradients(gradient_sums(model, dims))
         return losses.view(len(losses), -1)[:, 0].sum(), dims, model, trace
@@ -163,6 +164,7 @@ def _together(
     subject: ProofSubject, ranks: Sequence[LocalDims], traces: Sequence[Trace]
 ) -> list[Tensor]:
     """Join the ranks' traces, each of its own tokens, into tensors of all tokens."""
+    # Each rank writes its tokens into tensors of all.
     total = subject.batch.tokens.shape[1]
     wholes: list[Tensor] = []
     for dims, trace in zip(ranks, traces):
@@ -294,6 +296,7 @@ def stations(
     backward = [*more[::-1], "the head or the loss", *trunk[::-1]]
     # The output of a frozen embedding has no gradient, which would be the last station.
     places = [(name, "forward") for name in forward] + [(name, "backward") for name in backward]
+    # Each has a bound of its own.
     found = []
     for i, exact in enumerate(want.passed):
         name, direction = places[i]
@@ -325,6 +328,7 @@ def first_wrong(
 def _place(subject: ProofSubject, x: Tensor, y: Tensor, backward: bool) -> str:
     wrong = (x - y).abs().nan_to_num(torch.inf, torch.inf)
     token = begins(wrong.amax((0, 2)), backward)
+    # The rank of dp that takes the stream, the rank of cp that has the token, the first of tp.
     stream = token // subject.config.training.seq_len
     degrees = subject.degrees
     cp_rank = next(r for r in range(degrees.cp) if token in tokens_in(subject, [stream], r))

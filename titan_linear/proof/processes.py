@@ -33,7 +33,8 @@ from titan_linear.proof.model import (
 )
 from titan_linear.proof.ranks import passes_of
 from titan_linear.proof.subject import STREAMS, ProofSubject
-from titan_linear.run.build import DTYPES, build_dims, build_model
+from titan_linear.run.build import DTYPES, build_dims
+from titan_linear.run.session import session_of
 from titan_linear.step.passes import Passes
 from titan_linear.step.update import gradient_sums, sum_gradients
 from titan_linear.storage.tensors import named_parameters
@@ -70,7 +71,7 @@ def _of_processes(
     """
     # Take a step as the trainer does.
     host = host_group()
-    passes = passes_of_process(subject, dims, STREAMS)
+    passes = passes_of_process(subject, dims, host, STREAMS)
     model = passes.model
     with Trace(model) as trace:
         losses, _ = passes.run()
@@ -98,11 +99,13 @@ def _first_wrong(
     return first_wrong(subject, wholes, stations)
 
 
-def passes_of_process(subject: ProofSubject, dims: ParallelDims, micro_steps: int) -> Passes:
+def passes_of_process(
+    subject: ProofSubject, dims: ParallelDims, host: dist.ProcessGroup, micro_steps: int
+) -> Passes:
     """Return the passes of the subject's model, with its weights, on its streams."""
-    model = build_model(subject.config, subject.model, dims, subject.device)
-    _fill(model, subject.weights)
-    return passes_of(subject, model, dims, host_group(), micro_steps)
+    session = session_of(subject.config, subject.model, dims=dims, host=host)
+    _fill(session.model, subject.weights)
+    return passes_of(subject, session, micro_steps)
 
 
 @torch.no_grad()

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.one_process import Degrees, LocalDims, local_groups, take_turns
-from titan_linear.distributed.parallelize import parallelize, replicated_parameters
+from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.distributed.parts import Parts
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.proof.subject import ProofSubject
-from titan_linear.run.build import build_passes, build_sharding
-from titan_linear.step.cut import BatchSharding
+from titan_linear.run.build import options_of
+from titan_linear.run.session import Session
+from titan_linear.step.cut import BatchSharding, build_sharding
 from titan_linear.step.passes import Passes
 
 T = TypeVar("T")
@@ -61,29 +61,20 @@ def on_ranks(degrees: Degrees, on_rank: Callable[[LocalDims], T]) -> list[T]:
 
 def sharding_of(subject: ProofSubject, dims: LocalDims, dtype: torch.dtype) -> BatchSharding:
     """Return how the run cuts batches for this rank."""
-    return replace(
-        build_sharding(subject.config, subject.model, dims, subject.device), compute_dtype=dtype
-    )
+    options = replace(options_of(subject.config), compute_dtype=dtype)
+    return build_sharding(subject.model, dims, options, subject.device)
 
 
-def passes_of(
-    subject: ProofSubject,
-    model: Decoder,
-    dims: LocalDims | ParallelDims,
-    host: dist.ProcessGroup,
-    micro_steps: int,
-) -> Passes:
-    """Return the passes of a rank's model, on its streams."""
-    batches = iter(subject.loader(dims.dp_rank, dims.dp, 1))
-    return build_passes(
-        subject.config, model, dims, subject.device, batches, micro_steps=micro_steps, host=host
-    )
+def passes_of(subject: ProofSubject, session: Session, micro_steps: int) -> Passes:
+    """Return the passes of a rank's session, on its streams."""
+    batches = iter(subject.loader(session.dims.dp_rank, session.dims.dp, 1))
+    return session.passes(batches, micro_steps=micro_steps, host=session.host)
 
 
-def model_of(
+def session_on(
     subject: ProofSubject, whole: Decoder, dims: LocalDims, compiled: bool = False
-) -> Decoder:
-    """Return a rank's model.
+) -> Session:
+    """Return a rank's session.
 
     Its parameters share memory with the whole ones, or are its parts of them.
     """
@@ -104,9 +95,17 @@ def model_of(
     # Restore what the constructor ties, then split the model as in the run.
     if whole.config.tie_embeddings:
         model.head.weight = model.embedding.weight
-    parallelize(model, dims, subject.config.changed({"compile.enable": compiled}), subject.device)
+    options = options_of(subject.config.changed({"compile.enable": compiled}))
+    session = Session(
+        model,
+        dims,
+        options,
+        loss=subject.loss,
+        device=subject.device,
+        host=dims.groups["world"],
+    )
     model.parts = getattr(model, "parts", Parts({}, None))
-    return model
+    return session
 
 
 def sum_as_fsdp(model: Decoder, dims: LocalDims) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,15 +16,12 @@ from titan_linear.config import Config
 from titan_linear.distributed.groups import host_group, of_all_ranks
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parts import local_tensor
-from titan_linear.models.decoder import Decoder
-from titan_linear.models.init import initialise
 from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.ops import repeatable
 from titan_linear.proof.subject import STREAMS, MoreDocuments, ProofSubject, narrowed
-from titan_linear.run.build import build_dims, build_model, build_passes
+from titan_linear.run.build import build_dims, rate_at
+from titan_linear.run.session import session_of
 from titan_linear.run.start import build_loader
-from titan_linear.step.optimizer import AdamW, build_optimizer
-from titan_linear.step.update import Update
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.step_folders import Progress
 from titan_linear.storage.tensors import named_parameters, saved_parameters
@@ -35,34 +32,24 @@ BEFORE = 2
 PARAMETERS = 32_000_000
 
 
-@dataclass
-class RunState:
-    """The trainer's state of a run on one rank."""
+class ResumingRank:
+    """A session with a loader on one rank, which takes steps as the trainer does."""
 
-    subject: ProofSubject
-    dims: ParallelDims
-    host: dist.ProcessGroup
-    model: Decoder
-    optimizer: AdamW
-    step: int = 0
-
-    def __post_init__(self) -> None:
-        config = self.subject.config
-        self.loader = build_loader(config, MoreDocuments(self.subject.streams), self.dims)
+    def __init__(self, subject: ProofSubject, dims: ParallelDims, host: dist.ProcessGroup):
+        """Prepare a run with initial weights."""
+        self.config, self.host, self.step = subject.config, host, 0
+        optimizer = self.config.optimizer
+        self.session = session_of(
+            self.config, subject.model, dims=dims, optimizer=optimizer, host=host
+        )
+        self.session.initialise(self.config.debug.seed)
+        self.state = self.session.model, self.session.optimizer
+        self.loader = build_loader(self.config, MoreDocuments(subject.streams), dims)
 
     def begin(self) -> None:
         """Take batches from the loader's next stream on."""
-        config = self.subject.config
-        self.passes = build_passes(
-            config,
-            self.model,
-            self.dims,
-            self.subject.device,
-            iter(self.loader),
-            micro_steps=STREAMS,
-            host=self.host,
-        )
-        self.update = Update(config, self.passes, self.dims, self.optimizer)
+        batches = iter(self.loader)
+        self.passes = self.session.passes(batches, micro_steps=STREAMS, host=self.host)
 
     def next_step(self) -> tuple[float, tuple[int, ...]]:
         """Take one step; return its loss and all ranks' streams.
@@ -72,21 +59,23 @@ class RunState:
         losses, streams = self.passes.run()
         self.step += 1
         self.loader.advance()
-        reading = self.update.run(losses, self.step)
+        reading = self.session.update.run(losses, rate_at(self.config, self.step))
         self.passes.feed.prefetch()
         ranks = of_all_ranks([i for of_rank in streams for i in of_rank], self.host)
         return reading.wait().loss, tuple(sorted({i for of_rank in ranks for i in of_rank}))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return copies of this rank's parts of the weights and optimizer states, by name."""
-        weights = named_parameters(self.model)
-        copies = {f"weight {name}": local_tensor(p).detach().clone() for name, p in weights.items()}
-        for name, p in self.model.named_parameters():
-            for key, x in self.optimizer.state.get(p, {}).items():
-                copies[f"optimizer state {key} of {name}"] = (
-                    local_tensor(torch.as_tensor(x)).detach().clone()
-                )
+        model, optimizer = self.state
+        copies = {f"weight {name}": _copy(p) for name, p in named_parameters(model).items()}
+        for name, p in model.named_parameters():
+            for key, x in optimizer.state.get(p, {}).items():
+                copies[f"optimizer state {key} of {name}"] = _copy(torch.as_tensor(x))
         return copies
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return local_tensor(tensor).detach().clone()
 
 
 def resume(subject: ProofSubject) -> Findings:
@@ -127,7 +116,7 @@ def _resumed(
             )
             return
         # Take some steps, save, and take one more.
-        run = _new(subject, dims, host)
+        run = ResumingRank(subject, dims, host)
         run.begin()
         for _ in range(BEFORE):
             run.next_step()
@@ -135,16 +124,16 @@ def _resumed(
         checkpointer = Checkpointer(
             folder, async_mode=config.checkpoint.async_mode, group=host_group()
         )
-        checkpointer.save(run.step, run.model, run.optimizer, Progress(step=run.step), run.loader)
+        checkpointer.save(run.step, *run.state, Progress(step=run.step), run.loader)
         checkpointer.wait()
         loss, streams = run.next_step()
 
         # Load the save into a model whose parameters are all zero.
-        other = _new(subject, dims, host)
+        other = ResumingRank(subject, dims, host)
         with torch.no_grad():
-            for p in saved_parameters(other.model).values():
+            for p in saved_parameters(other.session.model).values():
                 local_tensor(p).zero_()
-        progress = checkpointer.load(run.step - 1, other.model, other.optimizer, other.loader)
+        progress = checkpointer.load(run.step - 1, *other.state, other.loader)
         yield _compared(check, "what is loaded", saved, other)
         yield Finding(check, "the step it resumes from", abs(progress.step - BEFORE), 0)
         # Take the same step again: streams, loss and state must be equal.
@@ -177,7 +166,7 @@ def _shared_folder(host: dist.ProcessGroup) -> Iterator[Path | None]:
         dist.barrier(host)
 
 
-def _compared(check: str, what: str, want: dict[str, Tensor], run: RunState) -> Finding:
+def _compared(check: str, what: str, want: dict[str, Tensor], run: ResumingRank) -> Finding:
     """Compare the tensors of all ranks in `run` with the earlier ones."""
     got = run.tensors()
     differing = [
@@ -199,13 +188,6 @@ def _compared(check: str, what: str, want: dict[str, Tensor], run: RunState) -> 
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.to(b.device), b)
-
-
-def _new(subject: ProofSubject, dims: ParallelDims, host: dist.ProcessGroup) -> RunState:
-    """Return a run with initial weights."""
-    model = build_model(subject.config, subject.model, dims, subject.device)
-    initialise(model, subject.config.debug.seed, named_parameters(model))
-    return RunState(subject, dims, host, model, build_optimizer(model, subject.config.optimizer))
 
 
 def _on_one_rank(config: Config) -> Config:

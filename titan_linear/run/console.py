@@ -14,9 +14,7 @@ import torch.distributed as dist
 from titan_linear.config import Config, Model, Parallelism, toml_value
 from titan_linear.data import Streams, Tokenizer, TreeStreams
 from titan_linear.data.streams.loader import micro_batch
-from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.decoder import Decoder
 from titan_linear.models.float8 import float8_line
 from titan_linear.models.lora import described
 from titan_linear.models.mixers.recurrent import RecurrentOptions
@@ -27,7 +25,7 @@ from titan_linear.run.build import unallocated
 from titan_linear.run.export import is_exported
 from titan_linear.run.folder import RunFolder
 from titan_linear.run.origin import VOCAB_MULTIPLE, Origin
-from titan_linear.step.cut import BatchSharding
+from titan_linear.run.session import Session
 from titan_linear.step.flops import no_peak, peak_tflops
 from titan_linear.storage.run_manifest import write_manifest
 from titan_linear.storage.rundir import BOARD
@@ -37,19 +35,13 @@ from titan_linear.storage.tensors import named_parameters
 ROOT = Path(__file__).parents[2]
 
 
-def write_down(
-    origin: Origin,
-    model: Decoder,
-    dims: ParallelDims,
-    sharding: BatchSharding,
-    device: torch.device,
-    step: int,
-) -> None:
+def write_down(origin: Origin, session: Session, step: int) -> None:
     """Write and print what the run consists of, on rank 0.
 
     Args:
         step: number of the run's steps before this start.
     """
+    config, model, device = origin.config, session.model, session.device
     config = origin.config
     folder = RunFolder(config)
     if folder.starts_anew:
@@ -58,9 +50,11 @@ def write_down(
     write_manifest(
         folder.path,
         world_size=dist.get_world_size(),
-        degrees=dims.degrees,
+        degrees=session.dims.degrees,
         implementations={op: choice.implementation for op, choice in model.implementations.items()},
     )
+    compute = config.training.mixed_precision_param
+    peak = peak_tflops(config.metrics.peak_tflops, compute, device)
     # Lines that do not apply are empty.
     parameters = sum(p.numel() for p in named_parameters(model).values())
     lines = [
@@ -71,10 +65,10 @@ def write_down(
         uncompiled(config.compile.enable, device),
         unbalanced(model.config),
         unwarmed(config.training.steps, config.lr_scheduler.warmup_steps),
-        f"mesh {dims.description}",
-        sharding.uneven(config.training.local_batch_size * config.training.seq_len),
+        f"mesh {session.dims.description}",
+        session.sharding.uneven(config.training.local_batch_size * config.training.seq_len),
         f"resuming from step {step}" if step else origin.title,
-        no_peak(config, device) if peak_tflops(config, device) is None else "",
+        no_peak(compute, device) if peak is None else "",
     ]
     print("\n".join(filter(None, lines)))
 

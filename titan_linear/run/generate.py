@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_linear.data import Streams, Tokenizer
-from titan_linear.losses import LossFunction
 from titan_linear.models.decoder import Between, Decoder, LayerCache
 from titan_linear.models.draws import generator
 from titan_linear.models.plan import BatchPlan
@@ -334,9 +333,7 @@ class Validator:
     """
 
     reader: Reader
-    device: torch.device
     held_out: Streams | None
-    loss: LossFunction
     ask: Callable[[], None]
 
     @torch.no_grad()
@@ -345,15 +342,16 @@ class Validator:
 
         With validation.steps, only the first streams count.
         """
-        reader, v = self.reader, self.reader.config.validation
-        total = torch.zeros(2 + len(self.loss.reports), dtype=torch.float64, device=self.device)
-        for batch in reader.batches(self.held_out, v.local_batch_size, limit=v.steps):
+        session, v = self.reader.session, self.reader.config.validation
+        size = 2 + len(session.loss.reports)
+        total = torch.zeros(size, dtype=torch.float64, device=session.device)
+        for batch in self.reader.batches(self.held_out, v.local_batch_size, limit=v.steps):
             self.ask()
-            micro = with_reference(reader.model, reader.sharding(batch), reader.precision)
-            loss = partial(self.loss, batch=micro)
-            with reader.precision:
-                total[1:] += reader.model(micro.tokens, micro.plan, loss=loss)
-            total[0] += batch.weight / reader.dims.copies
+            micro = with_reference(session.model, session.sharding(batch), session.precision)
+            loss = partial(session.loss, batch=micro)
+            with session.precision:
+                total[1:] += session.model(micro.tokens, micro.plan, loss=loss)
+            total[0] += batch.weight / session.dims.copies
         dist.all_reduce(total)
         return (total[1:] / total[0]).tolist()
 
@@ -361,20 +359,20 @@ class Validator:
         """Return the prompt and the model's continuation; "" if no tokens are asked for."""
         if not tokens:
             return ""
-        reader, s = self.reader, self.reader.config.sample
+        reader, s, session = self.reader, self.reader.config.sample, self.reader.session
         # Compiled graphs are for streams, not for a text that grows by one token per call.
         uncompiled = (
             torch.compiler.set_stance("force_eager")
             if reader.config.compile.enable
             else nullcontext()
         )
-        with reader.precision, uncompiled:
+        with session.precision, uncompiled:
             (text,) = generate(
-                reader.model,
+                session.model,
                 reader.tokenizer,
                 [prompt],
                 max_new_tokens=tokens,
-                device=self.device,
+                device=session.device,
                 sampling=Sampling(s.temperature, s.top_p, reader.config.debug.seed),
             )
         return text

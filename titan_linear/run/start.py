@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from titan_linear.config import Config
 from titan_linear.data import FileGroups, StreamLoader, Streams
 from titan_linear.distributed.groups import host_group, on_rank_0
 from titan_linear.distributed.mesh import ParallelDims
-from titan_linear.models.decoder import Decoder
 from titan_linear.run.data import RunData, check_alike, check_content, content_of
 from titan_linear.run.origin import Origin
+from titan_linear.run.session import Session
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.step_folders import Content, Progress, known_progress, rewind
 from titan_linear.storage.tensors import holds_optimizer
@@ -85,14 +84,12 @@ def build_loader(config: Config, streams: Streams, dims: ParallelDims) -> Stream
 def set_weights(
     origin: Origin,
     known: Progress | None,
-    model: Decoder,
-    optimizer: torch.optim.Optimizer,
+    session: Session,
     loader: StreamLoader,
     checkpointer: Checkpointer | None,
-    host: dist.ProcessGroup,
 ) -> None:
     """Load the run's checkpoint of this progress, or the weights that the run begins from."""
-    config = origin.config
+    config, model, host = origin.config, session.model, session.host
     if known is None:
         origin.load(model, host)
     else:
@@ -102,7 +99,7 @@ def set_weights(
         # the optimizer is not needed.
         ended = step >= config.training.steps
         whole = not ended or on_rank_0(lambda: holds_optimizer(folder / f"step-{step}"), host)
-        checkpointer.load(step, model, optimizer if whole else None, loader)
+        checkpointer.load(step, model, session.optimizer if whole else None, loader)
         on_rank_0(lambda: rewind(folder, step, config.checkpoint.load_step), host)
     # Some disks are slower.
     dist.barrier(host)

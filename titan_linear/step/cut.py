@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from titan_linear.data import IGNORE, Batch
 from titan_linear.data.corpus.tree_records import BACK, SHARE
 from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.distributed.options import SessionOptions
+from titan_linear.losses.function import of_fragments
 from titan_linear.losses.loss import LocalBatch
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.layers import widened
@@ -197,6 +198,23 @@ class BatchSharding:
         )
 
 
+def build_sharding(
+    model: ModelConfig, dims: ParallelDims, options: SessionOptions, device: torch.device
+) -> BatchSharding:
+    """Build the object that cuts batches for this rank and plans them for this model."""
+    p = options.parallelism
+    return BatchSharding.of(
+        model,
+        dims,
+        device,
+        options.compute_dtype,
+        layout=p.context_parallel_layout,
+        softmax_method=p.context_parallel_method,
+        linear_method=p.context_parallel_linear_method,
+        compiled=options.compile.enable,
+    )
+
+
 def cut(batch: Batch, context: CPContext) -> LocalBatch:
     """Take this rank's fragments of tokens, labels and columns."""
     columns = {
@@ -212,16 +230,6 @@ def cut(batch: Batch, context: CPContext) -> LocalBatch:
         batch.num_documents,
         context,
     )
-
-
-def of_fragments(x: Tensor, context: CPContext) -> Tensor:
-    """Select this rank's fragments.
-
-    Shapes are [1, T, ...] → [1, T_local, ...], or [depth, T] → [depth, T_local].
-    """
-    if context.ranks.world_size == 1:
-        return x
-    return torch.cat([x[:, start:end] for start, end in context.fragments], 1)
 
 
 def later_of(batch: Batch, depth: int) -> Later:

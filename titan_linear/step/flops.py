@@ -21,7 +21,6 @@ from functools import cache
 import torch
 from torch import nn
 
-from titan_linear.config import Config
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mlps.moe import MoE
@@ -93,22 +92,21 @@ def token_flops(module: nn.Module, frozen: bool = False) -> int:
     return 2 * elements
 
 
-def peak_tflops(config: Config, device: torch.device) -> float | None:
+def peak_tflops(configured: float, compute: str, device: torch.device) -> float | None:
     """Return the peak TFLOP/s of one GPU: metrics.peak_tflops, or the known rate.
 
     None: the rate is unknown, or compute is not bfloat16.
     """
-    if config.metrics.peak_tflops:
-        return config.metrics.peak_tflops
-    if device.type != "cuda" or config.training.mixed_precision_param != "bfloat16":
+    if configured:
+        return configured
+    if device.type != "cuda" or compute != "bfloat16":
         return None
     return known_peak(torch.cuda.get_device_name(device))
 
 
-def no_peak(config: Config, device: torch.device) -> str:
+def no_peak(compute: str, device: torch.device) -> str:
     """Return the console's line for a `peak_tflops` of None."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-    compute = config.training.mixed_precision_param
     return f"no MFU: the peak of {name} in {compute} is not known; metrics.peak_tflops gives it"
 
 

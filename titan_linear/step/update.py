@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -9,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_linear.config import Config
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.distributed.parts import by_kind, local_tensor
+from titan_linear.models.decoder import Decoder
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.step.optimizer import (
     AdamW,
@@ -21,16 +22,9 @@ from titan_linear.step.optimizer import (
     StepNumbers,
     exchange_device,
     gradients,
-    learning_rate,
     step_numbers,
     update,
 )
-from titan_linear.step.passes import Passes
-
-
-def rate_at(config: Config, step: int) -> float:
-    """Return the learning rate of a run's step, counted from 1."""
-    return learning_rate(step, config.optimizer.lr, config.lr_scheduler, config.training.steps)
 
 
 class Watcher(Protocol):
@@ -52,26 +46,25 @@ class Update:
 
     def __init__(
         self,
-        config: Config,
-        passes: Passes,
+        model: Decoder,
         dims: ParallelDims,
         optimizer: AdamW,
-        telemetry: Watcher | None = None,
+        precision: AbstractContextManager[object],
+        max_norm: float,
     ):
         """Determine what this rank counts and sums.
 
         Args:
-            passes: the passes that compute the gradients; the update also writes their
-                weight copies.
+            precision: the context of the passes; the update also writes its weight copies.
+            max_norm: gradients are clipped to this 2-norm.
         """
-        self.config, self.model = config, passes.model
-        self.optimizer, self.telemetry = optimizer, telemetry
-        precision = passes.precision
+        self.model, self.optimizer, self.max_norm = model, optimizer, max_norm
         self.copies = precision if isinstance(precision, ComputeCopies) else None
+        self.telemetry: Watcher | None = None
         self.sums = gradient_sums(self.model, dims)
         self.counted = counted_parameters(self.model, dims)
 
-    def run(self, losses: Tensor, step: int, signal: int = 0) -> HostCopy:
+    def run(self, losses: Tensor, lr: float, signal: int = 0) -> HostCopy:
         """Sum gradients, clip and update, move the experts' biases, and free the gradients.
 
         The host does not wait for the device, except with offload or Muon (see
@@ -80,7 +73,7 @@ class Update:
         Args:
             losses: this rank's parts, [micro-steps] or [micro-steps, 1 + reports]
                 (`Passes.run`).
-            step: the step's number, from 1.
+            lr: the learning rate of this step.
             signal: this rank's signal; the highest of all ranks is taken.
 
         Returns:
@@ -95,8 +88,7 @@ class Update:
         if watching:
             self.telemetry.gradients(self.counted)
         reading = HostCopy(numbers)
-        max_norm = self.config.training.max_norm
-        update(self.optimizer, numbers, rate_at(self.config, step), max_norm, self.copies)
+        update(self.optimizer, numbers, lr, self.max_norm, self.copies)
         if watching:
             reading = HostCopy(numbers, self.telemetry.sums(numbers, self.optimizer))
         # Move the experts' biases and free the gradients.

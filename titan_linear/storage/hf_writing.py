@@ -32,7 +32,6 @@ from titan_linear.ops.runtime.support import short
 from titan_linear.storage.checkpoint import SaveFailed
 from titan_linear.storage.files import Json, json_bytes, progress, read_inside, replacing
 from titan_linear.storage.hf_io import (
-    BLOCK,
     CONFIG,
     DTYPES,
     HEAD,
@@ -143,6 +142,14 @@ def gather(model: nn.Module) -> Callable[[str], Tensor]:
     return get
 
 
+def tied_head(model: ModelConfig, family: str) -> list[Placement]:
+    """Return the placement of a tied head, where the family needs the head as a tensor."""
+    if not model.tie_embeddings or FAMILIES[family].ties:
+        return []
+    shape = (model.vocab_size, model.dim)
+    return [Placement("embedding.weight", shape, (StoredTensor(HEAD, shape),), rows=None)]
+
+
 def write_folder(
     path: Path,
     model: ModelConfig,
@@ -180,14 +187,10 @@ def write_folder(
             writing it.
     """
     if like is None:
-        source, parts = None, placements(model, family)
+        source, parts = None, placements(model, family) + tied_head(model, family)
     else:
         source, parts = check_folder(like, model, POSITIONS)
-    # Write a tied head where the family needs it.
-    has_head = source is None or HEAD in source.tensors
-    if model.tie_embeddings and not FAMILIES[family].ties and has_head:
-        shape = (model.vocab_size, model.dim)
-        parts.append(Placement("embedding.weight", shape, (StoredTensor(HEAD, shape),), rows=None))
+        parts += tied_head(model, family) if HEAD in source.tensors else []
     # Copy tensors outside the language model, except a stale copy of the embedding.
     others = sorted(ignored(model, family, source.shapes) - {HEAD}) if source else []
     copied = [source.tensors[name] for name in others]
@@ -418,8 +421,6 @@ def _write_header(file: Path, said: Mapping[str, str] | None, plan: Mapping[str,
 
 
 def _copy_bytes(source: OnDisk, target: OnDisk) -> None:
-    with open(source.file, "rb") as read, open(target.file, "r+b") as write:
-        read.seek(source.begin)
-        write.seek(target.begin)
-        for at in range(source.begin, source.end, BLOCK):
-            write.write(read.read(min(BLOCK, source.end - at)))
+    with open(target.file, "r+b") as file:
+        file.seek(target.begin)
+        file.writelines(source.blocks())
