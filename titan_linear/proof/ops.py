@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from titan_linear.distributed.one_process import Degrees, LocalDims
 from titan_linear.distributed.parallelize import cp_method
 from titan_linear.models.config import MixerOptions
+from titan_linear.models.decoder import Block
 from titan_linear.models.plan import BatchPlan, Later
 from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import short
@@ -54,7 +55,7 @@ def cases(subject: ProofSubject) -> Iterator[Case]:
             yield replace(case, layers=layers)
         # The mixer is the first layer's.
         place = subject.model.layers[layers[0]].mixers.index(kind)
-        mixer = whole.layers[layers[0]].mixers[place]
+        mixer = cast(Block, whole.layers[layers[0]]).mixers[place]
         yield replace(_mixer(kind, draw, subject.model.dim, mixer), layers=layers)
 
 

@@ -323,7 +323,8 @@ class Checkpointer:
         dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
         # Collect the checksums of all ranks.
         sums = files.written | ({PROGRESS: checksum(content)} if self.rank == 0 else {})
-        every, altered = {}, []
+        every: dict[str, list[int]] = {}
+        altered: list[str] = []
         parts = self._together(lambda: (sums, self._sync(tmp, sums)))
         for rank, (of_rank, names) in enumerate(parts):
             every |= of_rank

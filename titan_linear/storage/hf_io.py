@@ -147,7 +147,7 @@ def open_folder(path: Path) -> Folder:
             )
     config = read_config(path) if (path / CONFIG).is_file() else {}
     # All tensors of the files, indexed or not. For duplicates, the index decides.
-    tensors = {}
+    tensors: dict[str, OnDisk] = {}
     for header in headers.values():
         tensors |= header
     for name, file in where.items():
