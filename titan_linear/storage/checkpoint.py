@@ -175,7 +175,8 @@ class Checkpointer:
         Raises:
             SaveFailed: it failed.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None:
             pending.result()
 
@@ -342,7 +343,8 @@ class Checkpointer:
 
         An error of any rank is raised on all.
         """
-        result, error = None, None
+        result = None
+        error = None
         try:
             result = work()
         except Exception as failure:
@@ -437,7 +439,8 @@ class _Stream:
     """A file that is written from beginning to end; `entry` becomes its [size, CRC-32]."""
 
     def __init__(self, stream: Any, entry: list[int]):
-        self.stream, self.entry = stream, entry
+        self.stream = stream
+        self.entry = entry
 
     def write(self, data: Any) -> int:
         self.entry[:] = checksum(data, self.entry)
