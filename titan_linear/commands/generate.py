@@ -83,7 +83,8 @@ def chat(
     answers: Callable[[list[list[int]]], list[list[int]]],
 ) -> None:
     """Print an answer to each turn: the prompts given, then lines of the terminal."""
-    conversation, messages = Conversations(tokenizer, "--chat"), []
+    conversation = Conversations(tokenizer, "--chat")
+    messages = []
     for turn in chain(first, lines()):
         messages.append({"role": "user", "content": turn})
         (answer,) = answers([conversation.prompt(messages)])

@@ -39,9 +39,13 @@ class Report(MetricsLogger):
         telemetry: Telemetry,
         numbers: Callable[[], dict[str, float]],
     ):
-        self.config, self.model, self.dims = config, model, dims
-        self.telemetry, self.numbers = telemetry, numbers
-        self.first, self.fed = step + 1, FeedStats()
+        self.config = config
+        self.model = model
+        self.dims = dims
+        self.telemetry = telemetry
+        self.numbers = numbers
+        self.first = step + 1
+        self.fed = FeedStats()
         super().__init__(
             config,
             device,
@@ -55,7 +59,8 @@ class Report(MetricsLogger):
 
     def after_step(self, done: StepResult) -> None:
         self.fed += done.fed
-        steps, freq = self.config.training.steps, self.config.metrics.log_freq
+        steps = self.config.training.steps
+        freq = self.config.metrics.log_freq
         if is_logged(done.step, steps, freq) or done.step == self.first or done.stops:
             self._log(done)
         if self.telemetry.seen:
@@ -63,7 +68,8 @@ class Report(MetricsLogger):
 
     def _log(self, done: StepResult) -> None:
         """Log this step's numbers, and the work since the last line."""
-        fed, self.fed = self.fed, FeedStats()
+        fed = self.fed
+        self.fed = FeedStats()
         # Some numbers exist for some runs only.
         more = (
             {"data_seconds": fed.seconds / fed.steps}
