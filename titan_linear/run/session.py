@@ -92,9 +92,11 @@ class Session:
 
     def _built(self, model: ModelConfig | Decoder) -> Decoder:
         """Build the decoder as ranks train it: unallocated → parallelize → allocate."""
-        options, decoder = self.options, model
+        options = self.options
         if isinstance(model, ModelConfig):
             decoder = unallocated(model, options.dtype, options.compute_dtype)
+        else:
+            decoder = model
         decoder.head.chunk = options.loss_chunk_size
         parallelize(decoder, self.dims, options, self.device)
         if decoder is not model:
