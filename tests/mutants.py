@@ -147,7 +147,7 @@ MUTANTS = [
         "np.append(np.ones_like(trees.back[1:]), next",
         "test_packing.py",
     ),
-    Mutant("goes_on = end < self.corpus", "goes_on = end <= self.corpus", "test_packing.py"),
+    Mutant("if end < self.corpus.offsets", "if end <= self.corpus.offsets", "test_packing.py"),
     Mutant("stream=pool + 1", "stream=pool", "test_pools.py"),
     Mutant("self._before[n].get(name, 0) + own", "own", "test_mixture.py"),
     Mutant(
@@ -228,8 +228,8 @@ MUTANTS = [
         "test_losses.py: defined and GRPO",
     ),
     Mutant(
-        "counted = ((a.document.weights > 0)[:common] | ",
-        "counted = (",
+        "np.maximum(a.document.weights[:common], b.document.weights[:common])",
+        "b.document.weights[:common]",
         "runs/test_trees.py: alone",
     ),
     Mutant(
@@ -237,7 +237,7 @@ MUTANTS = [
         "keep(folder, scores, min((n + 1) * each, end))",
         "test_score.py: noted",
     ),
-    Mutant("if votes[0] >= votes[1]:", "if True:", "runs/test_trees.py: disagree"),
+    Mutant("if votes_before >= votes_now:", "if True:", "runs/test_trees.py: disagree"),
     Mutant("tau**2 *", "tau *", "test_losses.py: defined and distillation"),
     Mutant("(parts[:, 2] * shares).sum(0)", "parts[:, 2].mean(0)", "test_losses.py: gradients"),
     Mutant("return positions.copy()", "return positions - 1", "test_score.py: one and process"),
@@ -324,7 +324,7 @@ MUTANTS = [
         "uniform(1 / math.sqrt(inputs))", "uniform(2 / math.sqrt(inputs))", "models/test_lora.py"
     ),
     Mutant(
-        "if not problems and np.array_equal(pair[0].tokens, pair[1].tokens):",
+        "if np.array_equal(pair[0].tokens, pair[1].tokens):",
         "if False:",
         "test_preferences.py",
     ),

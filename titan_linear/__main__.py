@@ -73,16 +73,8 @@ def main(argv: list[str]) -> int:
 
 
 def help_text() -> str:
-    lines = [f"  {name:<10}{command.does}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: titan-linear COMMAND ...",
-            "",
-            *lines,
-            "",
-            "titan-linear COMMAND --help says more.",
-        ]
-    )
+    lines = "\n".join(f"  {name:<10}{command.does}" for name, command in COMMANDS.items())
+    return f"usage: titan-linear COMMAND ...\n\n{lines}\n\ntitan-linear COMMAND --help says more."
 
 
 def entry() -> NoReturn:

@@ -132,6 +132,7 @@ class TimedFunction:
     """
 
     def __init__(self, fn: Callable[..., Tensor], x: Inputs, parameters: Iterable[Tensor] = ()):
+        # Inputs are leaves; the output's gradient is drawn once.
         inputs = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in x.items()}
         self.fn = partial(fn, **inputs)
         self.leaves = [t for t in (*inputs.values(), *parameters) if t.requires_grad]

@@ -26,7 +26,7 @@ def cache(tmp_path, monkeypatch):
     return folder
 
 
-def test_write(cache, tmp_path, capsys):
+def test_a_corpus_is_written_and_bad_records_are_skipped_if_asked(cache, tmp_path, capsys):
     argv = [
         "write",
         str(tmp_path / "out" / "tokens"),
@@ -58,7 +58,7 @@ def test_write(cache, tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"error: --path = '{tmp_path}/nowhere'")
 
 
-def test_list(cache, capsys):
+def test_caches_are_listed_and_nothing_else(cache, capsys):
     (cache.parent / "parquet-0123456789abcdef01234567.tmp").mkdir()
     (cache.parent / "parquet-0123456789abcdef01234567.lock").touch()
     (cache.parent / "mine").mkdir()
@@ -71,7 +71,7 @@ def test_list(cache, capsys):
     assert second.startswith("parquet-0123456789abcdef01234567") and "unfinished" in second
 
 
-def test_check(cache, tmp_path, capsys):
+def test_damaged_caches_are_found(cache, tmp_path, capsys):
     assert (
         corpus.main(["check"])
         == corpus.main(["check", cache.name])
@@ -95,7 +95,7 @@ def test_check(cache, tmp_path, capsys):
     assert "is not a corpus of tokens" in capsys.readouterr().err
 
 
-def test_prune(cache, capsys):
+def test_only_caches_are_removed(cache, capsys):
     mine = cache.parent / "mine-0123456789abcdef01234567"
     mine.mkdir()
     unfinished = cache.parent / "text-0123456789abcdef01234567.tmp"

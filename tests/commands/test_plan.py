@@ -43,7 +43,7 @@ def machine(network=50e9, node_size=8, **rates):
     return Machine(replace(read_rates(shipped()["H200"]), **rates), node_size, network, "cudnn")
 
 
-def test_the_command(capsys, tmp_path):
+def test_the_command_prints_memory_time_and_splits(capsys, tmp_path):
     folder = tmp_path / "run"
     argv = [
         "--gpus",

@@ -460,7 +460,7 @@ def test_a_killed_run_keeps_every_line(config):
     assert [line["step"] for line in lines(config)] == [1, 2, 3]
 
 
-def test_durations():
+def test_durations_are_shown_in_two_units():
     shown = [metrics._duration(s) for s in (0, 59.6, 185, 7620, 273600)]
     assert shown == ["0s", "1m00s", "3m05s", "2h07m", "3d04h"]
 

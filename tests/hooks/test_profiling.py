@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.keys import argv_of
 from titan_linear.config import load_config
 from titan_linear.hooks.profiling import MemorySnapshots, Profiler
 
@@ -22,15 +23,14 @@ def test_a_trace_of_the_profiler(tmp_path, monkeypatch):
     """By the schedule of the keys: two steps, once, in time that counts for no step."""
     monkeypatch.setenv("RANK", "0")
     keys = {
-        "profile_freq": 3,
-        "profiler_active": 2,
-        "profiler_warmup": 5,
-        "profile_count": 1,
-        "enable_profiling": "true",
+        "job.dump_folder": tmp_path,
+        "profiling.enable_profiling": "true",
+        "profiling.profile_freq": 3,
+        "profiling.profiler_active": 2,
+        "profiling.profiler_warmup": 5,
+        "profiling.profile_count": 1,
     }
-    config = load_config(
-        [f"--job.dump_folder={tmp_path}", *(f"--profiling.{key}={x}" for key, x in keys.items())]
-    )
+    config = load_config(argv_of(keys))
     pauses = []
     # resumed after 10 steps
     with profiler(config, 10, lambda: pauses.append(step) or ExitStack()) as profile:
@@ -42,6 +42,20 @@ def test_a_trace_of_the_profiler(tmp_path, monkeypatch):
     assert (trace.name, costs.name) == ("rank0_step13.json", "rank0_step13.txt")
     (row,) = (line.split() for line in costs.read_text().splitlines() if "aten::dot" in line)
     assert row[-1] == "2"  # calls
+
+
+@pytest.mark.parametrize("asked, warmup, wait", [(2, 2, 3), (9, 5, 0)])
+def test_the_steps_before_a_trace_warm_up(asked, warmup, wait, tmp_path, monkeypatch):
+    """As many as asked for, and as the steps between two traces have room for."""
+    monkeypatch.setenv("RANK", "0")
+    keys = {"profiling.profile_freq": 6, "profiling.profiler_active": 1}
+    config = load_config(argv_of(keys, profiling__profiler_warmup=asked, job__dump_folder=tmp_path))
+    schedules = []
+    monkeypatch.setattr(
+        torch.profiler, "schedule", lambda **x: schedules.append(x) or (lambda step: None)
+    )
+    profiler(config, 0)
+    assert (schedules[0]["warmup"], schedules[0]["wait"]) == (warmup, wait)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from titan_linear.run.preflight import preflight
 from titan_linear.train import Trainer
 
 
-def test_the_rule():
+def test_outliers_and_numbers_that_are_not_finite_stand_out():
     judge = Outliers(4.0)
     assert all(judge.judge(2.0 + n % 2, 1.0) is None for n in range(40))  # mean 2.5, sigma 0.5
     assert judge.judge(4.5, 1.0) is None
@@ -117,6 +117,6 @@ def test_what_is_learnt_is_shown_with_its_special_tokens():
         (["--spike", "1"], "--spike 1: there is no "),
     ],
 )
-def test_refusals(own, message, folder, capsys):
+def test_unknown_steps_streams_and_spikes_are_refused(own, message, folder, capsys):
     assert batch.main([*arguments(folder), *own]) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}") and not (folder / "run").exists()

@@ -306,7 +306,7 @@ def second_step(rank, world_size, argv):
     "name",
     ["hybrid", "kimi-linear", "ling-3", "nemotron-h", "granite-h", "falcon-h1", "minimax", "rwkv7"],
 )
-def test_against_definitions(name, folder, worlds):
+def test_quantities_equal_their_definitions(name, folder, worlds):
     flavor = "small" if name == "hybrid" else "debug"
     argv = arguments(folder, {"model.name": name, "model.flavor": flavor, "model.mtp_layers": 1})
     ((want, seen, norm),) = worlds(1).run(second_step, argv)
@@ -320,7 +320,7 @@ def test_against_definitions(name, folder, worlds):
 
 
 @pytest.mark.parametrize("name", ["dp 2", "cp 2 zig-zag", "selective activation checkpointing"])
-def test_of_several(name, folder, alone, worlds):
+def test_splits_show_the_same_and_change_no_step(name, folder, alone, worlds):
     processes, keys = SPLITS[name]
     ranks = worlds(processes).run(two_steps, arguments(folder, keys))
     off = worlds(processes).run(two_steps, arguments(folder, keys, {"metrics.telemetry_freq": 0}))

@@ -200,7 +200,7 @@ def first_losses(rank, world_size, argv):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_as_defined(case, records, worlds):
+def test_losses_are_as_defined(case, records, worlds):
     later = {"loss__mtp_weight": 0} if "model.mtp_layers" in CASES[case] else {}
     for got, want in worlds(1).run(first_losses, arguments(case, records, **later))[0]:
         assert got == pytest.approx(want, rel=1e-10)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.keys import argv_of
 from tests.refusals import refused
 from titan_linear.config import load_config
 from titan_linear.run.build import implementations, model_config
@@ -30,6 +31,18 @@ def test_a_preset_follows_a_larger_tokenizer(size, rows, path):
     line = vocabulary(config, model, tokenizer(size))
     said = f"model.vocab_size = {rows}: the tokenizer's {size}, rounded up; 'debug' alone has 320"
     assert line == ("" if rows == 320 else said)
+
+
+@pytest.mark.parametrize(
+    "keys, factor",
+    [
+        ({"adapter.alpha": 12}, 12 / 4),
+        ({"adapter.alpha": 12, "adapter.rslora": "true"}, 12 / 4**0.5),
+    ],
+)
+def test_adapters_are_scaled_by_alpha_over_the_rank_or_its_root(keys, factor):
+    config = load_config(argv_of({"adapter.enable": "true", "adapter.rank": 4} | keys))
+    assert model_config(config, tokenizer(257)).adapter.factor == factor
 
 
 def unlike(rank, world_size, keys, corpus):

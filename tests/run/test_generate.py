@@ -1,13 +1,16 @@
 """Generation: prefill and decoding give what one forward gives; sampling is a function of the seed."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.keys import argv_of
 from tests.models.ours import initialised
 from tests.refusals import refused
-from titan_linear.config import ActivationCheckpoint
+from titan_linear.config import ActivationCheckpoint, load_config
 from titan_linear.data import ByteTokenizer
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.options import SessionOptions
@@ -22,6 +25,7 @@ from titan_linear.ops import attention, chunk_gated_delta_rule, chunk_kda
 from titan_linear.run.generate import (
     Drafts,
     Sampling,
+    Validator,
     _Reader,
     choose,
     continuations,
@@ -228,7 +232,7 @@ def test_choice_among_the_likeliest():
             choose(broken, Sampling(temperature), torch.Generator())
 
 
-def test_text():
+def test_texts_continue_their_prompts():
     model, options = (
         build(MODELS["bounded gates"]),
         {"max_new_tokens": 3, "sampling": Sampling(), "device": CPU},
@@ -276,3 +280,11 @@ def test_a_model_that_ranks_share_says_the_same(name, tp, ep, worlds):
         model, PROMPTS, max_new_tokens=6, sampling=Sampling(1.0, 0.9), device=CPU
     )
     assert worlds(2).run(sharded, name, tp, ep) == [alone, alone]
+
+
+def test_samples_of_a_run_are_drawn_by_its_keys(monkeypatch):
+    keys = {"sample.temperature": 0.5, "sample.top_p": 0.25, "debug.seed": 7}
+    session = SimpleNamespace(precision=nullcontext(), model=None, device=CPU)
+    reader = SimpleNamespace(config=load_config(argv_of(keys)), session=session, tokenizer=None)
+    monkeypatch.setattr("titan_linear.run.generate.generate", lambda *_, sampling, **__: [sampling])
+    assert Validator(reader, None, None).text("a", 1) == Sampling(0.5, 0.25, 7)

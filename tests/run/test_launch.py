@@ -552,7 +552,7 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(calls, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("asked, gpus, count", [("", 0, 2), ("", 4, 4), ("3", 0, 3), ("2", 4, 2)])
-def test_ngpu(monkeypatch, asked, gpus, count):
+def test_ngpu_decides_the_number_of_processes(monkeypatch, asked, gpus, count):
     monkeypatch.setenv("NGPU", asked)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     assert launch.process_count() == count

@@ -1,17 +1,20 @@
 """A run's schedule and degrees of parallelism. Whole preflights are in test_resume.py and test_hf_io.py."""
 
+import os
 import re
 import textwrap
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.keys import argv_of
 from tests.records import write_json, write_texts
 from tests.refusals import refused
 from titan_linear.config import ActivationCheckpoint, load_config
-from titan_linear.data import build_tokenizer
+from titan_linear.data import ByteTokenizer, build_tokenizer, write_corpus
 from titan_linear.models.config import fingerprint
 from titan_linear.models.presets import preset
 from titan_linear.run import preflight as preflight_module
@@ -288,6 +291,22 @@ def test_a_corpus_of_less_than_a_step_is_a_warning(tmp_path, capsys):
         assert re.search(f"warning: {said}", capsys.readouterr().out)
         with refused(said.replace("32 = 64", "34 = 68")):  # not even a stream
             preflight(run(tmp_path, **given, **{"training.seq_len": 34}), 1)
+
+
+@pytest.mark.parametrize("verify", ["changed", "always"])
+def test_a_corpus_is_read_at_each_start_only_if_asked(verify, tmp_path):
+    """A byte that changes without the file's size and time is noticed only then."""
+    write_corpus(tmp_path / "corpus", [np.arange(64) % 9], ByteTokenizer())
+    keys = {"training.dataset": "tokens", "training.dataset_path": tmp_path / "corpus"}
+    keys |= {"training.seq_len": 8, "training.global_batch_size": 2, "training.verify": verify}
+    preflight(run(tmp_path, **keys), 1)
+    (file,) = (tmp_path / "corpus").glob("tokens*")
+    stat, content = file.stat(), bytearray(file.read_bytes())
+    content[0] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with refused("tokens") if verify == "always" else nullcontext():
+        preflight(run(tmp_path, **keys), 1)
 
 
 def test_weights_and_biases_without_its_package(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ def trained(rank, world_size, argv):
     return begins_from, [*losses, trainer.validate()]
 
 
-def test_losses(tmp_path, worlds):
+def test_losses_of_answers_do_not_depend_on_the_processes(tmp_path, worlds):
     """Losses of answers do not depend on the processes, and a run resumes in the middle."""
     make_tokenizer(tmp_path / "tokenizer", UNMARKED)
     words = ["four", "eight", "sixteen", "two and a half", "a lot"]

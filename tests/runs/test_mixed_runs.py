@@ -59,7 +59,7 @@ def trained(rank, world_size, argv):
     return [*losses, trainer.validate()], trainer.content
 
 
-def test_runs(folder, worlds):
+def test_losses_of_mixtures_do_not_depend_on_the_processes(folder, worlds):
     """The losses do not depend on the processes; a run resumes, changes by name, and its checkpoint knows all of it."""
 
     def run(processes, step, **more):
@@ -163,7 +163,7 @@ WEB = '{name="web", weight=1, dataset="jsonl", dataset_path="x"}'
         ),
     ],
 )
-def test_bad_mixtures(value, message):
+def test_bad_mixtures_are_refused(value, message):
     with refused(message):
         check_config(load_config(["--training.mixture", value]), 1)
 

@@ -156,7 +156,7 @@ def apart(files, worlds):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_runs(name, files, apart, worlds):
+def test_runs_on_trees_equal_documents_apart(name, files, apart, worlds):
     processes, keys = SPLITS[name]
     for rank in worlds(processes).run(train_on_rank, arguments(files, "together", keys)):
         check_equal(rank, apart({}))
@@ -179,7 +179,7 @@ def test_a_compiled_run(name, files, apart, worlds):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families(family, files, apart, worlds):
+def test_families_on_trees_equal_documents_apart(family, files, apart, worlds):
     own = {"model.name": "hybrid", "model.flavor": FAMILIES[family], "loss.normalise": "document"}
     processes, keys = SPLITS["cp 2 allgather zigzag"]
     for rank in worlds(processes).run(train_on_rank, arguments(files, "together", own, keys)):
@@ -206,7 +206,7 @@ def further(tmp_path_factory, worlds):
 
 
 @pytest.mark.parametrize("name", ["dp 2", "cp 4", "tp 2 x cp 2 zig-zag", "cp 2 all heads"])
-def test_further_tokens(name, further, worlds):
+def test_further_tokens_on_trees_equal_documents_apart(name, further, worlds):
     processes, keys = SPLITS[name]
     argv, one = further
     for rank in worlds(processes).run(train_on_rank, [*argv, *argv_of(keys)]):
@@ -215,7 +215,7 @@ def test_further_tokens(name, further, worlds):
 
 @pytest.mark.parametrize("case", ["GRPO", "GRPO, the base as reference", "GSPO", "distillation"])
 @pytest.mark.parametrize("name", ["dp 2", "cp 2 allgather zigzag"])
-def test_losses(case, name, files, apart, worlds):
+def test_losses_on_trees_equal_documents_apart(case, name, files, apart, worlds):
     processes, keys = SPLITS[name]
     own = CASES[case] | {"training.dataset_format": "tree", "metrics.telemetry_freq": 1}
     own |= {"metrics.loss_by_source": '[{name = "all", files = "*"}]'}
@@ -224,7 +224,7 @@ def test_losses(case, name, files, apart, worlds):
 
 
 @pytest.mark.parametrize("name", ["ep 2, dp 2", "ep 2, dp 2 x cp 2"])
-def test_experts(name, files, apart, worlds):
+def test_experts_on_trees_equal_documents_apart(name, files, apart, worlds):
     """Beside latent attention. Balance is of the tokens computed, so it is left out."""
     processes, keys = EXPERT_SPLITS[name]
     own = {"model.flavor": "experts", **dict.fromkeys(BALANCE, 0)}
@@ -269,7 +269,7 @@ def preferences(rng):
 
 
 @pytest.mark.parametrize("case", ["GRPO", "GSPO", "DPO", "SimPO"])
-def test_shared_prefixes(case, tmp_path, worlds):
+def test_shared_prefixes_equal_documents_apart(case, tmp_path, worlds):
     """Each stream has a tree, or two documents."""
     OWN["hybrid"] |= OWN_FLAVORS
     pairs, records = case in ("DPO", "SimPO"), tmp_path / "records.jsonl"
@@ -571,7 +571,7 @@ def places(tree, counter, above=()):
         ({"text": "a"}, "no field 'children'"),
     ],
 )
-def test_bad_records(record, words, tmp_path):
+def test_bad_tree_records_are_refused(record, words, tmp_path):
     with refused(rf"bad.jsonl, line 2: {re.escape(words)}"):
         corpus_of(tmp_path / "bad.jsonl", [{"text": "a", "children": []}, record])
 
@@ -683,7 +683,7 @@ def test_batch_shows_nodes(tmp_path):
 
 
 @pytest.mark.parametrize("split", [{}, SPLITS["cp 2 allgather zigzag"][1]])
-def test_the_doctor(split, files, monkeypatch):
+def test_the_doctor_finds_leaves_that_continue_each_other(split, files, monkeypatch):
     """It finds that a leaf continues the one before it."""
     subject = subject_of(
         load_config(arguments(files, "together", split, {"training.dtype": "float32"}))

@@ -220,7 +220,7 @@ def test_projections_are_the_parameters_that_a_token_meets(name, flavor):
     assert forward_flops(config, tokens) == 2 * met + states
 
 
-def test_documents():
+def test_sums_over_documents_are_exact():
     cu = np.cumsum([0, 1, 63, 64, 65, 0, 1000]).astype(np.int32)
     pairs = sum((b - a) * (b - a + 1) // 2 for a, b in pairwise(cu.tolist()))
     chunks = [min(64, b - i) for a, b in pairwise(cu.tolist()) for i in range(a, b, 64)]

@@ -218,7 +218,7 @@ def test_updates_are_torchs_under_every_split(split, reference, worlds):
 @pytest.mark.parametrize(
     "split", [{"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "ep": 2}, {"cpu_offload": True}], ids=str
 )
-def test_on_gpus(split, worlds):
+def test_muon_on_gpus_equals_torchs(split, worlds):
     want = by_torch("experts", "cuda")
     for got, _ in worlds(1 if "cpu_offload" in split else 2, "nccl").run(
         on_ranks, "experts", split

@@ -225,11 +225,11 @@ def on_gpus(processes, corpus, worlds, split):
 
 
 @pytest.mark.cuda
-def test_one_gpu(corpus, worlds):
+def test_one_gpu_with_offload_equals_one_without(corpus, worlds):
     on_gpus(1, corpus, worlds, {})
 
 
 @pytest.mark.cuda(2)
 @pytest.mark.parametrize("split", ON_GPUS)
-def test_two_gpus(split, corpus, worlds):
+def test_two_gpus_with_offload_equal_those_without(split, corpus, worlds):
     on_gpus(2, corpus, worlds, ON_GPUS[split])

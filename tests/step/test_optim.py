@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_linear.config import LRScheduler, Optimizer
+from tests.keys import argv_of
+from titan_linear.config import Optimizer, load_config
 from titan_linear.distributed.parts import local_tensor
 from titan_linear.hooks import norms
 from titan_linear.hooks.norms import squares_of_each, update_squares
@@ -32,32 +34,63 @@ from titan_linear.step.optimizer import (
     "keys, expected",
     [
         (
-            {"warmup_steps": 4},
+            {"lr_scheduler.warmup_steps": 4},
             {1: 0.25, 4: 1.0, 52: (1 + math.cos(math.pi / 2)) / 2 * 0.9 + 0.1, 100: 0.1},
         ),
         (
-            {"warmup_steps": 0, "decay_type": "linear", "min_lr_factor": 0.0},
+            {
+                "lr_scheduler.warmup_steps": 0,
+                "lr_scheduler.decay_type": "linear",
+                "lr_scheduler.min_lr_factor": 0.0,
+            },
             {1: 0.99, 50: 0.5, 100: 0.0},
         ),
         (
-            {"warmup_steps": 10, "decay_ratio": 0.2, "decay_type": "linear"},
+            {
+                "lr_scheduler.warmup_steps": 10,
+                "lr_scheduler.decay_ratio": 0.2,
+                "lr_scheduler.decay_type": "linear",
+            },
             {10: 1.0, 80: 1.0, 90: 0.55, 100: 0.1},
         ),
         (
-            {"warmup_steps": 0, "decay_ratio": 1.0, "decay_type": "sqrt", "min_lr_factor": 0.0},
+            {
+                "lr_scheduler.warmup_steps": 0,
+                "lr_scheduler.decay_ratio": 1.0,
+                "lr_scheduler.decay_type": "sqrt",
+                "lr_scheduler.min_lr_factor": 0.0,
+            },
             {25: 0.5, 100: 0.0},
         ),
-        ({"warmup_steps": 0, "decay_ratio": 0.0}, {1: 1.0, 100: 1.0}),
+        ({"lr_scheduler.warmup_steps": 0, "lr_scheduler.decay_ratio": 0.0}, {1: 1.0, 100: 1.0}),
         (
-            {"warmup_steps": 10, "total_steps": 200, "decay_type": "linear", "min_lr_factor": 0.0},
+            {
+                "lr_scheduler.warmup_steps": 10,
+                "lr_scheduler.total_steps": 200,
+                "lr_scheduler.decay_type": "linear",
+                "lr_scheduler.min_lr_factor": 0.0,
+            },
             {105: 0.5},
         ),
-        ({"warmup_steps": 200}, {100: 0.5}),
+        ({"lr_scheduler.warmup_steps": 200}, {100: 0.5}),
     ],
 )
-def test_learning_rate(keys, expected):
+def test_the_learning_rate_follows_its_keys(keys, expected):
+    schedule = load_config(argv_of(keys)).lr_scheduler
     for step, factor in expected.items():
-        assert learning_rate(step, 2.0, LRScheduler(**keys), steps=100) == pytest.approx(2 * factor)
+        assert learning_rate(step, 2.0, schedule, steps=100) == pytest.approx(2 * factor)
+
+
+def test_the_optimizer_has_the_values_of_its_keys(monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    keys = {"optimizer.name": "muon", "optimizer.beta1": 0.5, "optimizer.beta2": 0.6}
+    keys |= {"optimizer.eps": 1e-3, "optimizer.momentum": 0.7}
+    model = Decoder(preset("hybrid", "debug"))
+    groups = build_optimizer(model, load_config(argv_of(keys)).optimizer).param_groups
+    muon = [group for group in groups if "momentum" in group]
+    assert [group["momentum"] for group in muon] == [0.7]
+    assert {(*group["betas"], group["eps"]) for group in groups} == {(0.5, 0.6, 1e-3)}
 
 
 def test_only_matrices_decay():

@@ -258,7 +258,7 @@ def load_weights_error(rank, world_size, path, options):
         return str(error)
 
 
-def test_weights_only(worlds, tmp_path):
+def test_saves_of_weights_alone_are_recognised(worlds, tmp_path):
     saved = worlds(2).run(save_weights_only, tmp_path)[0]
     assert holds_optimizer(tmp_path / "step-1") and not holds_optimizer(tmp_path / "step-2")
     run = tmp_path / "run"
@@ -318,7 +318,7 @@ def test_another_model_is_refused(worlds, tmp_path):
     check_weights(tmp_path / "step-1", nowhere())
 
 
-def test_missing_step(worlds, tmp_path):
+def test_a_missing_step_is_refused(worlds, tmp_path):
     assert find_step(tmp_path / "none", -1) is None
     with refused(r"checkpoint.load_step = 3.*it has none"):
         find_step(tmp_path, 3)

@@ -266,7 +266,7 @@ def test_the_written_configuration_starts_the_same_run(folder):
     )
 
 
-def test_manifest(folder):
+def test_the_manifest_records_versions_and_implementations(folder):
     write_manifest(
         folder,
         world_size=2,

@@ -42,7 +42,7 @@ def test_checksums_and_copies_do_not_depend_on_the_block(monkeypatch, folder, tm
     target = tmp_path / "copy.safetensors"
     target.write_bytes(bytes(file.stat().st_size))
     copied = Folder(tmp_path, {}, folder.tensors)
-    for module in (hf_io, hf_writing, step_folders):
+    for module in (hf_io, step_folders):
         monkeypatch.setattr(module, "BLOCK", 7)
     assert copied.fingerprint == fingerprint and step_folders.inspect(file) == sums
     for tensor in folder.tensors.values():

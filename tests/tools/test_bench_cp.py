@@ -40,14 +40,14 @@ def test_the_time_of_two_dimensions():
     )
 
 
-def test_documents():
+def test_lengths_have_the_median_of_their_kind():
     for kind, (middle, _) in bench_cp.LENGTHS.items():
         bounds = bench_cp.boundaries(kind, 2**20)
         assert bounds[0] == 0 and bounds[-1] == 2**20 and (bounds.diff() > 0).all()
         assert bounds.diff()[:-1].median().item() == pytest.approx(middle, rel=0.25)
 
 
-def test_rows():
+def test_each_op_has_its_layouts():
     documents, layouts = ["one", "packed"], ["contiguous", "zigzag", "whole", "heads"]
     for op in ("kda", "gdn", "ssd", "conv", "ring", "allgather", "ulysses"):
         of_op = layouts if op in ("kda", "gdn", "ssd") else layouts[:3]

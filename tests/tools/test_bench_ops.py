@@ -43,7 +43,7 @@ def test_candidates_have_the_place_of_the_shipped_one():
     assert next(tried, None) is None and config("gdn scan", x, 128) == before[128][0]
 
 
-def test_heads():
+def test_heads_are_read_as_one_number_or_two():
     assert (head_counts("64"), head_counts("16/32")) == ((64, 64), (16, 32))
     for text in ("0", "a", "16/24", "/4"):
         with pytest.raises(argparse.ArgumentTypeError, match="must be a number of heads"):

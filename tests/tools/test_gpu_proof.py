@@ -105,7 +105,7 @@ def test_every_shipped_configuration_has_a_doctor():
     assert {*DOCTORS} == {file.stem for file in (ROOT / "train_configs").glob("*.toml")}
 
 
-def test_refusals(monkeypatch, capsys):
+def test_no_gpu_and_unknown_lines_are_refused(monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
     assert is_refused(command.main, [], capsys).startswith("nvidia-smi shows no GPU; --cpu-")
     line = is_refused(command.main, ["--list", "--only", "nothing"], capsys)

@@ -58,7 +58,7 @@ def test_torchrun_takes_no_option_of_a_tool_for_its_own():
         (["--max-new-tokens", "-3"], "--max-new-tokens -3 must be 0 or more"),
     ],
 )
-def test_generate_refuses(argv, message, capsys):
+def test_generate_refuses_bad_options(argv, message, capsys):
     assert is_refused(generate.main, ["outputs/none", "--prompt", "x", *argv], capsys).startswith(
         message
     )

@@ -26,7 +26,7 @@ NCCL = "ncclDevKernel_AllReduce(int)"
         ([], 0),
     ],
 )
-def test_busy(ran, microseconds):
+def test_time_on_the_device_counts_overlaps_once(ran, microseconds):
     """Where another kernel only begins, and what is of the host or a mark, changes nothing."""
     others = [
         event(NCCL, 0, 100, "cpu_op"),

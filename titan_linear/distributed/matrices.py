@@ -181,7 +181,7 @@ class WholeMatrices:
         Returns:
             The tensors from each rank.
         """
-        # All numbers in one row, by receiver; none at all is a row too.
+        # All numbers in one row, ordered by receiver; a row may be empty.
         none = torch.empty(0, dtype=dtype, device=self.device)
         flat = torch.cat([none, *map(torch.flatten, chain.from_iterable(sent))])
         to = [sum(map(torch.numel, tensors)) for tensors in sent]
@@ -222,6 +222,7 @@ def parts_of(name: str, stack: Tensor, ranks: int) -> dict[int, MatrixShard]:
                     f"optimizer.name = 'muon': {name} {list(stack.shape)} is cut by {placement}, so that no rank can "
                     "gather its matrices; use 'AdamW', or cut it along its first or last two dimensions"
                 )
+        # A rank's range of the first dimension covers `each` matrices per index.
         start, stop = bounds[0] if stack.dim() > 2 else (0, 1)
         rows, columns = (slice(*pair) for pair in bounds[-2:])
         parts[int(mesh[where])] = MatrixShard(copy, range(start * each, stop * each), rows, columns)

@@ -17,7 +17,8 @@ class CrossEntropyLoss(LossFunction):
     keys: schema.CrossEntropy
 
     def __call__(self, logits: ChunkedLogits, batch: LocalBatch) -> Tensor:
-        smoothing, z_loss = self.keys.label_smoothing, self.keys.z_loss
+        smoothing = self.keys.label_smoothing
+        z_loss = self.keys.z_loss
 
         def terms(rows: LogitStatistics, tokens: slice) -> Tensor:
             loss = cross_entropy(rows, tokens)

@@ -58,10 +58,12 @@ class PolicyLoss(LossFunction):
             # Clipped objective, by document or by token.
             if of_sequences:
                 of_tokens = of_sequences(logp, tokens)
-                loss, clipped = of_tokens["loss"], of_tokens["clipped"]
+                loss = of_tokens["loss"]
+                clipped = of_tokens["clipped"]
             else:
                 objective, is_clipped = self._objectives(logp - behaviour, advantages)
-                loss, clipped = -weights * objective, weights * is_clipped
+                loss = -weights * objective
+                clipped = weights * is_clipped
             # Divergence from the reference.
             kl = torch.zeros_like(logp)
             if self.keys.kl:
@@ -91,7 +93,8 @@ class PolicyLoss(LossFunction):
 
         ρ is bounded below if A is negative, else above.
         """
-        lowest, highest = math.log1p(-self.keys.clip_low), math.log1p(self.keys.clip_high)
+        lowest = math.log1p(-self.keys.clip_low)
+        highest = math.log1p(self.keys.clip_high)
         negative = advantages < 0
         bounded = torch.where(negative, log_ratio.clamp(min=lowest), log_ratio.clamp(max=highest))
         return bounded.exp() * advantages, (bounded != log_ratio) & (advantages != 0)

@@ -171,6 +171,10 @@ class Layer(NamedTuple):
         """Option classes of its mixers."""
         return tuple(map(type, self.mixers))
 
+    @property
+    def linear(self) -> bool:
+        return all(mixer.linear for mixer in self.mixers)
+
 
 # Families list layers one by one.
 MOST_LAYERS = 10_000
@@ -281,9 +285,7 @@ class ModelConfig(Factors):
         """
         # The last layer with softmax attention, or else the last with a mixer.
         mixing = [layer for layer in trunk if layer.mixers]
-        *_, last = [
-            layer for layer in mixing if not all(mixer.linear for mixer in layer.mixers)
-        ] or mixing
+        *_, last = [layer for layer in mixing if not layer.linear] or mixing
         # The first layer of a kind takes no values from others.
         mixers = tuple(mixer.first for mixer in last.mixers)
         mlp = self.moe or self._dense
@@ -330,7 +332,7 @@ class ModelConfig(Factors):
     @property
     def softmax(self) -> bool:
         """Whether any layer has softmax attention."""
-        return not all(mixer.linear for mixer in self.mixers)
+        return not all(layer.linear for layer in self.layers)
 
     def ops(self, tp: int = 1) -> OpDims:
         """Return the ops that each tensor-parallel rank calls, with their sizes."""
@@ -406,7 +408,7 @@ def mistake(model: ModelConfig) -> str | None:
         return f"mtp_layers = {model.mtp_layers}, which take a mixer of the pattern, and a pattern without one"
     # Contradictions within the experts, the mixers and their nested options.
     nested = [x for mixer in mixers for x in vars(mixer).values() if is_dataclass(x)]
-    parts = (*([] if model.moe is None else [model.moe]), *mixers, *nested)
+    parts = [*filter(None, [model.moe]), *mixers, *nested]
     return next((part.contradiction for part in parts if part.contradiction), None)
 
 
@@ -416,20 +418,13 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, tuple[objec
     Options that only affect training do not count.
     """
     # Options of the model, with the names of its layers.
-    kinds = [tuple(layer.name for layer in model.layers) for model in (ours, theirs)]
-    pairs: list[Any] = [
-        (
-            "",
-            *(
-                {**_without_mixers(model), "layers": kind}
-                for model, kind in zip((ours, theirs), kinds)
-            ),
-        )
-    ]
+    a, b = (_without_mixers(model) | {"layers": _layer_names(model)} for model in (ours, theirs))
+    pairs: list[Any] = [("", a, b)]
     # Options of the mixers, if the layers are of the same kinds.
-    if kinds[0] == kinds[1]:
-        of_both = ((m for layer in model.layers for m in layer.mixers) for model in (ours, theirs))
-        pairs += [(f"{a.name}.", vars(a), vars(b)) for a, b in zip(*of_both)]
+    if a["layers"] == b["layers"]:
+        for layer, other in zip(ours.layers, theirs.layers):
+            for mixer, its_mixer in zip(layer.mixers, other.mixers):
+                pairs.append((f"{mixer.name}.", vars(mixer), vars(its_mixer)))
     # Keep the first difference of each option.
     found: dict[str, tuple[object, object]] = {}
     for prefix, a, b in pairs:
@@ -448,17 +443,13 @@ def fingerprint(model: ModelConfig) -> str:
     change the hash.
     """
     # Leave out defaults, so that new options do not change the hash.
-    of_layers = [
-        (layer.name, [_chosen(mixer, vars(mixer)) for mixer in layer.mixers])
-        for layer in model.layers
-    ]
-    mixers = [(name, *(options or [{}])) for name, options in of_layers]
+    mixers = []
+    for layer in model.layers:
+        options = [_chosen(mixer, vars(mixer)) for mixer in layer.mixers]
+        mixers.append((layer.name, *(options or [{}])))
     moe = model.moe and _chosen(model.moe, vars(_without_mixers(model)["moe"]))
-    rest = {
-        name: value
-        for name, value in _chosen(model, _without_mixers(model)).items()
-        if name != "moe"
-    }
+    rest = _chosen(model, _without_mixers(model))
+    rest.pop("moe", None)
     return hashlib.sha256(repr((rest, moe, mixers)).encode()).hexdigest()[:16]
 
 
@@ -472,6 +463,10 @@ def _chosen(options: object, values: Mapping[str, object]) -> dict[str, object]:
     numbers = {name: float(x) if type(x) in (int, float) else x for name, x in chosen.items()}
     parts = {name: _chosen(x, vars(x)) for name, x in chosen.items() if is_dataclass(x)}
     return dict(sorted((numbers | parts).items()))
+
+
+def _layer_names(model: ModelConfig) -> tuple[str, ...]:
+    return tuple(layer.name for layer in model.layers)
 
 
 def _without_mixers(model: ModelConfig) -> dict[str, object]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from titan_linear.models.config import Factors, ModelConfig
 from titan_linear.models.layers import (
+    Cache,
     LayerNorm,
     Output,
     RMSNorm,
@@ -50,6 +51,10 @@ class LayerCache(UserDict[str, UserDict[str, Tensor]]):
         return self[branch]
 
 
+def of_branch(cache: LayerCache | None, branch: str) -> Cache:
+    return None if cache is None else cache[branch]
+
+
 class Block(nn.Module):
     """A residual layer: x + mixer(norm(x)), then x + mlp(norm(x)), or one of the two.
 
@@ -74,7 +79,8 @@ class Block(nn.Module):
         self.mlp = None
         # Modules for predicting a further token.
         if options.joins:
-            self.enorm, self.hnorm = norm_of(config), norm_of(config)
+            self.enorm = norm_of(config)
+            self.hnorm = norm_of(config)
             self.eh_proj = projection(2 * config.dim, config.dim)
             self.float8 = (("eh_proj",),)
         if options.ends:
@@ -114,9 +120,10 @@ class Block(nn.Module):
         # Branch of the MLP or experts.
         if self.mlp is not None:
             inputs = x if self.post_norm else self.mlp_norm(x)
-            out = as_output(self.mlp(inputs, plan, None if cache is None else cache["mlp"]))
+            out = as_output(self.mlp(inputs, plan, of_branch(cache, "mlp")))
             x = self._added(x, inputs, scaled(out.y, self.factors.mlp_factor), self.mlp_norm)
-        return Output(self.final_norm(x) if self.options.ends else x, out.balance, mixed.values)
+        x = self.final_norm(x) if self.options.ends else x
+        return Output(x, out.balance, mixed.values)
 
     def joined(self, x: Tensor) -> Tensor:
         """Return the residual stream's input: x, or the projected [embedding, hidden]."""
@@ -134,10 +141,11 @@ class Block(nn.Module):
         self, x: Tensor, plan: BatchPlan, cache: LayerCache | None, values: Tensor | None
     ) -> Output:
         """Return the sum of the mixers' outputs, and the values that one of them hands on."""
-        outputs, handed_on = [], None
+        outputs = []
+        handed_on = None
         for name, mixer, takes in zip(self.mixer_names, self.mixers, self.takes):
             taken = (values,) if takes else ()
-            out = as_output(mixer(x, plan, None if cache is None else cache[name], *taken))
+            out = as_output(mixer(x, plan, of_branch(cache, name), *taken))
             outputs.append(out.y)
             handed_on = handed_on if out.values is None else out.values
         return Output(sum(outputs[1:], outputs[0]), values=handed_on)
@@ -327,10 +335,13 @@ class Decoder(nn.Module):
         # predict.
         learns = loss is not None and torch.is_grad_enabled()
         later = plan.later if learns else None
-        x = self.embedded(tokens if later is None else torch.cat([tokens, later.tokens]))
-        embedded: list[Tensor] = []
+        count = len(tokens)
+        embedded = []
         if later is not None:
-            x, *embedded = x.split(len(tokens))
+            tokens = torch.cat([tokens, later.tokens])
+        x = self.embedded(tokens)
+        if later is not None:
+            x, *embedded = x.split(count)
         # All layers of the trunk.
         between = Between()
         x = self.through(range(self.config.num_layers), x, plan, caches, between)
@@ -350,12 +361,9 @@ class Decoder(nn.Module):
                 )
                 yield h, *targets
 
-        out = self.head(
-            x if logits_to_keep is None else x[:, -logits_to_keep:],
-            loss,
-            further if later else None,
-            plan.branches,
-        )
+        if logits_to_keep is not None:
+            x = x[:, -logits_to_keep:]
+        out = self.head(x, loss, further if later else None, plan.branches)
         # Adds 0 to the value, and the load-balance losses to the gradient.
         for balance in between.balances if learns else []:
             out = out + balance_weight * (balance - balance.detach())
@@ -371,9 +379,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Apply these layers to x."""
         for i in layers:
-            x, balance, own = self.layers[i](
-                x, plan, None if caches is None else caches[i], between.values
-            )
+            cache = None if caches is None else caches[i]
+            x, balance, own = self.layers[i](x, plan, cache, between.values)
             between.values = between.values if own is None else own
             between.balances += [] if balance is None else [balance]
         return x

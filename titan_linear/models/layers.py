@@ -152,7 +152,8 @@ class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float, zero_centred: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
-        self.eps, self.zero_centred = eps, zero_centred
+        self.eps = eps
+        self.zero_centred = zero_centred
         self.initial = {"weight": zeros if zero_centred else ones}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -170,7 +171,8 @@ class LayerNorm(nn.Module):
         self.initial = {"weight": ones, "bias": zeros}
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = widen(self.weight), widen(self.bias)
+        weight = widen(self.weight)
+        bias = widen(self.bias)
         return F.layer_norm(widen(x), weight.shape, weight, bias, self.eps).to(x.dtype)
 
 

@@ -34,10 +34,14 @@ class TitanLinearDecoderLayer(nn.Module):
 
     def __init__(self, model, layer):
         super().__init__()
-        (mixer,), mlp = model.layers[layer].mixers, model.layers[layer].mlp
-        self.growing, self.post_norm = mixer.growing, mixer.name in model.post_norm
-        self.attn_norm, self.mlp_norm = norm_of(model), norm_of(model)
-        self.attn, self.mlp = mixer.build(model, layer), mlp.build(model.dim)
+        (mixer,) = model.layers[layer].mixers
+        mlp = model.layers[layer].mlp
+        self.growing = mixer.growing
+        self.post_norm = mixer.name in model.post_norm
+        self.attn_norm = norm_of(model)
+        self.mlp_norm = norm_of(model)
+        self.attn = mixer.build(model, layer)
+        self.mlp = mlp.build(model.dim)
         # Convolution weights have three dimensions in checkpoints.
         for module in self.attn.modules():
             if isinstance(module, ConvWeight):
@@ -82,7 +86,8 @@ class TitanLinearModel(nn.Module):
 
     def forward(self, x, attention_mask, caches):
         """Run the layers: x [B, T, dim] -> [B, T, dim]."""
-        T, device = x.shape[1], x.device
+        T = x.shape[1]
+        device = x.device
         is_text = None
         if attention_mask is not None and not attention_mask.all():
             is_text = attention_mask.to(device) != 0
@@ -151,7 +156,7 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
     _no_split_modules = ("Block",)
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}
     # Rounding to bfloat16 would change the decay.
-    _keep_in_fp32_modules_strict = ("A_log", "dt_bias")
+    _keep_in_fp32_modules_strict = "A_log", "dt_bias"
     _is_stateful = True  # states cannot be rolled back, as assisted generation would need
 
     def __init__(self, config):
@@ -190,7 +195,7 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(self, input_ids, **kwargs):
         caches = kwargs.get(CACHE)
         unread = input_ids if caches is None else input_ids[:, caches.length :]
-        names = (CACHE, "attention_mask", "use_cache", "logits_to_keep")
+        names = CACHE, "attention_mask", "use_cache", "logits_to_keep"
         return {"input_ids": unread, **{name: kwargs[name] for name in names if name in kwargs}}
 
     def forward(

@@ -55,9 +55,14 @@ class BatchPlan:
             branches: [.] int64, for prefix trees: rows of logits that a loss reads again,
                 behind the rows of all tokens.
         """
-        self.position_ids, self.cu_seqlens, self.cp_context = position_ids, cu_seqlens, cp_context
-        self.first_key, self.num_streams, self.pairs = first_key, num_streams, pairs
-        self.later, self.branches = later, branches
+        self.position_ids = position_ids
+        self.cu_seqlens = cu_seqlens
+        self.cp_context = cp_context
+        self.first_key = first_key
+        self.num_streams = num_streams
+        self.pairs = pairs
+        self.later = later
+        self.branches = branches
         self._angles: dict[tuple[Rotary, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     @classmethod

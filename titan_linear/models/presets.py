@@ -28,7 +28,7 @@ from titan_linear.models.rope import RopeScaling
 
 Options = TypeVar("Options", MixerOptions, MoEConfig, RopeScaling)
 # Entries of a pattern that are not mixers.
-ALONE = (Dense.name, MoEConfig.name)
+ALONE = Dense.name, MoEConfig.name
 
 
 def _model(config: Mapping[str, Any], flavor: str) -> ModelConfig:
@@ -42,12 +42,14 @@ def _model(config: Mapping[str, Any], flavor: str) -> ModelConfig:
     return model
 
 
-MODELS = {
-    file.stem: {
-        flavor: _model(config, flavor) for flavor, config in json.loads(file.read_text()).items()
-    }
-    for file in sorted(Path(__file__).with_name("families").glob("configs/*.json"))
-}
+def _read(file: Path) -> dict[str, ModelConfig]:
+    """Read the flavors of a model."""
+    flavors = json.loads(file.read_text())
+    return {flavor: _model(config, flavor) for flavor, config in flavors.items()}
+
+
+FILES = sorted(Path(__file__).with_name("families").glob("configs/*.json"))
+MODELS = {file.stem: _read(file) for file in FILES}
 # Our own models, in the sizes of FLA's 340M and 1.3B. The debug flavors have grouped value
 # heads, QK-norm and an output gate.
 OWN = {name: MODELS[name] for name in ("kda", "gdn", "hybrid")}
@@ -80,7 +82,7 @@ def resized(model: ModelConfig, keys: Mapping[str, Any]) -> ModelConfig:
             times.
     """
     # Sizes and experts.
-    names = ("vocab_size", "dim", "num_layers", "hidden_dim", "mtp_layers")
+    names = "vocab_size", "dim", "num_layers", "hidden_dim", "mtp_layers"
     sizes = {name: keys[name] for name in names if keys[name]}
     if keys["moe"]:
         sizes["moe"] = _with_options(MoEConfig, model.moe, keys["moe"], "model.moe")

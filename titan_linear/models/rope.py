@@ -15,9 +15,9 @@ from torch import Tensor
 
 # theta, rotated channels per head, fields of the scaling.
 Rotary = tuple[float, int, tuple[tuple[str, object], ...]]
-_LINEAR = ("rope_type", "factor")
-_RAMP = (*_LINEAR, "original_max_position_embeddings")
-_ON_SCORES = ("attention_factor", "mscale", "mscale_all_dim")
+_LINEAR = "rope_type", "factor"
+_RAMP = *_LINEAR, "original_max_position_embeddings"
+_ON_SCORES = "attention_factor", "mscale", "mscale_all_dim"
 # Smallest values; 0 for other fields.
 _LEAST = {"factor": 1, "original_max_position_embeddings": 1, "beta_slow": 1e-6}
 # Fields that each type reads.
@@ -114,13 +114,15 @@ class RopeScaling:
                 (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
             ).clamp(0, 1)
         # YaRN: channels that turn beta_fast and beta_slow times.
-        ends = (self.beta_fast, self.beta_slow)
+        ends = self.beta_fast, self.beta_slow
         first, last = (
             half * math.log(context / (2 * math.pi * turns)) / math.log(theta) for turns in ends
         )
         if self.truncate:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, 2 * half - 1)
+            first = math.floor(first)
+            last = math.ceil(last)
+        first = max(first, 0)
+        last = min(last, 2 * half - 1)
         # A linear ramp between the two.
         channels = torch.arange(half, device=frequencies.device, dtype=frequencies.dtype)
         return 1 - ((channels - first) / (last - first or 1e-3)).clamp(0, 1)

@@ -26,7 +26,7 @@ from titan_linear.ops.torch.attention import local_attention
 
 BY_METHOD = ring_attention, allgather_attention, ulysses_attention, ulysses_ring_attention
 METHODS = dict(zip(SOFTMAX_METHODS, BY_METHOD, strict=True))
-IMPLS = ("auto", "torch")
+IMPLS = "auto", "torch"
 
 
 def attention(
@@ -124,7 +124,9 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, scale: float, first_key: Tensor) ->
     """Attend with each row's single query to its keys from first_key on: return o [B, 1,
     Hq, Dv].
     """
-    B, Tq, Tk = q.shape[0], q.shape[1], k.shape[1]
+    B = q.shape[0]
+    Tq = q.shape[1]
+    Tk = k.shape[1]
     if Tq != 1 or first_key.shape != (B,) or first_key.is_floating_point():
         given = f"{first_key.dtype} {tuple(first_key.shape)}"
         raise ValueError(f"first_key is {given}; give [B] = [{B}] integers, with Tq = 1, not {Tq}")

@@ -136,10 +136,12 @@ def _with_halo(
 
     They come from other ranks, or from the node's parent in prefix trees.
     """
-    slots, rows = cp_context.cut.slots, cp_context.tables.forward_chains.entry_slots
+    slots = cp_context.cut.slots
+    rows = cp_context.tables.forward_chains.entry_slots
     # In prefix trees every entry has a halo of its own.
     if boundaries.tree is not None:
-        slots, rows = len(boundaries), None
+        slots = len(boundaries)
+        rows = None
     flat, halo = with_halo(
         flat, cp_context.halo_of(width), slots, width, cp_context.ranks.group_name
     )
@@ -198,7 +200,8 @@ def lay_out(boundaries: Boundaries, W: int) -> ConvolutionRows:
     # later.
     edges = torch.tensor(boundaries.on_host())
     device = boundaries.cu_seqlens.device
-    N, lengths = len(edges) - 1, edges.diff()
+    N = len(edges) - 1
+    lengths = edges.diff()
     # [N, W−1]
     past = torch.arange(N)[:, None] * (W - 1) + edges[:-1, None] + torch.arange(W - 1)
     own = torch.arange(int(edges[-1])) + torch.repeat_interleave(

@@ -153,7 +153,7 @@ class ChunkedLogits:
             # Each rank finds its k best; the best of all ranks' candidates follow from
             # these.
             if self.ranks:
-                of_ranks = (picked, its_ids + before)
+                of_ranks = picked, its_ids + before
                 of_ranks = (
                     gather_along(x.unsqueeze(0), 0, self.ranks.group, self.ranks.size)
                     for x in of_ranks
@@ -288,17 +288,20 @@ def _differentiated(
     """Return the terms of a chunk, zero where `none` [n] is set, and the derivatives of
     their sum.
     """
-    leaves = [x if x is None else x.detach().requires_grad_(wanted) for x in rows[:3]]
+    leaves = {
+        name: x.detach().requires_grad_(wanted)
+        for name, x in (("picked", rows.picked), ("lse", rows.lse), ("mean", rows.mean))
+        if x is not None
+    }
     # With a separate autograd thread the host would be busy twice as long.
     with torch.set_grad_enabled(wanted), torch.autograd.set_multithreading_enabled(False):
-        values = terms(LogitStatistics(*[*leaves, *rows[3:]]), tokens)
+        values = terms(rows._replace(**leaves), tokens)
         values = values.masked_fill(none.view(-1, *[1] * (values.dim() - 1)), 0)
         loss = values.view(len(none), -1)[:, 0].sum()
         if not wanted:
             return values, None
-        of = [x for x in leaves if x is not None]
-        picked, lse, mean, *_ = *torch.autograd.grad(loss, of, materialize_grads=True), None
-    return values.detach(), rows._replace(picked=picked, lse=lse, mean=mean)
+        grads = torch.autograd.grad(loss, [*leaves.values()], materialize_grads=True)
+    return values.detach(), rows._replace(**dict(zip(leaves, grads, strict=True)))
 
 
 def _summed(
@@ -314,7 +317,8 @@ def _summed(
     If gradients are wanted, write the gradient of x to `dx`, and add the gradient of the
     weight to `dweight`.
     """
-    x, ids = of.x, of.ids
+    x = of.x
+    ids = of.ids
     wide = torch.promote_types(x.dtype, torch.float32)
     row_statistics, logits_gradient = CROSS_ENTROPY.load(name)
     total = x.new_zeros((), dtype=wide)
@@ -343,19 +347,15 @@ def _summed(
         # Turn the derivatives into the logits' gradient, then into gradients of x and of
         # the weight.
         if dx is not None:
-            b = (
-                None
-                if by.mean is None
-                else by.mean / (len(weight) * (head.ranks.size if head.ranks else 1))
-            )
+            vocab_size = len(weight) * (head.ranks.size if head.ranks else 1)
+            b = None if by.mean is None else by.mean / vocab_size
             # With several ids, gradients are added up before they are rounded, in the
             # logits' memory.
             d = torch.empty_like(logits, dtype=x.dtype) if target.shape[1] == 1 else logits
             logits_gradient(d, logits, rows.lse, target[:, 0], by.lse, b, by.picked[:, 0])
             if target.shape[1] > 1:
-                d.scatter_add_(
-                    1, target[:, 1:].clamp(min=0), by.picked[:, 1:].where(target[:, 1:] >= 0, 0)
-                )
+                others = target[:, 1:]
+                d.scatter_add_(1, others.clamp(min=0), by.picked[:, 1:].where(others >= 0, 0))
             d = d.to(x.dtype)  # [chunk, vocab]
             torch.mm(d, weight, out=dx[tokens])
             if dweight is not None:

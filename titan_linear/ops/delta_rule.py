@@ -51,14 +51,14 @@ def delta_rule(name: str, family: str) -> Recurrence:
     return Recurrence(name, implementations, ("A_log", "dt_bias"), step)
 
 
-def normed(given: Inputs) -> Inputs:
+def normed(inputs: Inputs) -> Inputs:
     """Return the inputs with q and k divided by their norms."""
-    return given._replace(q=l2norm(given.q), k=l2norm(given.k))
+    return inputs._replace(q=l2norm(inputs.q), k=l2norm(inputs.k))
 
 
 def _run(
     recurrence: Recurrence,
-    given: Inputs,
+    inputs: Inputs,
     normalise: bool,
     options: DeltaRuleOptions,
     sequences: Sequences,
@@ -68,15 +68,18 @@ def _run(
 
     `normalise` divides q and k by their norms before any kernel.
     """
-    _check_inputs(given, options)
-    return run(recurrence, normed(given) if normalise else given, options, sequences, impl)
+    _check_inputs(inputs, options)
+    inputs = normed(inputs) if normalise else inputs
+    return run(recurrence, inputs, options, sequences, impl)
 
 
-def _check_inputs(given: Inputs, options: DeltaRuleOptions) -> None:
+def _check_inputs(inputs: Inputs, options: DeltaRuleOptions) -> None:
     """Raise ValueError for shapes and switches that do not fit; the message has the remedy."""
     # Shapes of tensors per token; g has a channel dimension for KDA only.
-    q, k, v, g, beta, A_log, dt_bias = given
-    B, T, HV, K, _ = check_queries(q, k, v)
+    g = inputs.g
+    beta = inputs.beta
+    A_log = inputs.A_log
+    B, T, HV, K, _ = check_queries(inputs.q, inputs.k, inputs.v)
     for name, x, shape in (
         ("g", g, (B, T, HV) if g.dim() == 3 else (B, T, HV, K)),
         ("beta", beta, (B, T, HV)),
@@ -92,7 +95,7 @@ def _check_inputs(given: Inputs, options: DeltaRuleOptions) -> None:
         )
     if A_log is not None and A_log.numel() != HV:
         raise ValueError(f"A_log {tuple(A_log.shape)} must be [HV] = [{HV}]")
-    if dt_bias is not None and not options.gate_in_kernel:
+    if inputs.dt_bias is not None and not options.gate_in_kernel:
         raise ValueError("dt_bias comes with use_gate_in_kernel = True; give both or neither")
 
 

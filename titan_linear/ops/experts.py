@@ -186,7 +186,8 @@ class _Pass(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         check_first_derivative()
-        (slots,), (rows, name, sums) = ctx.saved_tensors, ctx.how
+        (slots,) = ctx.saved_tensors
+        rows, name, sums = ctx.how
         return _pass(dy, slots, rows, name, not sums), *[None] * 4
 
 
@@ -204,9 +205,11 @@ class _Activate(torch.autograd.Function):
     def forward(
         ctx: Any, y: Tensor, weights: Tensor, slots: Tensor, order: Tensor, gated: bool, name: str
     ) -> Tensor:
-        y, of_rows = y.contiguous(), weights.flatten()[order]
+        y = y.contiguous()
+        of_rows = weights.flatten()[order]
         ctx.save_for_backward(y, of_rows, slots)
-        ctx.name, ctx.gated = name, gated
+        ctx.name = name
+        ctx.gated = gated
         return COPIES.load(name).activate(y, of_rows, gated)
 
     @staticmethod
@@ -294,7 +297,8 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x, weight, counts, slots)
-        ctx.products, ctx.passes = products, passes
+        ctx.products = products
+        ctx.passes = passes
         return (kept_product if keep else grouped_product)(
             x, weight, counts, slots, products, passes
         )

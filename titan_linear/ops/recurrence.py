@@ -184,14 +184,15 @@ class _Recurrence(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         inputs = call.inputs(*tensors)
         keep = call.options.disable_recompute and any(ctx.needs_input_grad)
-        o, final, entering, M, of_rule, rule = _forward(call, inputs, initial_state, keep)
-        ctx.call, ctx.rule = call, rule
-        states = initial_state if call.starts is None else entering
-        ctx.save_for_backward(*Saved(inputs, states, M, of_rule).tensors())
+        ran = _forward(call, inputs, initial_state, keep)
+        ctx.call = call
+        ctx.rule = ran.rule
+        states = initial_state if call.starts is None else ran.entering
+        ctx.save_for_backward(*Saved(inputs, states, ran.M, ran.kept).tensors())
         ctx.set_materialize_grads(False)
         # Return views: torch 2.11's compiler drops the gradient of an output that is itself
         # an intermediate of this function.
-        return o.view_as(o), final.view_as(final)
+        return ran.o.view_as(ran.o), ran.final.view_as(ran.final)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -236,21 +237,26 @@ def _function(rule: type[Rule]) -> Callable[..., tuple[Tensor, Tensor]]:
     return _apply_on_host if on_host else _Recurrence.apply
 
 
-Forward = tuple[Tensor, Tensor, Tensor | None, Tensor | None, tuple[Tensor, ...], Rule | None]
+class Ran(NamedTuple):
+    """Results of forward, and what backward needs of it."""
+
+    o: Tensor
+    final: Tensor
+    entering: Tensor | None  # states that enter from parent entries or from other ranks
+    M: Tensor | None
+    kept: tuple[Tensor, ...]  # `kept` of the rule
+    rule: Rule | None  # unless backward prepares again
 
 
 @kept
 def _forward(
     call: RecurrenceCall, inputs: AnyInputs, initial_state: Tensor | None, keep: bool
-) -> Forward:
-    """Run forward up to the final states.
-
-    Returns:
-        o, the final states, the states that enter from other ranks, M, the rule's `kept`,
-        and the rule if `keep`.
-    """
+) -> Ran:
+    """Run forward up to the final states. `keep` returns the rule too."""
     rule = call.implementation(inputs, call.options, call.boundaries, differentiable=keep)
-    states, entering, M = initial_state, None, None
+    states = initial_state
+    entering = None
+    M = None
     # States enter from parent entries, from other ranks, or from the caller.
     if tree := call.boundaries.tree:
         S_ext, M = rule.boundary(tree.points)
@@ -260,7 +266,7 @@ def _forward(
         S_ext, M = rule.boundary(chains)
         states = entering = incoming_states(S_ext, M, chains, call.group)
     o, final = rule.forward(_initial(states, call, inputs), call.need_final)
-    return o.to(inputs.v.dtype), final, entering, M, tuple(rule.kept), rule if keep else None
+    return Ran(o.to(inputs.v.dtype), final, entering, M, tuple(rule.kept), rule if keep else None)
 
 
 def _initial(states: Tensor | None, call: RecurrenceCall, inputs: AnyInputs) -> States | None:
@@ -272,7 +278,7 @@ def _initial(states: Tensor | None, call: RecurrenceCall, inputs: AnyInputs) -> 
 
 def run(
     recurrence: Recurrence,
-    given: AnyInputs,
+    arguments: AnyInputs,
     options: AnyOptions,
     sequences: Sequences,
     impl: str | Choice,
@@ -283,17 +289,19 @@ def run(
     call this.
 
     Args:
-        given: the caller's inputs, [B, T, ...].
+        arguments: the caller's inputs, [B, T, ...].
     """
     # Check the arguments that all recurrences have.
-    check_floats(**{recurrence.named(name): x for name, x in given._asdict().items()})
-    q, v = given.q, given.v
+    check_floats(**{recurrence.named(name): x for name, x in arguments._asdict().items()})
+    q = arguments.q
+    v = arguments.v
     cu_seqlens, cp_context = of_trees(
         sequences.parents, sequences.cu_seqlens, sequences.cp_context, q.device
     )
     if sequences.cp_method not in ("kcp", "ulysses"):
         raise ValueError(f"cp_method = {sequences.cp_method!r} is unknown; use 'kcp' or 'ulysses'")
-    initial_state, output_final_state = sequences.initial_state, sequences.output_final_state
+    initial_state = sequences.initial_state
+    output_final_state = sequences.output_final_state
     if cp_context is not None:
         check_cp(
             recurrence.named("q"), q, initial_state, output_final_state, cu_seqlens, cp_context
@@ -307,9 +315,11 @@ def run(
     # Ulysses: exchange tokens for heads, and run the whole stream.
     several = cp_context is not None and cp_context.ranks.world_size > 1
     if several and sequences.cp_method == "ulysses":
-        return _over_heads(recurrence, given, options, cp_context, impl), None
+        return _over_heads(recurrence, arguments, options, cp_context, impl), None
     # Fold the batch into the tokens, and choose the implementation.
-    inputs = _each(given, recurrence, lambda x: x.flatten(0, 1), lambda x: x.flatten().contiguous())
+    inputs = _each(
+        arguments, recurrence, lambda x: x.flatten(0, 1), lambda x: x.flatten().contiguous()
+    )
     rule = _implementation(recurrence, inputs, impl)
     wants_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*inputs, initial_state)
@@ -320,7 +330,7 @@ def run(
     else:
         boundaries = boundaries_of(q, cu_seqlens, cp_context, sequences.cu_seqlens_cpu)
         cp = cp_context if several else None
-        call = RecurrenceCall(type(given), rule, options, boundaries, cp, output_final_state)
+        call = RecurrenceCall(type(inputs), rule, options, boundaries, cp, output_final_state)
         o, final = _function(rule)(call, initial_state, *inputs)
     o = o.unflatten(0, q.shape[:2])
     return o, swapped(final, sequences.state_v_first) if output_final_state else None
@@ -351,7 +361,11 @@ def _implementation(recurrence: Recurrence, inputs: AnyInputs, impl: str | Choic
 
 
 def _over_heads(
-    recurrence: Recurrence, given: AnyInputs, options: AnyOptions, cp: CPContext, impl: str | Choice
+    recurrence: Recurrence,
+    arguments: AnyInputs,
+    options: AnyOptions,
+    cp: CPContext,
+    impl: str | Choice,
 ) -> Tensor:
     """Compute o by an all-to-all over heads.
 
@@ -359,15 +373,14 @@ def _over_heads(
     that are the same for all tokens, so that no state crosses ranks.
     """
     inputs = _each(
-        given,
+        arguments,
         recurrence,
         lambda x: tokens_to_heads(x, cp).flatten(0, 1),
         lambda x: x.reshape(cp.ranks.world_size, -1)[cp.ranks.rank],
     )
     rule = _implementation(recurrence, inputs, impl)
-    o, _ = _function(rule)(
-        RecurrenceCall(type(given), rule, options, cp.stream, None, False), None, *inputs
-    )
+    call = RecurrenceCall(type(inputs), rule, options, cp.stream, cp=None, need_final=False)
+    o, _ = _function(rule)(call, None, *inputs)
     return heads_to_tokens(o.unsqueeze(0), cp)
 
 

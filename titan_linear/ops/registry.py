@@ -17,7 +17,7 @@ from titan_linear.ops.ssd import SSD
 from titan_linear.ops.swiglu import SWIGLU
 from titan_linear.ops.torch.attention_kernels import ATTENTION, whole_streams
 
-RECURRENCES = (KDA, GDN, SSD, SIMPLE_GLA, RWKV7)
+RECURRENCES = KDA, GDN, SSD, SIMPLE_GLA, RWKV7
 OPS = {
     op.name: op
     for op in (*RECURRENCES, CONVOLUTION, ATTENTION, SWIGLU, COPIES, GROUPED_LINEAR, CROSS_ENTROPY)

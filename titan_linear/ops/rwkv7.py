@@ -108,7 +108,8 @@ def chunk_rwkv7(
 
 def _check_shapes(inputs: DPLRInputs) -> None:
     """Raise ValueError unless all heads are heads of the queries and all shapes fit."""
-    q, v = inputs.q, inputs.v
+    q = inputs.q
+    v = inputs.v
     check_queries(q, inputs.k, v)
     if v.shape[2] != q.shape[2]:
         raise ValueError(
@@ -127,7 +128,8 @@ def _check_decays(w: Tensor, least: float) -> None:
     if w.device.type != "cpu" or torch.compiler.is_compiling():
         return
     if ((w > 0) | (w < least)).any():
-        low, high = w.amin().item(), w.amax().item()
+        low = w.amin().item()
+        high = w.amax().item()
         raise ValueError(
             f"w is in [{low:.4g}, {high:.4g}]; give natural logs of decays, in [{least}, 0]"
         )

@@ -76,7 +76,9 @@ class _SwiGLU(torch.autograd.Function):
         factor: float,
     ) -> Tensor | Pair:
         ctx.save_for_backward(gate_up, weight, lora_A)
-        ctx.name, ctx.product, ctx.factor = name, product, factor
+        ctx.name = name
+        ctx.product = product
+        ctx.factor = factor
         activated = SWIGLU.load(name).activate(gate_up.contiguous(), None, True, factor)
         y = product(activated, weight)
         return y if lora_A is None else (y, F.linear(activated, lora_A))

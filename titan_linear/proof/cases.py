@@ -66,6 +66,10 @@ class Draws:
         rng = generator(self.seed, "proof", self.kind, name)
         return torch.randn(shape, generator=rng).double().to(self.device)
 
+    def how(self, plan: BatchPlan, impl: str) -> dict[str, Any]:
+        """Return the arguments that all recurrences take."""
+        return {"impl": impl, "cp_method": self.cp_method, **plan.documents}
+
     def tokens(self, **shapes: tuple[int, ...]) -> Tensors:
         """Draw [1, T, ...] for each name."""
         return {name: self(name, 1, self.T, *shape) for name, shape in shapes.items()}
@@ -228,9 +232,9 @@ def _delta_rule(
     # q and k are normalized before the op, in the run's dtype.
     def run(x, plan, impl):
         x = x | {name: l2norm(x[name]).to(x[name].dtype) for name in "qk"}
-        signed = {"allow_neg_eigval": mixer.beta_range == 2.0}
-        how = signed | {"impl": impl, "cp_method": draw.cp_method}
-        return op(**x, **how, **plan.documents, **IN_KERNEL, **options)[0]
+        signed = mixer.beta_range == 2.0
+        how = draw.how(plan, impl) | IN_KERNEL | options
+        return op(**x, allow_neg_eigval=signed, **how)[0]
 
     def oracle(x, cu_seqlens):
         q = l2norm(x["q"])
@@ -254,8 +258,7 @@ def _(mixer: Lightning, draw: Draws) -> Iterator[Case]:
 
     def run(x, plan, impl):
         x = x | {"g": -F.softplus(widen(x["g"]) - 7)}
-        how = {"scale": 1.0, "impl": impl, "cp_method": draw.cp_method}
-        return chunk_simple_gla(**x, **how, **plan.documents)[0]
+        return chunk_simple_gla(**x, scale=1.0, **draw.how(plan, impl))[0]
 
     def oracle(x, cu_seqlens):
         x = x | {"g": -F.softplus(x["g"] - 7)}
@@ -276,7 +279,7 @@ def _(mixer: Mamba2, draw: Draws) -> Iterator[Case]:
     A = -torch.linspace(0.3, 3, heads).double().to(dt_bias.device)
 
     def run(x, plan, impl):
-        return chunk_ssd(**x, **limits, impl=impl, cp_method=draw.cp_method, **plan.documents)[0]
+        return chunk_ssd(**x, **limits, **draw.how(plan, impl))[0]
 
     def oracle(x, cu_seqlens):
         return recurrent_ssd(**x, **limits, cu_seqlens=cu_seqlens)[0]
@@ -300,8 +303,7 @@ def _(mixer: RWKV7, draw: Draws) -> Iterator[Case]:
         return x | {"w": x["w"] - 7, "a": -removed.to(x["a"].dtype), "b": b.to(x["b"].dtype)}
 
     def run(x, plan, impl):
-        how = {"use_gate_in_kernel": True, "impl": impl, "cp_method": draw.cp_method}
-        return chunk_rwkv7(**inputs(x), **how, **plan.documents)[0]
+        return chunk_rwkv7(**inputs(x), use_gate_in_kernel=True, **draw.how(plan, impl))[0]
 
     def oracle(x, cu_seqlens):
         r, w, *others = (inputs(x)[name] for name in "rwkvab")

@@ -83,7 +83,7 @@ def targets(subject: ProofSubject) -> Findings:
         together = np.add.outer(first, range(corpus.group)).ravel()
         if source.targets.group and not np.array_equal(documents, together):
             apart.append(f"stream {i}")
-        # Columns are compared at the tokens that have labels.
+        # Columns are compared at the tokens that have labels, document by document.
         stream = source[number]
         begins = np.cumsum(lengths) - lengths
         for n, (start, begin, length) in enumerate(zip(starts, begins, lengths)):
@@ -112,6 +112,7 @@ def cut(subject: ProofSubject) -> Findings:
         # Cut the batch as the trainer does.
         batch = next(iter(subject.loader(dims.dp_rank, dims.dp)))
         micro = sharding_of(subject, dims, subject.dtype)(batch)
+        # All that it has of each token, by name.
         parts = {"tokens": micro.tokens[0], "labels": micro.labels[0]}
         parts |= {name: column[0] for name, column in micro.columns.items()}
         parts["position_ids"] = micro.plan.position_ids
@@ -204,6 +205,7 @@ def tokens_in(subject: ProofSubject, streams: Iterable[int], cp_rank: int) -> Te
 
 def _fragment(subject: ProofSubject) -> int:
     """Return the number of tokens in a fragment."""
+    # A zig-zag layout has two blocks for each rank.
     W = subject.degrees.cp
     zigzag = subject.config.parallelism.context_parallel_layout == "zigzag" and W > 1
     return subject.config.training.seq_len // (2 * W if zigzag else W)
@@ -215,6 +217,7 @@ def stream(subject: ProofSubject) -> Findings:
     This holds for every data-parallel degree and micro-batch, and every step from which a
     run resumes.
     """
+    # The expected tokens of the first streams of each step.
     G = subject.run.training.global_batch_size
     want = {}
     for first in range(0, STEPS * G, G):

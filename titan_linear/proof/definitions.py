@@ -50,6 +50,7 @@ def loss(subject: ProofSubject) -> Findings:
     pairs = ((torch.float64, "torch"), (subject.dtype, subject.config.model.impl))
 
     def results(dtype: torch.dtype, of: Callable[..., Tensor]) -> dict[str, Tensor]:
+        # Hidden states and weights as the run has them, as leaves in this dtype.
         leaves = [t.to(subject.dtype).to(dtype, copy=True) for t in (x, weight * dim**-0.5)]
         for leaf in leaves:
             leaf.requires_grad_()
@@ -67,6 +68,7 @@ def loss(subject: ProofSubject) -> Findings:
     exact = results(torch.float64, direct)
     for dtype, impl in dict.fromkeys(pairs):
         got = results(dtype, partial(chunked, impl=impl))
+        # The worst of the loss and its two gradients.
         errors = {name: off(got[name], exact[name]) for name in exact}
         bound = DELTA if dtype == torch.float64 else OF_LOSS * UNIT[dtype]
         bounds = dict.fromkeys(errors, bound)
@@ -108,6 +110,7 @@ def positions(subject: ProofSubject) -> Findings:
             theta, dim, scaling = mixer.rotary
             places = [0, 1, 2, 1000, subject.run.training.seq_len - 1]
             at = torch.tensor(places, device=subject.device)
+            # Two heads at these positions, rotated by us.
             rng = generator(subject.config.debug.seed, "proof", "positions")
             x = torch.randn(1, len(at), 2, dim, generator=rng).double().to(subject.device)
             got = rotate(x, *BatchPlan(at).angles(mixer.rotary, torch.float64))

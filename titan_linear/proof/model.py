@@ -164,6 +164,7 @@ def _together(
     subject: ProofSubject, ranks: Sequence[LocalDims], traces: Sequence[Trace]
 ) -> list[Tensor]:
     """Join the ranks' traces, each of its own tokens, into tensors of all tokens."""
+    # Each rank writes its tokens into tensors of all.
     total = subject.batch.tokens.shape[1]
     wholes: list[Tensor] = []
     for dims, trace in zip(ranks, traces):
@@ -295,6 +296,7 @@ def stations(
     backward = [*more[::-1], "the head or the loss", *trunk[::-1]]
     # The output of a frozen embedding has no gradient, which would be the last station.
     places = [(name, "forward") for name in forward] + [(name, "backward") for name in backward]
+    # Each has a bound of its own.
     found = []
     for i, exact in enumerate(want.passed):
         name, direction = places[i]
@@ -326,6 +328,7 @@ def first_wrong(
 def _place(subject: ProofSubject, x: Tensor, y: Tensor, backward: bool) -> str:
     wrong = (x - y).abs().nan_to_num(torch.inf, torch.inf)
     token = begins(wrong.amax((0, 2)), backward)
+    # The rank of dp that takes the stream, the rank of cp that has the token, the first of tp.
     stream = token // subject.config.training.seq_len
     degrees = subject.degrees
     cp_rank = next(r for r in range(degrees.cp) if token in tokens_in(subject, [stream], r))

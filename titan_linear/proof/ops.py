@@ -75,6 +75,7 @@ def _mixer(kind: MixerOptions, draw: Draws, dim: int, mixer: nn.Module) -> Case:
         y = copied(first, plan, None, *values)
         return y if isinstance(y, Tensor) else y[0]
 
+    # Hidden states, and the values of an earlier layer if the mixer takes them.
     tokens = draw.tokens(x=(dim,))
     if kind.takes:
         tokens |= draw.tokens(values=(kind.takes,))
@@ -103,6 +104,7 @@ def rounded(case: Case, dtype: torch.dtype) -> Case:
     def of(part: Tensors) -> Tensors:
         return {name: x.to(case.dtype(name, dtype)).double() for name, x in part.items()}
 
+    # Below float64, decays are the usual ones.
     parameters = case.parameters
     if dtype != torch.float64:
         parameters = parameters | case.usual
@@ -117,7 +119,11 @@ def computed(
     impl: str = "torch",
     mine: Tensor | slice = slice(None),
 ) -> Results:
-    """Compute the case in `dtype`, on the tokens `mine`."""
+    """Compute the case in `dtype`, on the tokens `mine`.
+
+    Args:
+        mine: indices of tokens, [T_local] int64, or a range of them.
+    """
     # Inputs are leaves, so that their gradients can be compared.
     leaves = {name: x[:, mine] for name, x in case.tokens.items()} | case.parameters
     for name, x in leaves.items():
@@ -198,6 +204,7 @@ def _compared(
     dtype: torch.dtype,
 ) -> tuple[float, float, str]:
     """Return the worst error, its bound, and its place."""
+    # Errors and bounds of all results.
     ours = got.tokens | got.parameters
     theirs = want.tokens | want.parameters
     errors = {name: off(x, theirs[name]) for name, x in ours.items()}
@@ -229,6 +236,7 @@ def _where(
 
     The place is a rank and a document.
     """
+    # NaN is as wrong as infinity.
     wrong = (got.double() - want.double()).abs().nan_to_num(torch.inf, torch.inf)
     said = [name]
     if case.by_head:
@@ -261,6 +269,7 @@ def split(subject: ProofSubject, case: Case) -> Findings:
     In the run's dtype, it must be equal within the cost of rounding.
     """
     what = f"{case}, cp {subject.degrees.cp}"
+    # In float64 always by PyTorch: kernels do not compute in it.
     for dtype in dict.fromkeys((torch.float64, subject.dtype)):
         rounded_case = rounded(case, dtype)
         impl = "torch" if dtype == torch.float64 else subject.config.model.impl
@@ -274,6 +283,7 @@ def implementations(subject: ProofSubject, case: Case) -> Findings:
 
     The document lengths are the run's.
     """
+    # The run's implementation and float64 get the same rounded values.
     dtype = subject.dtype
     rounded_case = rounded(case, dtype)
     got = on_one(subject, rounded_case, dtype, subject.config.model.impl)
@@ -369,6 +379,7 @@ def _changed(
     In the results after the change, the document's own are the ones before it: only other
     documents' results differ.
     """
+    # The results before any change.
     bounds = _bounds(subject)
     before = split_among_ranks(subject, case, subject.dtype, subject.config.model.impl)
     for n in dict.fromkeys(documents):
@@ -389,7 +400,9 @@ def trees(subject: ProofSubject, case: Case) -> Findings:
     trees = next(iter(subject.loader(0, subject.degrees.dp))).trees
     lengths = np.diff(trees.edges)
     leaves = sorted(trees.leaves[trees.parents[trees.leaves] >= 0], key=lengths.__getitem__)
-    error, alone_at, change, changed_at = 0.0, "", 0.0, ""
+    # The largest differences so far, and where they are.
+    error, alone_at = 0.0, ""
+    change, changed_at = 0.0, ""
     with repeatable():
         before = split_among_ranks(subject, case, subject.dtype, subject.config.model.impl)
         # Each leaf's path has the tokens of all trees from the root to it.

@@ -117,7 +117,7 @@ def this_node() -> Node:
         raise ValueError(
             f"NODE_RANK = {rank} must be less than NNODES = {nodes}; nodes are numbered from 0"
         )
-    address = os.environ.get("MASTER_ADDR", "")
+    address = os.environ.get("MASTER_ADDR")
     if not address:
         raise ValueError(
             f"NNODES = {nodes} needs MASTER_ADDR, the address of node 0; set it, the same on every node"
@@ -152,7 +152,7 @@ def process_count() -> int:
 
 
 def _number(name: str, default: str, least: int) -> int:
-    value = os.environ.get(name, "") or default
+    value = os.environ.get(name) or default
     if not value.isdecimal() or int(value) < least:
         raise ValueError(f"{name} = {value!r} must be a number, {least} or more")
     return int(value)
@@ -274,8 +274,12 @@ class Workers(threading.Thread):
         }
         # Several nodes meet at node 0's address.
         if node.count > 1:
-            options |= {"nnodes": node.count, "node-rank": node.rank}
-            options |= {"rdzv-endpoint": self.place, "rdzv-conf": f"timeout={PREPARE}"}
+            options |= {
+                "nnodes": node.count,
+                "node-rank": node.rank,
+                "rdzv-endpoint": self.place,
+                "rdzv-conf": f"timeout={PREPARE}",
+            }
         else:
             # A single node meets in a file of our own. Through a port, whoever reaches it
             # could make all workers start again, and data received through it is unpickled.
@@ -284,8 +288,8 @@ class Workers(threading.Thread):
                 "rdzv-backend": "c10d",
                 "rdzv-conf": "store_type=file",
                 "local-addr": "localhost",
+                "rdzv-endpoint": f"{folder}/rendezvous",
             }
-            options |= {"rdzv-endpoint": f"{folder}/rendezvous"}
             # Bind the port here and pass it on as an open socket, so that nobody else can
             # take it.
             listening = socket.create_server(("127.0.0.1", 0))

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-from titan_linear.config import Config, LRScheduler, Validation, check_config
-from titan_linear.config import Sample as SampleKeys
+from titan_linear.config import Config, LRScheduler, Sample, Validation, check_config
 from titan_linear.data import (
     MixedStreams,
     Streams,
@@ -290,7 +289,7 @@ def check_schedule(steps: int, lr: float, schedule: LRScheduler, progress: Progr
         )
 
 
-def check_prompts(v: Validation, s: SampleKeys, tokenizer: Tokenizer) -> None:
+def check_prompts(v: Validation, s: Sample, tokenizer: Tokenizer) -> None:
     """Raise ValueError if a prompt has no tokens: some tokenizers drop blanks, for example."""
     for key, prompt, tokens in (
         ("validation.sample_prompt", v.sample_prompt, v.sample_tokens),

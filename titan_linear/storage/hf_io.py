@@ -65,6 +65,13 @@ class OnDisk:
     begin: int
     end: int
 
+    def blocks(self) -> Iterator[bytes]:
+        """Yield its bytes, BLOCK at a time."""
+        with open(self.file, "rb") as file:
+            file.seek(self.begin)
+            for at in range(self.begin, self.end, BLOCK):
+                yield file.read(min(BLOCK, self.end - at))
+
 
 class Index(BaseModel):
     weight_map: dict[str, str]  # tensor -> file name
@@ -95,10 +102,8 @@ class Folder:
 
 def _checksum(tensor: OnDisk) -> int:
     crc = 0
-    with open(tensor.file, "rb") as file:
-        file.seek(tensor.begin)
-        for at in range(tensor.begin, tensor.end, BLOCK):
-            crc = zlib.crc32(file.read(min(BLOCK, tensor.end - at)), crc)
+    for block in tensor.blocks():
+        crc = zlib.crc32(block, crc)
     return crc
 
 

@@ -32,7 +32,6 @@ from titan_linear.ops.runtime.support import short
 from titan_linear.storage.checkpoint import SaveFailed
 from titan_linear.storage.files import Json, json_bytes, progress, read_inside, replacing
 from titan_linear.storage.hf_io import (
-    BLOCK,
     CONFIG,
     DTYPES,
     HEAD,
@@ -410,8 +409,6 @@ def _write_header(file: Path, said: Mapping[str, str] | None, plan: Mapping[str,
 
 
 def _copy_bytes(source: OnDisk, target: OnDisk) -> None:
-    with open(source.file, "rb") as read, open(target.file, "r+b") as write:
-        read.seek(source.begin)
-        write.seek(target.begin)
-        for at in range(source.begin, source.end, BLOCK):
-            write.write(read.read(min(BLOCK, source.end - at)))
+    with open(target.file, "r+b") as file:
+        file.seek(target.begin)
+        file.writelines(source.blocks())

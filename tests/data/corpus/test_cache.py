@@ -175,7 +175,7 @@ def test_changed_while_read(lines, tmp_path):
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def test_cache_folder(monkeypatch, lines, tmp_path):
+def test_the_cache_is_in_xdg_cache_home(monkeypatch, lines, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     corpus = open_corpus(Texts("jsonl", str(lines), ByteTokenizer()))
     assert corpus.folder.parent == tmp_path / "xdg" / "titan_linear"
@@ -333,7 +333,7 @@ def test_what_cannot_go_on_starts_anew(few_lines, tmp_path, damage):
 
 
 @pytest.mark.parametrize("vocab_size, dtype", [(1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)])
-def test_dtype(tmp_path, vocab_size, dtype):
+def test_tokens_have_the_smallest_type_for_the_vocabulary(tmp_path, vocab_size, dtype):
     tokenizer = ByteTokenizer()
     tokenizer.vocab_size = vocab_size
     write_corpus(tmp_path / "corpus", [np.array([vocab_size - 1, 0])], tokenizer)

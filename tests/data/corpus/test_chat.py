@@ -107,7 +107,7 @@ def runs(document):
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED])
 @pytest.mark.parametrize("beside", [False, True])
-def test_transformers_tokens(folder, template, beside):
+def test_tokens_and_weights_are_those_of_transformers(folder, template, beside):
     path = folder(template, beside=beside)
     ours, theirs = conversations(path), AutoTokenizer.from_pretrained(path)
     said = []
@@ -295,7 +295,7 @@ def test_messages_that_a_template_does_not_write(folder, template):
 
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED])
-def test_empty_answers(folder, template):
+def test_empty_answers_are_refused(folder, template):
     """They would teach the model to stop at once; as what came before, with weight 0, they may stay."""
     path = folder(template)
     for empty in (
@@ -413,7 +413,7 @@ def test_variables_of_a_record(folder):
 
 
 @pytest.mark.parametrize("name", ["messages", "conversations"])
-def test_share_gpt(tokenizer, tmp_path, name):
+def test_share_gpt_names_are_read(tokenizer, tmp_path, name):
     """`from` and `value` are read as `role` and `content`."""
     roles = {
         "system": "system",
@@ -625,12 +625,12 @@ USER, ASSISTANT = {"role": "user", "content": "x"}, {"role": "assistant", "conte
         ),
     ],
 )
-def test_bad_conversations(folder, template, messages, problem):
+def test_bad_conversations_are_refused(folder, template, messages, problem):
     (found,) = conversations(folder(template)).encode_batch([{"messages": messages}])
     assert problem in found
 
 
-def test_tools(folder):
+def test_tools_are_a_list_or_its_json(folder):
     """A list of objects, or the JSON text of one."""
     encoder = conversations(folder())
     deep = '[{"a": ' * 150 + "1" + "}]" * 150
@@ -1107,7 +1107,7 @@ def test_own_tokens_with_weights(tmp_path):
 # --- in streams ------------------------------------------------------------------------------------------------------
 
 
-def test_streams(tmp_path):
+def test_streams_have_labels_of_answers_only(tmp_path):
     """Those of the same tokens, all trained on, but for labels of tokens that are not."""
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, 257, n) for n in (1, 7, 30, 2, 64, 5)]

@@ -128,7 +128,7 @@ def test_questions_before_texts(tmp_path, name):
     assert texts == [b"2+2=4", b"2+2=5"] * 2
 
 
-def test_whole_dialogues(tmp_path):
+def test_what_two_dialogues_begin_with_is_not_learnt(tmp_path):
     """As of HH-RLHF: what both begin with, up to a line, is not learnt."""
     asked = "\n\nHuman: 2+2?\n\nAssistant: no\n\nHuman: yes\n\n"
     record = {"chosen": asked + "Assistant: 4", "rejected": asked + "Assistant: 5"}

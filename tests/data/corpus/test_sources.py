@@ -53,7 +53,7 @@ class AsciiTokenizer(ByteTokenizer):
         return super().encode(text)
 
 
-def test_stdlib(texts):
+def test_stdlib_is_pythons_own_source(texts):
     found = texts("stdlib", None)
     assert sum(map(len, found)) > 5e6 and len(found) > 300
     assert any(b"class Thread" in document for document in found)
@@ -61,7 +61,7 @@ def test_stdlib(texts):
         texts("stdlib", "x")
 
 
-def test_text(texts, tmp_path):
+def test_text_files_are_documents_in_order(texts, tmp_path):
     folder = tmp_path / "texts"
     (folder / "sub").mkdir(parents=True)
     contents = {
@@ -155,7 +155,7 @@ def test_text_bad_paths(texts, tmp_path):
         texts("text", tmp_path)
 
 
-def test_jsonl(texts, tmp_path):
+def test_lines_of_jsonl_are_documents(texts, tmp_path):
     file = tmp_path / "a.jsonl"
     rows = [{"text": "one"}, {"text": "zwei ü", "other": 1}]
     file.write_text(
@@ -495,7 +495,7 @@ def save_dataset(folder, shards, **state):
     (folder / "dataset_info.json").write_text("{}")
 
 
-def test_arrow(texts, tmp_path):
+def test_arrow_folders_and_files_are_read(texts, tmp_path):
     rows = [f"row {i}" for i in range(2500)]
     save_dataset(tmp_path / "saved", [rows[:2000], rows[2000:]])
     assert texts("arrow", tmp_path / "saved") == [row.encode() for row in rows]
@@ -512,7 +512,7 @@ def test_arrow(texts, tmp_path):
     assert texts("arrow", tmp_path / "saved") == [row.encode() for row in rows[2000:] + rows[:2000]]
 
 
-def test_arrow_bad(texts, tmp_path):
+def test_arrow_folders_of_several_splits_are_refused(texts, tmp_path):
     save_dataset(tmp_path / "dict" / "train", [["x"]])
     save_dataset(tmp_path / "dict" / "test", [["y"]])
     (tmp_path / "dict" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
@@ -567,7 +567,7 @@ def test_a_message_that_is_not_utf8_spoils_its_row_alone(tmp_path):
     assert not first.problem and second.problem.startswith("not UTF-8")
 
 
-def test_parquet(texts, tmp_path):
+def test_parquet_rows_are_documents(texts, tmp_path):
     rows = [f"row {i}" for i in range(600)]
     write_table(tmp_path / "a.parquet", {"text": rows, "n": range(600)}, row_group_size=100)
     write_table(tmp_path / "b.parquet", {"text": pa.array(["x"], pa.large_string())})
@@ -601,7 +601,7 @@ def test_a_row_that_is_not_utf8(texts, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_bad_tables(texts, tmp_path, kind):
+def test_bad_rows_and_columns_of_tables_are_refused(texts, tmp_path, kind):
     file = write_table(
         tmp_path / f"bad.{kind}", {"id": range(301), "text": ["good"] * 300 + [None]}
     )
@@ -626,7 +626,7 @@ def test_columns_of_one_name(texts, tmp_path):
             texts(kind, tmp_path)
 
 
-def test_tokens(texts, tmp_path):
+def test_a_tokenised_folder_needs_its_tokenizer(texts, tmp_path):
     write_corpus(
         tmp_path / "tokens", [np.array([72, 105, 256]), np.array([33, 256])], ByteTokenizer()
     )

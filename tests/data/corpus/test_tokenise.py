@@ -58,7 +58,7 @@ def small_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_in_order(num_workers):
+def test_documents_stay_in_order(num_workers):
     texts = [f"{i % 7} text {i}" for i in range(200)]
     texts[5], texts[77] = "a\ud800", "\udcff"
     found = list(tokenise(Uneven(), documents(*texts), num_workers))

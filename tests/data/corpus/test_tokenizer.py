@@ -37,7 +37,7 @@ def test_bytes_keep_invalid_utf8():
     assert tokenizer.decode([72, 256, 105, 999]) == "Hi"
 
 
-def test_hugging_face(file):
+def test_tokens_are_those_of_the_tokenizers_library(file):
     tokenizer, reference = build_tokenizer(str(file)), tokenizers.Tokenizer.from_file(str(file))
     plain = TEXT.replace("<|endoftext|>", "")
     assert tokenizer.encode(plain).dtype == np.int64
@@ -200,14 +200,14 @@ def test_all_tokens_that_end_a_text(file):
     assert ByteTokenizer().end_ids == {256}
 
 
-def test_eos_unknown(file):
+def test_a_tokenizer_may_have_no_end_token(file):
     content = read_json(file)
     content["added_tokens"] = []
     write_json(file, content)
     assert build_tokenizer(str(file)).eos_id is None
 
 
-def test_unusable(file, tmp_path):
+def test_unusable_tokenizers_are_refused(file, tmp_path):
     with refused(r"model\.tokenizer_path = .*nowhere.* does not exist"):
         build_tokenizer(str(tmp_path / "nowhere"))
     file.with_name("tokenizer_config.json").write_text('{"eos_token": "<gone>"}')

@@ -49,7 +49,7 @@ PATHS = [
         ("**", "abcdef["),
     ],
 )
-def test_globs(glob, fitting):
+def test_globs_match_paths(glob, fitting):
     found = [
         Path(path).name[0]
         for path, fits in zip(PATHS, _fits(glob, PATHS, "name"), strict=True)

@@ -32,7 +32,7 @@ def rank_by_rank(per_rank):
 
 
 @pytest.mark.parametrize("dp, local", SPLITS)
-def test_order(streams, dp, local):
+def test_ranks_take_streams_in_order(streams, dp, local):
     micro_steps = G // (dp * local)
     per_rank = [
         list(islice(loader(streams, dp, local, rank), 3 * micro_steps)) for rank in range(dp)
@@ -140,7 +140,7 @@ def test_threads_may_share_streams(make_corpus, monkeypatch):
         sys.setswitchinterval(before)
 
 
-def test_bad_sizes(streams):
+def test_sizes_that_do_not_divide_are_refused(streams):
     for dp, local in ((3, 1), (2, 3), (16, 1)):
         with pytest.raises(AssertionError):
             loader(streams, dp, local, 0)
@@ -166,7 +166,7 @@ LENGTHS = [5, 40, 1, 17, 33, 8]  # 104 tokens: 7 streams
 
 
 @pytest.mark.parametrize("dp, local", [(1, 1), (1, 4), (2, 2), (4, 3), (8, 1)])
-def test_validation_pass(make_corpus, dp, local):
+def test_a_validation_pass_reads_each_document_once(make_corpus, dp, local):
     corpus = make_corpus(random_documents(LENGTHS))
     per_rank = validated(packed(corpus, seq_len=T, seed=0, repeat=False), dp, local)
     indices = rank_by_rank(per_rank)

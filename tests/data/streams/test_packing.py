@@ -45,7 +45,7 @@ def test_streams_are_slices_of_the_line(make_corpus, seed, seq_len):
         check_stream(streams[i], tokens, owners, int(i) * seq_len, seq_len)
 
 
-def test_one_document(make_corpus):
+def test_a_single_document_repeats_as_another_document(make_corpus):
     """It meets itself at the end of an epoch, and is another document there."""
     documents = random_documents([5])
     streams = packed(make_corpus(documents), seq_len=12, seed=0)
@@ -53,7 +53,7 @@ def test_one_document(make_corpus):
     assert streams[0].labels[[4, 9, 11]].tolist() == [IGNORE, IGNORE, documents[0][2]]
 
 
-def test_far_away(make_corpus):
+def test_any_stream_is_read_at_once(make_corpus):
     """Stream 10¹² comes as quickly as stream 0."""
     corpus = make_corpus(random_documents(LENGTHS))
     one = packed(corpus, seq_len=41, seed=0)
@@ -73,7 +73,7 @@ def test_seeds_and_epochs_differ(make_corpus):
     assert len(orders) == 6
 
 
-def test_one_pass(make_corpus):
+def test_one_pass_ends_with_padding(make_corpus):
     documents = random_documents(LENGTHS)
     streams = packed(make_corpus(documents), seq_len=50, seed=0, repeat=False)
     assert len(streams) == 3

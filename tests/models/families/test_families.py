@@ -855,7 +855,7 @@ def fla_attention(tmp_path):
 
 
 @pytest.mark.parametrize("make", [fla_kda, fla_gdn, fla_attention])
-def test_fla_models(make, tmp_path):
+def test_fla_models_are_ours(make, tmp_path):
     c, written, tensors = make(tmp_path)
     common = dict(
         vocab_size=hf_models.VOCAB,
@@ -878,7 +878,7 @@ def test_fla_models(make, tmp_path):
         assert abs(loss - theirs[1]) < 1e-5 * theirs[1]
 
 
-def test_fla_hybrids():
+def test_fla_hybrids_are_read_and_written():
     """Softmax layers among linear ones: config.json and names, there and back."""
     attn = dict(
         layers=[1, 3],

@@ -140,7 +140,7 @@ def test_key_heads_that_cannot_be_split():
     assert Attention(heads=12, kv_heads=4, head_dim=8).indivisible_heads(6) == "4 key heads"
 
 
-def test_rotary_channels():
+def test_mixers_state_their_rotary_channels():
     assert [OPTIONS[name].rotary for name in MIXERS] == [None] * 6 + [(10000.0, 4, ()), None]
     assert replace(OPTIONS["attention"], rope_theta=None).rotary is None
 

@@ -153,13 +153,13 @@ def check(got, wanted):
     assert got[1].keys() == errors.keys() and max(errors.values()) < 1e-9, errors
 
 
-def test_packed_documents(theirs, tokens, wanted):
+def test_packed_documents_equal_the_equations(theirs, tokens, wanted):
     plan = packed(BOUNDS)
     check(computed(theirs, tokens, labels_of(tokens, BOUNDS), plan), wanted)
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_context_parallelism(ranks, layout, theirs, tokens, wanted):
+def test_context_parallel_ranks_equal_the_equations(ranks, layout, theirs, tokens, wanted):
     """The token before and the state come from other ranks; each rank has the first layer's values of its tokens."""
     labels, bounds = labels_of(tokens, BOUNDS), torch.tensor(BOUNDS, dtype=torch.int32)
 

@@ -56,7 +56,7 @@ def test_the_best_experts(k, E, impl):
 @pytest.mark.parametrize(
     "dtype, bound", [(torch.float64, 1e-15), (torch.float32, 1e-6), (torch.bfloat16, 2**-9)]
 )
-def test_logits(dtype, bound, device):
+def test_router_logits_round_once(dtype, bound, device):
     """Products of bfloat16 are exact: only their sums, in float32, round; and gradients once, to their
     dtype: by 2⁻⁸ at most, and 0.42 of that as a root mean square."""
     x, weight = (
@@ -140,7 +140,7 @@ def results(leaves, outputs):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("name", CHOICES)
-def test_mixtures(name, gated, impl):
+def test_mixtures_are_exact_within_rounding(name, gated, impl):
     """With and without adapters: exact in float64, in others within rounding."""
     bounds = BOUNDS | ({torch.float64: 1e-14} if impl == "torch" else {})
     experts = torch.tensor(CHOICES[name])
@@ -178,7 +178,7 @@ def test_copies_that_are_not_there_are_not_read(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_compiled(impl):
+def test_compiled_gradients_are_the_same(impl):
     """The same gradients: torch 2.11 loses those of a tensor that a compiled function returns as it is."""
     experts = torch.tensor(CHOICES["some elsewhere"])
     ours = {

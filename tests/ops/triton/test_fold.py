@@ -40,7 +40,7 @@ def folded(S_ext, M, chains, reverse):
         (32, 16, "diagonal"),
     ],
 )
-def test_fold(K, V, of, reverse):
+def test_folds_of_chains_equal_products(K, V, of, reverse):
     """Chains of none, one, two and four links, in any order of rows; one begins with an M, of a zero state."""
     generator = torch.Generator().manual_seed(0)
     S_ext = torch.randn(5, 2, K, V, generator=generator, dtype=torch.float64)
@@ -70,7 +70,7 @@ def test_fold_without_transitions():
 @pytest.mark.parametrize(
     "K, V, of", [(32, 64, "matrix"), (128, 32, "matrix"), (128, 80, "number"), (32, 64, "diagonal")]
 )
-def test_segments(monkeypatch, K, V, of):
+def test_folds_of_segments_equal_products(monkeypatch, K, V, of):
     """Entries of one, three and two segments, in both directions: what enters and leaves segments, from states by index
     and from none, zeros for two surplus ones; what an entry makes of no state, and its transition."""
     generator, offsets = torch.Generator().manual_seed(0), [0, 1, 4, 6]

@@ -14,7 +14,7 @@ HALF = torch.bfloat16, 2**-8
     "dtype, bound",
     [(torch.float32, 1e-6), HALF, pytest.param(*HALF, marks=pytest.mark.cuda, id="on a GPU")],
 )
-def test_matches_float64(dtype, bound):
+def test_merged_rows_match_float64(dtype, bound):
     """Rows of a stream, with numbers of the other block in another order, and weights down to 0."""
     draw = torch.Generator().manual_seed(0)
     o, part = (

@@ -70,7 +70,7 @@ def errors(op, x, **options):
         (200, 200, 2),
     ],
 )
-def test_promised_errors(op, K, V, H, gate):
+def test_errors_are_within_the_promised_bounds(op, K, V, H, gate):
     """Documents of 1 to 300 tokens and one of 4096, states in and out; every gate both ops have, at and beyond safe."""
     name, options = GATE[gate]
     if op == "gdn":
@@ -87,7 +87,7 @@ def test_promised_errors(op, K, V, H, gate):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("length", LENGTHS)
-def test_one_document(op, length):
+def test_each_length_alone_is_within_its_bounds(op, length):
     """Each length alone, in 64 heads: no long document in whose norm its error could hide."""
     x = make_inputs(op, length, H=64, HV=64, K=128, V=128)
     x["initial_state"] = torch.randn(1, 64, 128, 128, dtype=torch.float64)
@@ -100,7 +100,7 @@ def test_one_document(op, length):
 @pytest.mark.cuda
 @pytest.mark.parametrize("K, V", [(64, 32), (128, 128), (256, 256), (96, 192), (128, 256)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_other_dtypes(op, dtype, K, V):
+def test_other_dtypes_are_within_their_bounds(op, dtype, K, V):
     """float16 has bfloat16's bounds; float32's products are exact to about 2^-21, and a chunk sums a few hundred."""
     lengths = [*LENGTHS, 1000]
     x = make_inputs(op, sum(lengths), H=2, HV=4, K=K, V=V)
@@ -114,7 +114,7 @@ def test_other_dtypes(op, dtype, K, V):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("gate", ["usual", "-5"])
-def test_long(op, gate):
+def test_a_long_document_is_within_its_bounds(op, gate):
     T = 131072
     name, options = GATE[gate]
     x = to_device(make_inputs(op, T, H=2, HV=2, K=128, V=128, gate=name))
@@ -191,7 +191,7 @@ def check_hard_case(x, lengths, **options):
 @pytest.mark.cuda
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("kind", ["slow", "collinear", "repeated", "mean", "alike"])
-def test_hard_cases(op, kind, K):
+def test_hard_inputs_are_within_their_bounds(op, kind, K):
     lengths = [1, 15, 63, 64, 65, 1000]
     for options in [{}, {"safe_gate": True}][: 2 if op == "kda" else 1]:
         check_hard_case(hard_inputs(op, kind, sum(lengths), K), lengths, **options)

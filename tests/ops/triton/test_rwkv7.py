@@ -68,7 +68,7 @@ def compare(x, lengths, dtype=torch.float32, **options):
     ],
     ids=str,
 )
-def test_packed_documents(decay, dims, options):
+def test_packed_documents_equal_the_definition(decay, dims, options):
     """Of one token, shorter than a chunk, empty, exactly one; also heads that are filled up."""
     compare(rwkv7_inputs(sum(LENGTHS), decay=decay, **dims), LENGTHS, **options)
 
@@ -90,7 +90,7 @@ def test_reads_that_a_neumann_series_would_not_sum():
     [(torch.bfloat16, 0.6065, {}), (torch.float16, 0.6065, {}), (torch.bfloat16, 9.0, RAW)],
     ids=str,
 )
-def test_half_precision(dtype, decay, options, monkeypatch):
+def test_half_precision_is_within_its_bounds(dtype, decay, options, monkeypatch):
     """RWKV-7's heads; documents of one token, shorter than a chunk and longer."""
     if DEVICE == "cpu":
         interpret_bfloat16(monkeypatch)
@@ -102,7 +102,7 @@ def test_half_precision(dtype, decay, options, monkeypatch):
 @pytest.mark.parametrize(
     "decay, options", [(1e-3, {}), (0.6065, {}), (2.0, {}), (9.0, RAW)], ids=str
 )
-def test_long_documents(decay, options):
+def test_long_documents_are_within_their_bounds(decay, options):
     lengths = [1, 63, 4096, 65]
     compare(rwkv7_inputs(sum(lengths), decay=decay, K=64, H=4), lengths, torch.bfloat16, **options)
 
@@ -112,7 +112,7 @@ def test_documents_in_segments(short_segments):
     compare(rwkv7_inputs(sum(lengths), decay=1e-3), lengths)
 
 
-def test_ranks(layout):
+def test_four_ranks_equal_one(layout):
     """Four of them: one document goes through two, and a rank has several; little of the state decays on the way."""
     compare_four_ranks(
         "rwkv7", rwkv7_inputs(320, decay=1e-3), boundaries([10, 280, 30]), layout, TOLERANCE

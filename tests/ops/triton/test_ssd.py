@@ -47,7 +47,7 @@ def compare(op, x, cu=None, dtype=torch.float32, bounds=None, **options):
 
 @OPS
 @pytest.mark.parametrize("programs", [1, ssd.PROGRAMS])
-def test_packed_documents(op, programs, monkeypatch):
+def test_packed_documents_equal_the_definition(op, programs, monkeypatch):
     """Of one token, shorter than a chunk, empty, exactly one; a group's heads in one program, and in one program
     each."""
     monkeypatch.setattr(ssd, "PROGRAMS", programs)
@@ -71,7 +71,7 @@ def test_documents_in_segments(op, short_segments):
     ],
     ids=str,
 )
-def test_published_dims(dims):
+def test_published_dims_equal_the_definition(dims):
     """Also a V that comes in slices of 64 to the gradients, in float32."""
     compare("ssd", decaying_inputs("ssd", 70, **dims), boundaries([68, 2]))
 
@@ -87,7 +87,7 @@ def test_published_dims(dims):
     ],
     ids=str,
 )
-def test_time_steps(without, options):
+def test_options_of_time_steps_equal_the_definition(without, options):
     x = decaying_inputs("ssd", 70, **SMALL)
     compare("ssd", {n: t for n, t in x.items() if n not in without}, **options)
 
@@ -126,7 +126,7 @@ def test_documents_in_pieces(op, pieces, monkeypatch):
 )
 @pytest.mark.parametrize("pieces", [1, 8])
 @OPS
-def test_half_precision(op, pieces, dtype, N, P, monkeypatch):
+def test_half_precision_is_within_its_bounds(op, pieces, dtype, N, P, monkeypatch):
     """Documents of one token, shorter than a chunk and longer; o within 1.5 units of 2^-8, dB and dC within 3, and what
     decays depend on within 6."""
     if DEVICE == "cpu":
@@ -148,7 +148,7 @@ def test_neighbours_of_what_is_not_finite(op, monkeypatch):
 
 @pytest.mark.parametrize("segments", [False, True])
 @OPS
-def test_ranks(op, layout, segments, monkeypatch):
+def test_four_ranks_equal_one(op, layout, segments, monkeypatch):
     """Four of them: one document goes through two, and a rank has several; little of the state decays on the way. Also
     cut into segments, with kernels that fold."""
     if segments:

@@ -40,7 +40,7 @@ def error(x, y):
 @pytest.mark.parametrize(
     "impl", ["torch", "triton", pytest.param("triton", marks=pytest.mark.cuda, id="on a GPU")]
 )
-def test_matches_float64(shape, factor, impl):
+def test_swiglu_matches_float64(shape, factor, impl):
     ours = partial(swiglu, impl=impl, gate_factor=factor)
     definition = partial(exact, factor=factor)
 

@@ -102,6 +102,7 @@ def _grouped(corpora: Mapping[str, Corpus], patterns: Mapping[str, str]) -> dict
 
 def _fits(glob: str, paths: Sequence[str], name: str) -> ndarray:
     """Return which paths match a glob, [n] bool."""
+    # A glob that fits nothing is a mistake.
     pattern = re.compile(_regex(glob), re.DOTALL)
     fits = np.array([pattern.fullmatch(path) is not None for path in paths])
     if not fits.any():
@@ -113,6 +114,7 @@ def _fits(glob: str, paths: Sequence[str], name: str) -> ndarray:
 
 
 def _regex(glob: str) -> str:
+    # A relative glob may begin at any folder.
     glob = str(Path(os.path.expanduser(glob)))
     start = "" if glob.startswith("/") else "(?:.*/)?"
     return start + "".join(_WILD.get(part) or re.escape(part) for part in _PART.findall(glob))

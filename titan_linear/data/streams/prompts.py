@@ -138,6 +138,7 @@ class Questions:
 
     def _answer(self, number: int, lead: str, text: str, others: list[str]) -> np.ndarray:
         """Return the rows of an answer's lead and of its own tokens."""
+        # Tokens of the lead, of the answer, and of the other answers.
         before, *texts = self.encode([lead, text, *others])
         # The first place where any of the other answers differs from this one.
         by_place = zip(*(tokens.tolist() for tokens in texts))

@@ -21,9 +21,11 @@ from titan_linear.models.mixers import Attention
 
 def _softmax_layers(model: ModelConfig) -> Json:
     """Write the indices of softmax layers: transformers derives the layer types from them."""
-    return dict(
-        attn_layer_indices=[i for i, layer in enumerate(model.layers) if not layer.mixers[0].linear]
-    )
+    return {
+        "attn_layer_indices": [
+            i for i, layer in enumerate(model.layers) if not layer.mixers[0].linear
+        ]
+    }
 
 
 ATTENTION = Part(Attention, HEADS, rope(1e4, 0.5), HEAD_DIM)

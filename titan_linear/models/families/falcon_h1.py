@@ -60,16 +60,16 @@ def _read_norm(key: Keys) -> Json:
         only("mamba_norm_before_gate", False).read(
             Keys({"mamba_norm_before_gate": True, **key.config})
         )
-    return dict(output_norm=normed)
+    return {"output_norm": normed}
 
 
 def _read_attention_factors(key: Keys) -> Json:
     """Read factors of attention. A factor on its input acts on queries, keys and values."""
     factor = key("attention_in_multiplier", 1.0)
-    return dict(
-        key_factor=factor**2 * key("key_multiplier", 1.0),
-        out_factor=factor * key("attention_out_multiplier", 1.0),
-    )
+    return {
+        "key_factor": factor**2 * key("key_multiplier", 1.0),
+        "out_factor": factor * key("attention_out_multiplier", 1.0),
+    }
 
 
 # A factor on the input of Mamba-2 multiplies the factors of all its inputs.
@@ -82,10 +82,10 @@ MAMBA2 = Part(
     MAMBA2_DIMS,
     derived(head_dim=_head_dim),
     TIME_STEP_LIMIT,
-    Row(write=lambda mamba: dict(mamba_d_ssm=mamba.heads * mamba.head_dim)),
+    Row(write=lambda mamba: {"mamba_d_ssm": mamba.heads * mamba.head_dim}),
     Row(
         _read_norm,
-        lambda mamba: dict(mamba_rms_norm=mamba.output_norm, mamba_norm_before_gate=False),
+        lambda mamba: {"mamba_rms_norm": mamba.output_norm, "mamba_norm_before_gate": False},
     ),
     written(ssm_in_multiplier=1.0),
     Row(_read_inputs, INPUTS.write),
@@ -96,11 +96,12 @@ ATTENTION = Part(
     HEADS,
     rope(1e4),
     HEAD_DIM,
-    Row(_read_attention_factors, lambda attention: dict(key_multiplier=attention.key_factor)),
+    Row(_read_attention_factors, lambda attention: {"key_multiplier": attention.key_factor}),
     Row(
-        write=lambda attention: dict(
-            attention_in_multiplier=1.0, attention_out_multiplier=attention.out_factor
-        )
+        write=lambda attention: {
+            "attention_in_multiplier": 1.0,
+            "attention_out_multiplier": attention.out_factor,
+        }
     ),
 )
 KEYS = table(

@@ -59,7 +59,7 @@ SOFTMAX = Part(
 # All softmax layers are of one kind.
 def _write_softmax(model: ModelConfig) -> Json:
     layers = [i for i, layer in enumerate(model.layers) if isinstance(layer.mixers[0], Attention)]
-    return dict(attn=dict(layers=layers, **mixer(SOFTMAX).write(model)) if layers else None)
+    return {"attn": {"layers": layers, **mixer(SOFTMAX).write(model)} if layers else None}
 
 
 # Softmax layers at the indices of `attn`, linear ones elsewhere.
@@ -69,10 +69,10 @@ def _pattern(linear: Part) -> Row:
         spec = _read_spec(key)
         softmax = set(spec["layers"])
         attention = (
-            SOFTMAX.read(Keys(spec | dict(hidden_size=key("hidden_size")))) if softmax else None
+            SOFTMAX.read(Keys(spec | {"hidden_size": key("hidden_size")})) if softmax else None
         )
         other = None if softmax >= set(layers) else linear.read(key)
-        return dict(pattern=shortest([attention if i in softmax else other for i in layers]))
+        return {"pattern": shortest([attention if i in softmax else other for i in layers])}
 
     return Row(read, _write_softmax)
 
@@ -90,8 +90,8 @@ def _linear(kind: type[KDA] | type[GDN], expand: float, *rows: Row) -> Part:
         either("v_heads", "num_v_heads", lambda key: key("num_heads"), None),
         plain(head_dim="head_dim"),
         Row(
-            lambda key: dict(v_head_dim=int(key("head_dim") * key("expand_v", expand))),
-            lambda linear: dict(expand_v=linear.v_head_dim / linear.head_dim),
+            lambda key: {"v_head_dim": int(key("head_dim") * key("expand_v", expand))},
+            lambda linear: {"expand_v": linear.v_head_dim / linear.head_dim},
         ),
         plain(conv_size=("conv_size", 4)),
         beta_range("allow_neg_eigval", False),
@@ -118,8 +118,8 @@ def _keys(name: str, model_type: str, linear: Part) -> Part:
 
 # KDA's gate has a lower bound if `safe_gate` is set.
 BOUND = Row(
-    lambda key: dict(lower_bound=key("lower_bound", None)),
-    lambda kda: dict(safe_gate=kda.lower_bound is not None, lower_bound=kda.lower_bound),
+    lambda key: {"lower_bound": key("lower_bound", None)},
+    lambda kda: {"safe_gate": kda.lower_bound is not None, "lower_bound": kda.lower_bound},
 )
 FLA_KDA = _keys("KDA", "kda", _linear(KDA, 1.0, BOUND))
 FLA_GDN = _keys("GatedDeltaNet", "gated_deltanet", _linear(GDN, 2.0))

@@ -50,15 +50,12 @@ EXPAND = Row(write=_write_expand)
 # The usual scale is None in our options.
 def _read_scale(key: Keys) -> Json:
     scale = float(key("attention_multiplier", 1.0))
-    return dict(scale=None if scale == share_of_width(key) ** -0.5 else scale)
+    return {"scale": None if scale == share_of_width(key) ** -0.5 else scale}
 
 
 def _write_scale(attention: Attention) -> Json:
-    return dict(
-        attention_multiplier=attention.head_dim**-0.5
-        if attention.scale is None
-        else attention.scale
-    )
+    usual = attention.head_dim**-0.5
+    return {"attention_multiplier": usual if attention.scale is None else attention.scale}
 
 
 # Positions exist only if `position_embedding_type` is "rope".
@@ -66,13 +63,13 @@ def _read_positions(key: Keys) -> Json:
     return (
         POSITIONS.read(key)
         if key("position_embedding_type", None) == "rope"
-        else dict(rope_theta=None)
+        else {"rope_theta": None}
     )
 
 
 def _write_positions(attention: Attention) -> Json:
     return (
-        dict(position_embedding_type="rope", **POSITIONS.write(attention))
+        {"position_embedding_type": "rope", **POSITIONS.write(attention)}
         if attention.rotary
         else {}
     )
@@ -102,9 +99,11 @@ KEYS = table(
             hidden_dim="intermediate_size",
         ),
         derived(shared_hidden_dim=lambda key: key("shared_intermediate_size")),
-        otherwise=lambda model: dict(
-            num_local_experts=0, num_experts_per_tok=0, intermediate_size=model.hidden_dim
-        ),
+        otherwise=lambda model: {
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "intermediate_size": model.hidden_dim,
+        },
     ),
     plain(
         embedding_factor=("embedding_multiplier", 1.0),

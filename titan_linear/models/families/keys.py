@@ -252,7 +252,7 @@ USUAL = (
     always("attention_bias", False),
     only("quantization_config", None),
 )
-COMMON = (names_of_model("rms_norm_eps"), *USUAL)
+COMMON = names_of_model("rms_norm_eps"), *USUAL
 # Heads of softmax attention.
 HEADS = plain(heads="num_attention_heads", kv_heads="num_key_value_heads")
 # Heads share the width unless a key differs.
@@ -280,17 +280,16 @@ def rope(theta: float, fraction: float | None = None) -> Row:
 
 def write_rope(attention: Attention) -> Json:
     """Write `rope_parameters`, and the context length of YaRN."""
-    positions = dict(
-        rope_theta=attention.rope_theta, partial_rotary_factor=attention.rotary_fraction
-    )
+    positions = {
+        "rope_theta": attention.rope_theta,
+        "partial_rotary_factor": attention.rotary_fraction,
+    }
     if (rope := attention.rope_scaling) is None:
-        return dict(rope_parameters=dict(rope_type="default", **positions))
+        return {"rope_parameters": {"rope_type": "default", **positions}}
     used = {name: x for name in USES[rope.rope_type] if (x := getattr(rope, name)) is not None}
     reached = rope.reached if rope.rope_type == "yarn" else None
-    return dict(
-        rope_parameters=used | positions,
-        **({"max_position_embeddings": round(reached)} if reached else {}),
-    )
+    longest = {"max_position_embeddings": round(reached)} if reached else {}
+    return {"rope_parameters": used | positions, **longest}
 
 
 # A limit may be an object that stands for Infinity.
@@ -301,11 +300,11 @@ def _read_time_step_limit(key: Keys) -> Json:
         raise ValueError(
             f"config.json: time_step_limit = {limits}; give the lower limit, then the upper one"
         )
-    return dict(dt_min=limits[0], dt_max=limits[1])
+    return {"dt_min": limits[0], "dt_max": limits[1]}
 
 
 def _write_time_step_limit(mamba: Mamba2) -> Json:
-    limits = (mamba.dt_min, mamba.dt_max)
+    limits = mamba.dt_min, mamba.dt_max
     shown = [{"__float__": "Infinity"} if math.isinf(x) else x for x in limits]
     return {} if limits == (0.0, math.inf) else {"time_step_limit": shown}
 
@@ -316,9 +315,9 @@ TIME_STEP_LIMIT = Row(_read_time_step_limit, _write_time_step_limit)
 
 
 def write_layer_types(model: ModelConfig, linear: str = "linear_attention") -> Json:
-    return dict(
-        layer_types=[linear if x.mixers[0].linear else "full_attention" for x in model.layers]
-    )
+    return {
+        "layer_types": [linear if x.mixers[0].linear else "full_attention" for x in model.layers]
+    }
 
 
 def layer_types(
@@ -370,12 +369,10 @@ def as_many_as_layers(name: str, listed: list[str], count: int) -> None:
 
 def shortest(layers: list[MixerOptions]) -> tuple[MixerOptions, ...]:
     """Return the shortest pattern whose repetition gives these layers."""
-    periods = (
-        n
-        for n in range(1, len(layers) + 1)
-        if all(m == layers[i % n] for i, m in enumerate(layers))
-    )
-    return tuple(layers[: next(periods)])
+    n = 1
+    while any(layer != layers[i % n] for i, layer in enumerate(layers)):
+        n += 1
+    return tuple(layers[:n])
 
 
 def check_values(model: ModelConfig) -> None:

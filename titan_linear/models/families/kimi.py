@@ -53,7 +53,7 @@ def _read_kv_heads(key: Keys) -> Json:
 
 # Sizes of latent attention.
 LATENT = (
-    Row(_read_kv_heads, lambda mla: dict(num_key_value_heads=mla.heads)),
+    Row(_read_kv_heads, lambda mla: {"num_key_value_heads": mla.heads}),
     plain(
         heads="num_attention_heads",
         kv_rank="kv_lora_rank",
@@ -75,17 +75,17 @@ def _dense_layers(key: Keys, first_sparse: int) -> tuple[int, ...]:
 
 
 def _write_mlp_types(model: ModelConfig) -> Json:
-    return dict(
-        mlp_layer_types=[
+    return {
+        "mlp_layer_types": [
             "sparse" if model.has_experts(i) else "dense" for i in range(model.num_layers)
         ]
-    )
+    }
 
 
 # Shared experts form one wide expert.
 def _read_shared(key: Keys) -> Json:
     count = plain(count="num_shared_experts n_shared_experts").read(key)["count"]
-    return dict(shared_hidden_dim=key("moe_intermediate_size") * (count or 0))
+    return {"shared_hidden_dim": key("moe_intermediate_size") * (count or 0)}
 
 
 def mlps(first_sparse: int) -> tuple[Row, ...]:
@@ -101,7 +101,7 @@ def mlps(first_sparse: int) -> tuple[Row, ...]:
         return len(_dense_layers(key, first_sparse)) < key("num_hidden_layers")
 
     def read(key: Keys) -> Json:
-        return dict(dense_layers=_dense_layers(key, first_sparse)) if sparse(key) else {}
+        return {"dense_layers": _dense_layers(key, first_sparse)} if sparse(key) else {}
 
     return (
         HIDDEN_DIM,
@@ -120,7 +120,7 @@ def mlps(first_sparse: int) -> tuple[Row, ...]:
             ),
             Row(
                 _read_shared,
-                lambda moe: dict(num_shared_experts=moe.shared_hidden_dim // moe.hidden_dim),
+                lambda moe: {"num_shared_experts": moe.shared_hidden_dim // moe.hidden_dim},
             ),
             score="sigmoid",
             selection_bias=True,

@@ -122,19 +122,21 @@ def read_family(name: str, keys: Part, own_tokenizer: OwnTokenizer | None) -> Fa
     }
     # Layouts: outside the layers, of MLPs and experts, and of each kind of layer.
     has |= {part: _parts(has[part]) for part in ("model", "mlp", "experts")}
-    has["layers"] = {
-        tuple(MIXERS[kind] for kind in kinds.split()): _parts(parts)
-        for kinds, parts in has["layers"].items()
-    }
+    has["layers"] = {_kinds(kinds): _parts(parts) for kinds, parts in has["layers"].items()}
     if mtp := has.pop("mtp", None):
         has["mtp"] = MTP(**mtp | {"parts": _parts(mtp["parts"])})
     return Family(keys, own_tokenizer=own_tokenizer, **has)
 
 
+def _kinds(names: str) -> tuple[type, ...]:
+    return tuple(MIXERS[name] for name in names.split())
+
+
 def _parts(table: Json) -> tuple[Spellings, ...]:
-    return tuple(
-        tuple(_layout(ours, theirs) for theirs in spellings) for ours, spellings in table.items()
-    )
+    parts = []
+    for ours, spellings in table.items():
+        parts.append(tuple(_layout(ours, theirs) for theirs in spellings))
+    return tuple(parts)
 
 
 def _layout(ours: str, theirs: str | Json) -> Layout:

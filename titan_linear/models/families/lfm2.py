@@ -59,7 +59,10 @@ KEYS = table(
     NORM_EPS,
     derived(hidden_dim=_hidden_dim),
     Row(
-        write=lambda model: dict(intermediate_size=model.hidden_dim, block_auto_adjust_ff_dim=False)
+        write=lambda model: {
+            "intermediate_size": model.hidden_dim,
+            "block_auto_adjust_ff_dim": False,
+        }
     ),
     always("conv_bias", False),
 )

@@ -27,12 +27,12 @@ def _has_experts(key: Keys) -> bool:
 
 
 def _read_dense_layers(key: Keys) -> Json:
-    return dict(dense_layers=tuple(range(key("num_dense_layers", 2)))) if _has_experts(key) else {}
+    return {"dense_layers": tuple(range(key("num_dense_layers", 2)))} if _has_experts(key) else {}
 
 
 def _write_dense_layers(model: ModelConfig) -> Json:
     """Write the number of layers without experts, which come first."""
-    return dict(num_dense_layers=len(model.dense_layers) if model.moe else model.num_layers)
+    return {"num_dense_layers": len(model.dense_layers) if model.moe else model.num_layers}
 
 
 KEYS = table(

@@ -29,21 +29,21 @@ def _read_positions(key: Keys) -> Json:
         raise ValueError(
             "config.json: rope_parameters scale or leave out channels; only rope_type 'default' is known"
         )
-    return dict(rope_theta=positions["rope_theta"])
+    return {"rope_theta": positions["rope_theta"]}
 
 
 def _write_positions(mla: MLA) -> Json:
-    return dict(rope_parameters=dict(rope_type="default", rope_theta=mla.rope_theta))
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": mla.rope_theta}}
 
 
 # Only safe gates have a bound.
 def _read_bound(key: Keys) -> Json:
-    return dict(lower_bound=key("kda_lower_bound", -5.0) if key("kda_safe_gate", True) else None)
+    return {"lower_bound": key("kda_lower_bound", -5.0) if key("kda_safe_gate", True) else None}
 
 
 def _write_bound(kda: KDA) -> Json:
     bound = kda.lower_bound
-    return dict(kda_safe_gate=bound is not None, kda_lower_bound=-5.0 if bound is None else bound)
+    return {"kda_safe_gate": bound is not None, "kda_lower_bound": -5.0 if bound is None else bound}
 
 
 LINEAR = Part(

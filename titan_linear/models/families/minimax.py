@@ -43,7 +43,7 @@ def _head_dim(key: Keys) -> int:
 # The number of rotated channels, in place of a share.
 ROTARY_DIM = Row(
     lambda key: key.rope(1e6, key("rotary_dim", _head_dim(key)) / _head_dim(key)),
-    lambda attention: dict(rotary_dim=int(attention.head_dim * attention.rotary_fraction)),
+    lambda attention: {"rotary_dim": int(attention.head_dim * attention.rotary_fraction)},
 )
 LIGHTNING = Part(Lightning, plain(heads="num_attention_heads"), HEAD_DIM)
 ATTENTION = Part(Attention, HEAD_DIM, ROTARY_DIM, HEADS, Row(write=write_rope))

@@ -53,7 +53,7 @@ MAMBA2 = Part(
     TIME_STEP_LIMIT,
     # Transformers reads this key as the lower limit. Its initial weights take the
     # logarithm, so it is not 0.
-    Row(write=lambda mamba: dict(time_step_min=mamba.dt_min or sys.float_info.min)),
+    Row(write=lambda mamba: {"time_step_min": mamba.dt_min or sys.float_info.min}),
 )
 ATTENTION = Part(
     Attention,
@@ -101,18 +101,20 @@ def _pattern(key: Keys) -> Json:
     kinds = _kinds(key)
     parts = {"mamba2": MAMBA2, "attention": ATTENTION}
     mixers = {kind: parts[kind].read(key) for kind in parts if kind in kinds}
-    return dict(num_layers=len(kinds), pattern=shortest([mixers.get(kind, kind) for kind in kinds]))
+    return {
+        "num_layers": len(kinds),
+        "pattern": shortest([mixers.get(kind, kind) for kind in kinds]),
+    }
 
 
 # Write both spellings.
 def _write_pattern(model: ModelConfig) -> Json:
-    words, letters = (
-        {kind: name for name, kind in reversed(names.items())} for names in (WORDS, LETTERS)
-    )
-    return dict(
-        layers_block_type=[words[layer.name] for layer in model.layers],
-        hybrid_override_pattern="".join(letters[layer.name] for layer in model.layers),
-    )
+    words = {kind: word for word, kind in reversed(WORDS.items())}
+    letters = {kind: letter for letter, kind in LETTERS.items()}
+    return {
+        "layers_block_type": [words[layer.name] for layer in model.layers],
+        "hybrid_override_pattern": "".join(letters[layer.name] for layer in model.layers),
+    }
 
 
 KEYS = table(
@@ -120,8 +122,8 @@ KEYS = table(
     names_of_model(("layer_norm_epsilon", 1e-5), ("num_hidden_layers", None)),
     Row(_pattern, _write_pattern),
     Row(
-        lambda key: dict(hidden_dim=key("intermediate_size") if Dense.name in _kinds(key) else 0),
-        lambda model: dict(intermediate_size=model.hidden_dim or model.dim),
+        lambda key: {"hidden_dim": key("intermediate_size") if Dense.name in _kinds(key) else 0},
+        lambda model: {"intermediate_size": model.hidden_dim or model.dim},
     ),
     always("mlp_hidden_act", "relu2"),
     always("attention_bias", False),

@@ -64,7 +64,7 @@ def _both_types(key: Keys) -> Json:
         raise ValueError(
             f"config.json: every layer is {pattern[0].name}, and this architecture has gdn and attention"
         )
-    return dict(pattern=pattern)
+    return {"pattern": pattern}
 
 
 KEYS = table(

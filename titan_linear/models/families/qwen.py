@@ -49,18 +49,18 @@ def _has_experts(key: Keys) -> bool:
 
 def _read_shared(key: Keys) -> Json:
     shared = key("shared_expert_intermediate_size") or 0
-    return dict(shared_hidden_dim=shared, shared_gate=shared > 0)
+    return {"shared_hidden_dim": shared, "shared_gate": shared > 0}
 
 
 # The coefficient counts only if the router's logits are returned.
 def _read_balance(key: Keys) -> Json:
     balance = key("router_aux_loss_coef", 0.001) if key("output_router_logits", False) else 0.0
-    return dict(balance_coefficient=balance)
+    return {"balance_coefficient": balance}
 
 
 def _write_balance(moe: MoEConfig) -> Json:
     balance = moe.balance_coefficient
-    return dict(output_router_logits=balance > 0, router_aux_loss_coef=balance or 0.001)
+    return {"output_router_logits": balance > 0, "router_aux_loss_coef": balance or 0.001}
 
 
 def _experts(*rows: Row) -> Row:
@@ -71,10 +71,10 @@ def _experts(*rows: Row) -> Row:
             top_k="num_experts_per_tok",
             hidden_dim="moe_intermediate_size",
         ),
-        Row(_read_shared, lambda moe: dict(shared_expert_intermediate_size=moe.shared_hidden_dim)),
+        Row(_read_shared, lambda moe: {"shared_expert_intermediate_size": moe.shared_hidden_dim}),
         Row(_read_balance, _write_balance),
         *rows,
-        otherwise=lambda model: dict(num_experts=0),
+        otherwise=lambda model: {"num_experts": 0},
     )
 
 
@@ -84,16 +84,16 @@ def _read_dense_layers(key: Keys) -> Json:
         return {}
     step = key("decoder_sparse_step", 1)
     dense = key("mlp_only_layers", None) or []
-    return dict(
-        dense_layers=tuple(
+    return {
+        "dense_layers": tuple(
             i for i in range(key("num_hidden_layers")) if i in dense or (i + 1) % step
         )
-    )
+    }
 
 
 def _write_dense_layers(model: ModelConfig) -> Json:
     return (
-        dict(mlp_only_layers=list(model.dense_layers), decoder_sparse_step=1) if model.moe else {}
+        {"mlp_only_layers": list(model.dense_layers), "decoder_sparse_step": 1} if model.moe else {}
     )
 
 
@@ -111,8 +111,8 @@ def _keys(model_type: str, *rows: Row) -> Part:
 
 
 WIDTH_OF_MLPS = Row(
-    lambda key: dict(hidden_dim=key("intermediate_size", 0)),
-    lambda model: dict(intermediate_size=model.hidden_dim) if model.hidden_dim else {},
+    lambda key: {"hidden_dim": key("intermediate_size", 0)},
+    lambda model: {"intermediate_size": model.hidden_dim} if model.hidden_dim else {},
 )
 
 # --- Tokenizer -------------------------------------------------------------------------

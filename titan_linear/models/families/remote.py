@@ -27,7 +27,7 @@ MODELING = Path(__file__).parents[1] / "modeling_titan_linear.py"
 def remote_code(name: str) -> tuple[Row, ...]:
     """Return the rows for a folder with FLA's tensor names. `name`: the file's class name
     without Config or ForCausalLM."""
-    classes = dict(AutoConfig=f"{name}Config", AutoModelForCausalLM=f"{name}ForCausalLM")
+    classes = {"AutoConfig": f"{name}Config", "AutoModelForCausalLM": f"{name}ForCausalLM"}
     return (
         written(auto_map={auto: f"{MODELING.stem}.{own}" for auto, own in classes.items()}),
         names_of_model("norm_eps"),
@@ -36,7 +36,7 @@ def remote_code(name: str) -> tuple[Row, ...]:
         changed("post_norm", "post_norm", tuple, list),
         Row(
             _read_pattern,
-            lambda model: dict(pattern=[{"kind": m.name, **asdict(m)} for m in model.pattern]),
+            lambda model: {"pattern": [{"kind": m.name, **asdict(m)} for m in model.pattern]},
         ),
     )
 
@@ -51,7 +51,7 @@ def _read_pattern(key: Keys) -> Json:
         raise ValueError(
             f"config.json: pattern = {pattern!r}; give a list of a mixer's options each"
         )
-    return dict(pattern=tuple(_mixer(options) for options in pattern))
+    return {"pattern": tuple(_mixer(options) for options in pattern)}
 
 
 def _mixer(options: Json) -> MixerOptions:

@@ -34,7 +34,7 @@ def _read_heads(key: Keys) -> Json:
         raise ValueError(
             f"config.json: hidden_size = {dim} is not a multiple of head_dim = {head_dim}; fetch it again"
         )
-    return dict(heads=dim // head_dim, head_dim=head_dim)
+    return {"heads": dim // head_dim, "head_dim": head_dim}
 
 
 def _hidden_dim(key: Keys) -> int:
@@ -43,7 +43,7 @@ def _hidden_dim(key: Keys) -> int:
 
 MIXER = Part(
     RWKV7,
-    Row(_read_heads, lambda mixer: dict(head_dim=mixer.head_dim)),
+    Row(_read_heads, lambda mixer: {"head_dim": mixer.head_dim}),
     plain(
         w_rank=("decay_low_rank_dim", 64),
         a_rank=("a_low_rank_dim", 64),

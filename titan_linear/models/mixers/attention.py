@@ -33,7 +33,7 @@ class AttentionMixer(nn.Module):
 
     # All are split by heads.
     split = {**{f"{x}_proj.weight": 0 for x in "qkvg"}, "o_proj.weight": 1}
-    float8 = (("q_proj",), ("k_proj",), ("v_proj",), ("o_proj",))
+    float8 = ("q_proj",), ("k_proj",), ("v_proj",), ("o_proj",)
 
     def __init__(self, options: Attention, config: ModelConfig, layer: int):
         super().__init__()
@@ -93,7 +93,8 @@ class AttentionMixer(nn.Module):
         "width" normalizes before the split, "head" after it.
         """
         if self.qk_norm == "width":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         q = q.unflatten(-1, (-1, self.head_dim))
         k = k.unflatten(-1, (-1, self.head_dim))
         return (self.q_norm(q), self.k_norm(k)) if self.qk_norm == "head" else (q, k)
@@ -118,7 +119,7 @@ class Attention(MixerOptions):
 
     name = "attention"
     module = AttentionMixer
-    growing = ("k", "v")
+    growing = "k", "v"
 
     @property
     def ops(self) -> OpDims:

@@ -76,7 +76,8 @@ class DeltaOptions(RecurrentOptions):
         applying them, where the inverse of the second counts as a product. Chunks count as
         full squares, as kernels compute them.
         """
-        K, V = self.head_dim, self.v_head_dim
+        K = self.head_dim
+        V = self.v_head_dim
         return self.v_heads * (6 * K * V * documents.tokens + 4 * (K + V) * documents.chunk_pairs)
 
     def scan_programs(self, ranks: int) -> int:
@@ -87,7 +88,7 @@ class DeltaMixer(RecurrentMixer):
     """Mixer with a delta rule. Its states are [B, HV, K, V]."""
 
     # Rounding to bfloat16 would change a document's decay.
-    kept_whole = ("A_log", "dt_bias")
+    kept_whole = "A_log", "dt_bias"
     # Split by heads; all heads share the output norm's weight.
     split = {
         **{f"{x}_{kind}.weight": 0 for x in "qkv" for kind in ("proj", "conv1d")},
@@ -96,7 +97,7 @@ class DeltaMixer(RecurrentMixer):
         "dt_bias": 0,
         "o_proj.weight": 1,
     }
-    float8 = (("q_proj", "k_proj", "v_proj"), ("o_proj",))
+    float8 = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
 
     def __init__(self, options: DeltaOptions, config: ModelConfig, activation: str, A_log: Draw):
         super().__init__(options)
@@ -105,7 +106,7 @@ class DeltaMixer(RecurrentMixer):
         key_dim = options.heads * self.head_dim
         value_dim = options.v_heads * self.v_head_dim
         # Projections and convolutions of q, k and v.
-        widths = (key_dim, key_dim, value_dim)
+        widths = key_dim, key_dim, value_dim
         self.q_proj, self.k_proj, self.v_proj = (projection(config.dim, w) for w in widths)
         self.q_conv1d, self.k_conv1d, self.v_conv1d = (
             ConvWeight(w, options.conv_size) for w in widths
@@ -184,16 +185,19 @@ class KDAMixer(DeltaMixer):
             f_proj, g_proj = (
                 nn.Sequential(projection(config.dim, rank), second) for second in (f_proj, g_proj)
             )
-        self.f_proj, self.g_proj = f_proj, g_proj
+        self.f_proj = f_proj
+        self.g_proj = g_proj
         self.A_log = nn.Parameter(torch.empty(options.v_heads))
         self.dt_bias = nn.Parameter(torch.empty(gate_dim))
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         f = g = x
-        f_out, g_out = self.f_proj, self.g_proj
+        f_out = self.f_proj
+        g_out = self.g_proj
         if self.low_rank_gates:
             f, g = project_each(x, f_out[0], g_out[0])
-            f_out, g_out = f_out[1], g_out[1]
+            f_out = f_out[1]
+            g_out = g_out[1]
         return f_out(f).unflatten(-1, (-1, self.head_dim)), self.b_proj(x), g_out(g)
 
     def _log_decay(self, inputs: Inputs) -> Tensor:

@@ -46,7 +46,8 @@ class GroupedRMSNorm(nn.Module):
     def __init__(self, dim: int, groups: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
-        self.width, self.eps = dim // groups, eps
+        self.width = dim // groups
+        self.eps = eps
         self.initial = {"weight": ones}
         # Ranks of tensor parallelism.
         self.ranks: Ranks | None = None
@@ -69,7 +70,7 @@ class GroupedRMSNorm(nn.Module):
 class Mamba2Mixer(RecurrentMixer):
     """Mamba-2. Its states are [B, heads, P, N]."""
 
-    kept_whole = ("A_log", "D", "dt_bias")
+    kept_whole = "A_log", "D", "dt_bias"
     split = {
         **dict.fromkeys(
             (
@@ -91,7 +92,7 @@ class Mamba2Mixer(RecurrentMixer):
         super().__init__(options)
         self.head_dim = options.head_dim
         self.state_dim = options.state_dim
-        self.dt_limit = (options.dt_min, options.dt_max)
+        self.dt_limit = options.dt_min, options.dt_max
         self.z_factor = options.z_factor
         self.dt_factor = options.dt_factor
         self.out_factor = options.out_factor
@@ -128,7 +129,7 @@ class Mamba2Mixer(RecurrentMixer):
 
         The inputs are x [B, T, heads, P], dt [B, T, heads], B and C [B, T, G, N].
         """
-        projections = (self.x_proj, self.b_proj, self.c_proj, self.z_proj, self.dt_proj)
+        projections = self.x_proj, self.b_proj, self.c_proj, self.z_proj, self.dt_proj
         x_dim, b_dim, c_dim, z_dim, heads = (len(p.weight) for p in projections)
         xbc, z, dt = cut(project(x, *projections), x_dim + b_dim + c_dim, z_dim, heads)
         convolutions = [self.x_conv1d, self.b_conv1d, self.c_conv1d]
@@ -221,7 +222,8 @@ class Mamba2(RecurrentOptions):
         tokens in a chunk takes 2 N for each group's C Bᵀ, and 2 P for each head's use of
         it.
         """
-        inner, N = self.heads * self.head_dim, self.state_dim
+        inner = self.heads * self.head_dim
+        N = self.state_dim
         return (
             4 * inner * N * documents.tokens + 2 * (self.groups * N + inner) * documents.chunk_pairs
         )

@@ -46,13 +46,13 @@ class MLAMixer(nn.Module):
         ),
         "o_proj.weight": 1,
     }
-    float8 = (("q_proj",), ("kv_a_proj",), ("kv_b_proj",), ("o_proj",))
+    float8 = ("q_proj",), ("kv_a_proj",), ("kv_b_proj",), ("o_proj",)
 
     def __init__(self, options: MLA, config: ModelConfig, layer: int):
         super().__init__()
         self.cp_method = "auto"  # as in `AttentionMixer`
-        self.latent_dims = (options.kv_rank, options.shared_k_dim)
-        self.kv_dims = (options.nope_dim, options.v_dim)
+        self.latent_dims = options.kv_rank, options.shared_k_dim
+        self.kv_dims = options.nope_dim, options.v_dim
         self.q_dim = options.head_dim
         self.rotary = options.rotary
         # Queries, directly or through a latent.
@@ -142,7 +142,7 @@ class MLA(MixerOptions):
 
     name = "mla"
     module = MLAMixer
-    growing = ("latent", "shared")
+    growing = "latent", "shared"
 
     @property
     def head_dim(self) -> int:

@@ -57,7 +57,7 @@ class SwiGLU(nn.Module):
     """down(silu(factor · gate(x)) · up(x)).  [.., dim] -> [.., dim]"""
 
     split = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
-    float8 = (("gate_proj", "up_proj"), ("down_proj",))
+    float8 = ("gate_proj", "up_proj"), ("down_proj",)
 
     def __init__(self, dim: int, hidden_dim: int, gate_factor: float = 1.0):
         super().__init__()
@@ -80,7 +80,7 @@ class ReLU2(nn.Module):
     """down(relu(up(x))²) (Primer, section 4.1).  [.., dim] -> [.., dim]"""
 
     split = {"up_proj.weight": 0, "down_proj.weight": 1}
-    float8 = (("up_proj",), ("down_proj",))
+    float8 = ("up_proj",), ("down_proj",)
 
     def __init__(self, dim: int, hidden_dim: int):
         super().__init__()

@@ -190,9 +190,12 @@ class Experts(nn.Module):
 
     def __init__(self, dim: int, config: MoEConfig):
         super().__init__()
-        E, hidden = config.num_experts, config.hidden_dim
+        E = config.num_experts
+        hidden = config.hidden_dim
         self.gated = config.activation == "swiglu"
-        self.hidden_matrices = up, down = ("gate_up_proj" if self.gated else "up_proj", "down_proj")
+        up = "gate_up_proj" if self.gated else "up_proj"
+        down = "down_proj"
+        self.hidden_matrices = up, down
         # [experts, 2 if gated (gate, then up), hidden, dim]
         setattr(self, up, nn.Parameter(torch.empty(E, *[2] * self.gated, hidden, dim)))
         setattr(self, down, nn.Parameter(torch.empty(E, dim, hidden)))
@@ -235,9 +238,8 @@ class Experts(nn.Module):
 
     @property
     def _impls(self) -> tuple[str | Choice, str | Choice]:
-        products, passes = (
-            self.implementations.get(name, "auto") for name in ("grouped_linear", "expert_copies")
-        )
+        products = self.implementations.get("grouped_linear", "auto")
+        passes = self.implementations.get("expert_copies", "auto")
         return products, passes
 
 
@@ -264,7 +266,9 @@ class LocalDispatch:
             counts: [E] int64, number of copies for each expert.
             copies: sum of `counts`; None: every token has k copies.
         """
-        self.x, self.weights, self.counts = x, weights, counts
+        self.x = x
+        self.weights = weights
+        self.counts = counts
         self.copies = by_expert(experts, len(counts), experts.numel() if copies is None else copies)
 
     def arrived(self) -> tuple[Tensor, Copies, Tensor, Tensor]:

@@ -137,7 +137,8 @@ def allgather_forward(
     exchange = _Keys(KeyRoutes(*keys), group)
     where = Spans(*spans)
     # Compute one slice of heads while the next one is in transit.
-    outputs, sums = [], []
+    outputs = []
+    sums = []
     for heads, k_slice, v_slice in _slices(k[0], v[0], exchange, heads_of_slice(pairs, q, k, v)):
         queries = _queries_of(heads, q, k)
         o, lse = attend_spans(q[:, :, queries], k_slice[None], v_slice[None], scale, causal, where)
@@ -180,7 +181,8 @@ def allgather_backward(
     exchange = _Keys(KeyRoutes(*keys), group)
     where = Spans(*spans)
     tokens = k.shape[1]
-    d_queries, d_keys = [], []
+    d_queries = []
+    d_keys = []
     returning: list[Arriving] = []  # at most one slice's gradients
     for heads, k_slice, v_slice in _slices(k[0], v[0], exchange, heads_of_slice(pairs, q, k, v)):
         queries = _queries_of(heads, q, k)
@@ -236,16 +238,21 @@ def _slices(
 # --- Transfers -------------------------------------------------------------------------------------------------------
 
 
+def _filled(ranges: Tensor) -> list[tuple[int, int]]:
+    """Return the ranges [., 2] that are not empty."""
+    return [(a, b) for a, b in ranges.tolist() if a < b]
+
+
 class _Keys:
     """Transfers of K|V to the ranks that need them, and of dK|dV back to their owners."""
 
     def __init__(self, routes: KeyRoutes, group: str):
-        self.pieces, self.sent = (
-            [(a, b) for a, b in x.tolist() if a < b] for x in (routes.pieces, routes.sent)
-        )
+        self.pieces = _filled(routes.pieces)
+        self.sent = _filled(routes.sent)
         self.leaving = routes.leaving.tolist()
         self.coming = routes.coming.tolist()
-        self.travel, self.group = int(routes.travel), group
+        self.travel = int(routes.travel)
+        self.group = group
 
     def fetch(self, k: Tensor, v: Tensor) -> Callable[[], Sequence[Tensor]]:
         """Start the transfer of k [T_local, h, D], v [T_local, h, Dv]. The returned
@@ -255,10 +262,8 @@ class _Keys:
         if self.travel == ALL:
             arrive = start_all_gather(torch.cat([k, v], dim=-1), self.group)
         else:
-            leaves = [joined([x[a:b] for a, b in self.sent], x) for x in (k, v)]
-            arrive = start_all_to_all(
-                torch.cat(leaves, dim=-1), self.leaving, self.coming, self.group
-            )
+            leaves = torch.cat([self._leaving(k), self._leaving(v)], dim=-1)
+            arrive = start_all_to_all(leaves, self.leaving, self.coming, self.group)
 
         def arrived() -> Sequence[Tensor]:
             came = arrive().split([k.shape[-1], v.shape[-1]], dim=-1)
@@ -270,7 +275,8 @@ class _Keys:
         """Start the return of dk [keys, h, D], dv [keys, h, Dv] of this rank's spans. The
         returned function waits and returns dK|dV [T_local, h, D + Dv] of its tokens, summed
         over all ranks."""
-        D, Dv = dk.shape[-1], dv.shape[-1]
+        D = dk.shape[-1]
+        Dv = dv.shape[-1]
         if self.travel == NOTHING:
             return lambda: torch.cat([dk, dv], dim=-1)
         # A gather includes this rank's own rows.
@@ -288,6 +294,9 @@ class _Keys:
             return start_reduce_scatter(there, self.group)
         arrive = start_all_to_all(there, self.coming, self.leaving, self.group)
         return lambda: self._summed(here, arrive())
+
+    def _leaving(self, x: Tensor) -> Tensor:
+        return joined([x[a:b] for a, b in self.sent], x)
 
     def _pieces_of(self, here: Tensor, there: Tensor) -> list[Tensor]:
         """Return the keys of the spans, in order, as views of local and received rows."""

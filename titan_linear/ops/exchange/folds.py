@@ -70,7 +70,7 @@ def fold_runs(runs: BlockRuns, start: Tensor | None, reverse: bool) -> Tensor:
     if by_kernels(S_ext):
         from titan_linear.ops.triton.fold import fold_segments
 
-        rows = (S_ext.flatten(0, 1), M.flatten(0, 1))
+        rows = S_ext.flatten(0, 1), M.flatten(0, 1)
         firsts = _firsts(runs)
         return fold_segments(*rows, start, None, firsts, wanted.flatten(), reverse).view_as(S_ext)
     # Without kernels, walk through the blocks of each run.

@@ -37,7 +37,8 @@ class _WithHalo(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, routes: list[Tensor], slots: int, width: int, group: str
     ) -> tuple[Tensor, Tensor]:
-        ctx.routes, ctx.group = routes, group
+        ctx.routes = routes
+        ctx.group = group
         return x.view_as(x), fetch_halo(x, routes, slots, width, group)
 
     @staticmethod

@@ -119,7 +119,8 @@ def ring_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Start sending the keys, and compute the gradients of this rank's own squares.
-    acc, D = accumulator_dtype(q.dtype), k.shape[-1]
+    acc = accumulator_dtype(q.dtype)
+    D = k.shape[-1]
     kv = _Travelling(k, v, group, stride, int(hops))
     rows = AttentionRows(do, q, k, v, o, lse)
     grads = attend_spans_backward(rows, scale, causal, Spans(*squares))
@@ -173,7 +174,7 @@ class _Travelling:
     """
 
     def __init__(self, k: Tensor, v: Tensor, group: str, stride: int, hops: int):
-        self.own = (k, v)
+        self.own = k, v
         self.group = group
         self.stride = stride
         self.hops = hops
@@ -243,8 +244,10 @@ class _FollowingGradient:
 def _shift(send: Tensor, receive: Tensor, step: int, name: str) -> list[dist.Work]:
     """Start sending to rank + step and receiving from rank − step of the named group."""
     group = group_named(name)
-    rank, size = group.rank(), group.size()
-    to, from_ = (rank + step) % size, (rank - step) % size
+    rank = group.rank()
+    size = group.size()
+    to = (rank + step) % size
+    from_ = (rank - step) % size
     return dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, send, group=group, group_peer=to),

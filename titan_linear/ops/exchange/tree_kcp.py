@@ -59,7 +59,8 @@ def _up(dS_ext: Tensor, M: Tensor, fold: Fold, group: str) -> Tensor:
     # Each child adds its dS_ext to the point above it.
     d = dS_ext.new_zeros(len(M), *dS_ext.shape[1:], dtype=torch.float64)
     add_rows(d, fold.above, dS_ext[: len(fold.above)].double())
-    levels, shared = [*_levels(fold)], int(fold.shared)
+    levels = [*_levels(fold)]
+    shared = int(fold.shared)
 
     def add(levels: list[tuple[Tensor, Tensor]]) -> None:
         for ids, above in reversed(levels):

@@ -55,7 +55,9 @@ def ulysses_attention(
     head is sent to each rank that has queries for it, and autograd sums its gradients.
     """
     k, v = (_copied(x, "ulysses", q.shape[2], cp.ranks.world_size) for x in (k, v))
-    q, k, v = (tokens_to_heads(x, cp) for x in (q, k, v))
+    q = tokens_to_heads(q, cp)
+    k = tokens_to_heads(k, cp)
+    v = tokens_to_heads(v, cp)
     return heads_to_tokens(local_attention(q, k, v, scale, causal, cp.stream), cp)
 
 
@@ -104,7 +106,7 @@ class _ExchangeHeads(torch.autograd.Function):
             if in_node
             else (cp.cut.order, cp.ranks.world_size)
         )
-        ctx.where = (list(order), ranks, cp.ranks.group_name)
+        ctx.where = list(order), ranks, cp.ranks.group_name
         ctx.to_heads = to_heads
         return exchange_heads(x, *ctx.where, to_heads)
 
@@ -149,7 +151,8 @@ def _all_to_all(parts: Tensor, group: str) -> Tensor:
 
     If there are fewer parts than ranks, they belong to the ranks of this rank's node.
     """
-    ranks, parts = group_named(group), parts.contiguous()
+    ranks = group_named(group)
+    parts = parts.contiguous()
     if len(parts) < ranks.size():
         sizes = [0] * ranks.size()
         first = ranks.rank() // len(parts) * len(parts)

@@ -95,7 +95,7 @@ class Boundaries:
         # Compiled code has no place to keep the result.
         if torch.compiler.is_compiling():
             return make(self, *arguments)
-        key = (make, *arguments)
+        key = make, *arguments
         if key not in self._derived:
             # Make tensors that autograd accepts, even if inference asks first.
             with torch.inference_mode(False):

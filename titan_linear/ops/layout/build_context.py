@@ -107,7 +107,7 @@ def build_cp_context(
     cut = cut_streams(documents, num_streams, ranks.world_size, layout, parents)
     tables = _token_tables(cut, ranks, conv1d_kernel_size, programs, stream_programs)
     context = CPContext(ranks, cut, tables, _softmax_tables(cut, ranks, attention))
-    return to_device(context, cu_seqlens.device if device is None else torch.device(device))
+    return to_device(context, torch.device(device or cu_seqlens.device))
 
 
 def of_trees(
@@ -137,7 +137,8 @@ def _rank_group(
     Raises ValueError if rank, world size or node size are missing or do not fit.
     """
     if group is not None:
-        rank, world_size = group.rank(), group.size()
+        rank = group.rank()
+        world_size = group.size()
     if rank is None or world_size is None or not 0 <= rank < world_size:
         raise ValueError(
             f"rank = {rank}, world_size = {world_size}; give a group, or both with 0 <= rank < world_size"
@@ -192,9 +193,8 @@ def _token_tables(
     # Otherwise this rank's entries are the documents.
     if ranks.world_size > 1 or cut.layout != "contiguous":
         sizes = () if stream_programs is None else (CHUNK,)
-        documents = with_tables(
-            cut.documents.astype(np.int32), sizes, stream_programs or (), **whole
-        )
+        boundaries = cut.documents.astype(np.int32)
+        documents = with_tables(boundaries, sizes, stream_programs or (), **whole)
     else:
         tree = whole
     if conv1d_kernel_size is not None:
@@ -219,14 +219,13 @@ def _trees(cut: Cut, rank: int) -> tuple[dict[str, Tree], dict[str, Tree | PathT
     The first dictionary is for this rank's entries, the second for a whole stream on one
     rank.
     """
-    trees, size = cut.trees, cut.fragments[0].end
+    trees = cut.trees
+    size = cut.fragments[0].end
     if not trees.joined:
         return {}, {}
+    own = {"tree": tree_of(trees, cut.owners, size, rank)}
     whole = tree_of(trees, np.zeros_like(cut.owners), size, 0)
-    return {"tree": tree_of(trees, cut.owners, size, rank)}, {
-        "tree": whole,
-        "paths": paths_of(trees),
-    }
+    return own, {"tree": whole, "paths": paths_of(trees)}
 
 
 def _softmax_tables(cut: Cut, ranks: RankGroup, methods: Collection[str]) -> SoftmaxTables:
@@ -245,7 +244,8 @@ def _softmax_tables(cut: Cut, ranks: RankGroup, methods: Collection[str]) -> Sof
 
 def _of_nodes(cut: Cut, ranks: RankGroup) -> CPContext:
     """Return the context in which each node counts as one rank."""
-    node, count = ranks.rank // ranks.node_size, ranks.world_size // ranks.node_size
+    node = ranks.rank // ranks.node_size
+    count = ranks.world_size // ranks.node_size
     nodes = RankGroup(ranks.group, ranks.group_name, node, count, node_size=count)
     cut = cut_streams(cut.documents, cut.num_streams, count, cut.layout)
     tables = _token_tables(cut, nodes, conv1d_kernel_size=None, programs=(), stream_programs=None)
@@ -294,8 +294,12 @@ def _local_layout(cut: Cut, fragments: Fragments) -> tuple[np.ndarray, np.ndarra
         rank-local boundaries [N+1] int32, positions within documents [T_local] int64, and
             each fragment's first and last entry [slots, 2].
     """
-    documents, all_positions = cut.documents, cut.trees.positions
-    lengths, positions, entries, count = [], [], [], 0
+    documents = cut.documents
+    all_positions = cut.trees.positions
+    lengths = []
+    positions = []
+    entries = []
+    count = 0
     for f in fragments:
         # The fragment's first and last document; each one's part in the fragment is an
         # entry.

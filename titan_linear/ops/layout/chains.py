@@ -64,16 +64,17 @@ def chains(fragments: Fragments, ranks: RankGroup, entries: ndarray, *, reverse:
         entries: [slots, 2], the first and last entry of each fragment of this rank.
     """
     # The fragments that fold into each fragment, and the ones that this rank receives.
-    rank, world_size = ranks.rank, ranks.world_size
+    rank = ranks.rank
+    world_size = ranks.world_size
     chain = _walks(fragments, reverse)
     own = [i for i, f in enumerate(fragments) if f.rank == rank]
-    slots, blocks = len(own), len(fragments) // len(own)
+    slots = len(own)
+    blocks = len(fragments) // len(own)
     received = _received(fragments, chain, own, world_size)
-    place = {
-        (j, kind): n
-        for kind in range(2)
-        for n, j in enumerate(j for js in received for j in js[kind])
-    }
+    place: dict[tuple[int, int], int] = {}
+    for kind in range(2):
+        came = [j for kinds in received for j in kinds[kind]]
+        place |= {(j, kind): n for n, j in enumerate(came)}
     # The links of each slot's chain, as rows of the received S_ext and M.
     in_order = sorted(own, key=lambda i: fragments[i].slot)
     rows = [
@@ -101,8 +102,8 @@ def chains(fragments: Fragments, ranks: RankGroup, entries: ndarray, *, reverse:
         slots=slot_table,
         crosses=np.array([any(chain)]),
         sends=padded(sends, 2 * slots * blocks, 2),
-        send_counts=np.array([[len(js) for js in kinds] for kinds in sent]),
-        receive_counts=np.array([[len(js) for js in kinds] for kinds in received]),
+        send_counts=_counts(sent),
+        receive_counts=_counts(received),
         links=links,
         most=most.max(keepdims=True),
         blocks=passing,
@@ -132,9 +133,11 @@ def _walks(fragments: Fragments, reverse: bool) -> list[range]:
     These are adjacent fragments, so each result is a range.
     """
     order = range(len(fragments))
-    walks, first = [range(0)] * len(fragments), 0
+    walks = [range(0)] * len(fragments)
+    first = 0
     for i in reversed(order) if reverse else order:
-        f, before = fragments[i], i + 1 if reverse else i - 1
+        f = fragments[i]
+        before = i + 1 if reverse else i - 1
         if f.leaves if reverse else f.enters:
             first = first if fragments[before].through else before
             walks[i] = range(first, i, -1 if reverse else 1)
@@ -170,6 +173,10 @@ def _sent(fragments: Fragments, chain: list[range], own: list[int], world_size: 
         for r in receivers:
             _add(sent[r], j, fragments[j])
     return sent
+
+
+def _counts(of_ranks: list[Kinds]) -> ndarray:
+    return np.array([(len(states), len(transitions)) for states, transitions in of_ranks])
 
 
 def _add(kinds: Kinds, j: int, f: Fragment) -> None:

@@ -34,7 +34,7 @@ from titan_linear.ops.layout.rectangles import Rectangles, rectangles
 from titan_linear.ops.layout.spans import GatheredSpans, gathered_spans
 from titan_linear.ops.layout.tables import to_device
 
-SOFTMAX_METHODS = ("ring", "allgather", "ulysses", "ulysses+ring")
+SOFTMAX_METHODS = "ring", "allgather", "ulysses", "ulysses+ring"
 
 
 # Not frozen: torch 2.11 would compile a guard for every number in a frozen dataclass.
@@ -104,7 +104,8 @@ class CPContext:
 
         The fragments that a node's ranks hold in one slot form one fragment of the node.
         """
-        slots, ranks = self.cut.slots, range(self.ranks.node_size)
+        slots = self.cut.slots
+        ranks = range(self.ranks.node_size)
         mirrored = [self.layout == "zigzag" and slot % 2 for slot in range(slots)]
         return tuple(
             r * slots + s for s in range(slots) for r in (ranks[::-1] if mirrored[s] else ranks)

@@ -62,7 +62,8 @@ def check_copy(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor) -> None:
     if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu":
         return
     if (cu_seqlens_cpu != cu_seqlens).any():
-        a, b = (short(x.tolist()) for x in (cu_seqlens, cu_seqlens_cpu))
+        a = short(cu_seqlens.tolist())
+        b = short(cu_seqlens_cpu.tolist())
         raise ValueError(
             f"cu_seqlens_cpu = {b} must have the values of cu_seqlens, {a}; or leave it out"
         )

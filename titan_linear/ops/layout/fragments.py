@@ -13,7 +13,7 @@ from torch import Tensor
 from titan_linear.ops.layout.prefix_trees import PrefixTrees, checked_nodes
 from titan_linear.ops.layout.tables import OnHost, table
 
-LAYOUTS = ("contiguous", "zigzag")
+LAYOUTS = "contiguous", "zigzag"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,8 @@ def cut_streams(
             f"num_streams = {num_streams}: stream {i + 1} must begin a document in cu_seqlens"
         )
     # Find the documents that hold the first and last token of each block.
-    size, slots = length // blocks, blocks // world_size
+    size = length // blocks
+    slots = blocks // world_size
     starts = np.arange(num_streams * blocks) * size
     heads, tails = (
         np.searchsorted(documents, t, side="right") - 1 for t in (starts, starts + size - 1)
@@ -189,7 +190,8 @@ def halo_routes(cut: Cut, rank: int, world_size: int, width: int) -> HaloRoutes:
     """
     # The tokens that have a halo: the first of each fragment, or in prefix trees of each
     # entry.
-    trees, size = cut.trees, cut.fragments[0].end
+    trees = cut.trees
+    size = cut.fragments[0].end
     tokens = np.arange(len(cut.fragments)) * size
     if trees.joined:
         tokens = trees.starts(size if world_size > 1 else None)
@@ -201,12 +203,11 @@ def halo_routes(cut: Cut, rank: int, world_size: int, width: int) -> HaloRoutes:
     # Each token found is sent by its owner, to a row of the receiver's halos.
     n, target = np.nonzero(before >= 0)
     token = before[n, target]
-    source, to = cut.owners[token // size], owners[target]
+    source = cut.owners[token // size]
+    to = owners[target]
     place = np.cumsum(owners == rank)[target] * width - n - 1
-    leaving, coming = (
-        np.stack([to, cut.rows(token)], 1)[source == rank],
-        np.stack([source, place], 1)[to == rank],
-    )
+    leaving = np.stack([to, cut.rows(token)], 1)[source == rank]
+    coming = np.stack([source, place], 1)[to == rank]
     # Group by rank, and pad the tables to a length that does not depend on the documents.
     most = cut.slots * width
     lengths = (len(leaving), len(coming)) if trees.joined else (most * max(width, 1), most)

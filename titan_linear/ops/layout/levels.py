@@ -105,10 +105,12 @@ def direct_messages(most: int, world_size: int, node_size: int, sizes: Sizes) ->
 
 
 def messages(levels: Sequence[Level], node_size: int, sizes: Sizes) -> list[Message]:
-    found, heads = [], sizes.heads
+    found = []
+    heads = sizes.heads
     # Each level is one message, followed by folds at the top or by compositions below it.
     for level in levels:
-        others, top = level.members - 1, level is levels[-1]
+        others = level.members - 1
+        top = level is levels[-1]
         if level.shares_heads:
             heads //= level.members
         pairs = others * heads * sizes.slots * (sizes.state + sizes.transition)

@@ -98,7 +98,8 @@ class PrefixTrees:
     @property
     def back(self) -> ndarray:
         """Offset of each token to its parent token [T], 0: none (the argument of `behind`)."""
-        back, begins = np.ones_like(self.positions), self.edges[:-1]
+        back = np.ones_like(self.positions)
+        begins = self.edges[:-1]
         back[begins] = np.where(self.parents >= 0, begins - self.edges[self.parents + 1] + 1, 0)
         return back
 
@@ -135,7 +136,8 @@ class PrefixTrees:
         """
         # The tokens below a node must end where its last descendant ends.
         number, node = self.on_paths(np.arange(len(self.parents)))
-        begin, end = self.edges[:-1], self.edges[1:].copy()
+        begin = self.edges[:-1]
+        end = self.edges[1:].copy()
         np.maximum.at(end, node, self.edges[number + 1])
         if (end - begin != np.bincount(node, np.diff(self.edges)[number])).any():
             return None

@@ -64,7 +64,8 @@ def _beyond(f: Fragment, causal: bool) -> list[Rectangle]:
 def _rectangles(own: Fragments, causal: bool) -> list[Rectangle]:
     """Return the rectangles of a rank's fragments, with q in local rows and kv in global
     tokens."""
-    rectangles, offset = [], 0
+    rectangles = []
+    offset = 0
     for f in own:
         for (a, b), kv in _beyond(f, causal):
             rectangles.append(Rectangle((a - f.start + offset, b - f.start + offset), kv))

@@ -37,7 +37,8 @@ def with_tables(
         crossing: as in `segments_of_length`.
     """
     if tree is not None:
-        crossing, joined = (torch.maximum(tree.starts, tree.ends) >= 0)[:-1].numpy(), True
+        crossing = (torch.maximum(tree.starts, tree.ends) >= 0)[:-1].numpy()
+        joined = True
     return Boundaries(
         torch.from_numpy(cu_seqlens),
         torch.from_numpy(cu_seqlens),

@@ -43,7 +43,8 @@ class QueryRuns(NamedTuple):
 def entries(cut: Cut) -> QueryRuns:
     """Cut documents at fragment boundaries. Returns the part of each document in each
     fragment, in global order."""
-    fragments, (documents, begins) = cut.fragments, cut.trees.chains
+    fragments = cut.fragments
+    documents, begins = cut.trees.chains
     size = fragments[0].end
     cuts = np.arange(len(fragments)) * size
     at = np.searchsorted(documents, cuts)
@@ -100,10 +101,10 @@ class Spans(NamedTuple):
 
     def rows(self) -> Iterator[tuple[slice, slice]]:
         """Return the query rows and the key rows of each span."""
-        return zip(
-            *([slice(a, b) for a, b in pairwise(x.tolist())] for x in (self.q_cpu, self.k_cpu)),
-            strict=True,
-        )
+        queries = pairwise(self.q_cpu.tolist())
+        keys = pairwise(self.k_cpu.tolist())
+        for (a, b), (c, d) in zip(queries, keys, strict=True):
+            yield slice(a, b), slice(c, d)
 
     def rectangles(self) -> Iterator[tuple[slice, slice]]:
         """Return the query rows and the key rows of each range in `below`."""
@@ -224,7 +225,8 @@ def _key_routes(
     spans, in order.
     """
     world_size, slots, _ = blocks.shape
-    fragments, owners = cut.fragments, cut.owners
+    fragments = cut.fragments
+    owners = cut.owners
     size = fragments[0].end
     tokens = slots * size
     received, sent = needed.traffic(blocks)
@@ -252,13 +254,14 @@ def _key_routes(
         row = np.where(owner == rank, row, tokens + came)
     leaving = np.bincount(receiver, leave_end - leave, world_size)
     coming = np.bincount(sender, come_end - come, world_size)
-    every = tokens * (np.arange(world_size) != rank)
+    if travel == ALL:
+        leaving = coming = tokens * (np.arange(world_size) != rank)
     return table(
         KeyRoutes,
         pieces=_joined(row, row + after - first, row < tokens),
         sent=_joined(leave, leave_end, receiver),
-        leaving=every if travel == ALL else leaving.astype(np.int64),
-        coming=every if travel == ALL else coming.astype(np.int64),
+        leaving=leaving.astype(np.int64),
+        coming=coming.astype(np.int64),
         travel=np.array([travel]),
     )
 
@@ -295,7 +298,8 @@ def _bounds(lengths: ndarray) -> ndarray:
 def _by_fragment(start: ndarray, end: ndarray, size: int) -> tuple[ndarray, ...]:
     """Cut ranges of global tokens at fragment boundaries. Returns the index of each piece's
     range and of its fragment, and its start and end."""
-    first, after = start // size, -(-end // size)
+    first = start // size
+    after = -(-end // size)
     i = np.repeat(np.arange(len(start)), after - first)
     n = np.repeat(after - np.cumsum(after - first), after - first) + np.arange(len(i))
     return i, n, np.maximum(start[i], n * size), np.minimum(end[i], (n + 1) * size)

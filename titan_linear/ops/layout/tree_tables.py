@@ -41,16 +41,20 @@ class PathTables(NamedTuple):
 def paths_of(trees: PrefixTrees) -> PathTables:
     # Spans whose keys above them are a few rectangles.
     edges, begins = trees.chains
-    below, copied, k = trees.below(edges), (), edges
+    below = trees.below(edges)
+    copied = ()
+    k = edges
     # Otherwise, copy the keys of each span's path.
     if below is None or len(below) > ONE_BY_ONE:
-        below, k = np.zeros((0, 4), dtype=np.int64), np.append(0, np.cumsum(edges[1:] - begins))
+        below = np.zeros((0, 4), dtype=np.int64)
+        k = np.append(0, np.cumsum(edges[1:] - begins))
         _, start, end = trees.ranges(edges[:-1], edges[1:])
         rows = np.concatenate([np.arange(*ends) for ends in zip(start, end)])
         order = np.argsort(rows, kind="stable")
         copied = rows, order, np.searchsorted(rows[order], np.arange(edges[-1]))
     longest = (np.diff(x).max(keepdims=True) for x in (edges, k))
-    q, k = (x.astype(np.int32) for x in (edges, k))
+    q = edges.astype(np.int32)
+    k = k.astype(np.int32)
     spans = Spans(*map(torch.from_numpy, (q, k, q, k, *longest, two_or_more(below))))
     return PathTables(spans, *map(torch.from_numpy, copied))
 
@@ -114,11 +118,13 @@ def tree_of(trees: PrefixTrees, owners: np.ndarray, size: int, rank: int) -> Tre
     owner = owners[start // size]
     # The entry that each entry continues, or −1, and its level in the tree.
     before = np.searchsorted(start, trees.before(start), side="right") - 1
-    E, W = len(before), int(owners.max()) + 1
+    E = len(before)
+    W = int(owners.max()) + 1
     number, entry = PrefixTrees(np.append(start, trees.edges[-1]), before).on_paths(np.arange(E))
     level = np.bincount(number) - 1
     # Points have entries below them; shared points have entries of other ranks below them.
-    point, shared = np.isin(np.arange(E), before), np.zeros(E, dtype=bool)
+    point = np.isin(np.arange(E), before)
+    shared = np.zeros(E, dtype=bool)
     shared[entry[owner[number] != owner[entry]]] = True
     mine, children = (np.flatnonzero(which & (owner == rank)) for which in (point, before >= 0))
     by_rank = [np.flatnonzero(shared & (owner == r)) for r in range(W)]
@@ -139,15 +145,15 @@ def tree_of(trees: PrefixTrees, owners: np.ndarray, size: int, rank: int) -> Tre
     of_entries = np.full((2, local[-1] + 2), -1, dtype=np.int32)
     of_entries[0, local[children]] = start_of
     of_entries[1, local[mine]] = slot[mine]
+    own = slot[by_rank[rank]]
+    sent = np.resize(own, P) if len(own) else np.zeros(P, dtype=np.int64)
     fold = table(
         Fold,
         order=row[below],
         before=row[before[below]],
         counts=np.unique(levels, return_counts=True)[1],
         shared=np.array([len(np.unique(levels[levels < E]))]),
-        sent=np.resize(slot[by_rank[rank]], P)
-        if len(by_rank[rank])
-        else np.zeros(P, dtype=np.int64),
+        sent=sent,
         above=row[before[children]],
         points=two_or_more(row[mine]),
         starts=two_or_more(starts),

@@ -22,9 +22,12 @@ def attention(
     Differentiable by autograd. Arguments and result match `titan_linear.ops.attention`: q
     [B, Tq, Hq, D], k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o [B, Tq, Hq, Dv] (fp64).
     """
-    q, k, v = (x.double() for x in (q, k, v))
+    q = q.double()
+    k = k.double()
+    v = v.double()
     groups = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
+    k = k.repeat_interleave(groups, dim=2)
+    v = v.repeat_interleave(groups, dim=2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (
         q.shape[-1] ** -0.5 if scale is None else scale
     )

@@ -31,8 +31,10 @@ def direct_causal_conv1d(
     """
     B, T, D = x.shape
     W = weight.shape[1]
-    flat, weight = x.double().flatten(0, 1), weight.double()
-    outputs, states = [], []
+    flat = x.double().flatten(0, 1)
+    weight = weight.double()
+    outputs = []
+    states = []
     # Put the earlier tokens in front of each sequence, and add up the taps.
     for n, (start, end) in enumerate(sequences(B, T, cu_seqlens)):
         past = flat.new_zeros(D, W - 1) if initial_state is None else initial_state[n].double()

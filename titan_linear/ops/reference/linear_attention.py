@@ -62,7 +62,8 @@ def recurrent_ssd(
     dt = dt.double() if dt_bias is None else dt.double() + dt_bias.double()
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     start = None if initial_states is None else initial_states.mT
-    x_dt, g = x * dt.unsqueeze(-1), dt * A.double()
+    x_dt = x * dt.unsqueeze(-1)
+    g = dt * A.double()
     y, h = recurrent_simple_gla(C, B, x_dt, g, scale=1.0, initial_state=start, **sequences)
     return y if D is None else y + x * D.double().view(x.shape[2], -1), h.mT
 

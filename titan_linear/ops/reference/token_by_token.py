@@ -29,7 +29,8 @@ def token_by_token(
     """
     B, T, HV, K = q.shape
     q = q.flatten(0, 1).unsqueeze(-1)  # [B·T, HV, K, 1]
-    outputs, states = [], []
+    outputs = []
+    states = []
     for n, (start, end) in enumerate(sequences(B, T, cu_seqlens)):
         S = q.new_zeros(HV, K, V) if initial_state is None else initial_state[n].double()
         for t in range(start, end):

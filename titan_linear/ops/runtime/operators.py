@@ -52,7 +52,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from titan_linear.ops.runtime.costs import Cost
 
 # Modes of activation checkpointing; the first keeps the most.
-MODES = ("selective", "attention", "full")
+MODES = "selective", "attention", "full"
 _current: ContextVar[RegionPass | None] = ContextVar("run of a region", default=None)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -62,7 +62,8 @@ class Region:
     """Results kept from a region's first run for its second, in the order of the calls."""
 
     def __init__(self, copied: bool, mode: str):
-        self.copied, self.mode = copied, mode
+        self.copied = copied
+        self.mode = mode
         self.results: deque[tuple[Callable, list[Any], TreeSpec, list[int]]] = deque()
 
     def put(self, fn: Callable, result: Any) -> None:
@@ -100,7 +101,8 @@ class RegionPass:
     """One of a region's two runs, as a context manager."""
 
     def __init__(self, region: Region, again: bool):
-        self.region, self.again = region, again
+        self.region = region
+        self.again = again
 
     def __enter__(self) -> RegionPass:
         self.token = _current.set(self)

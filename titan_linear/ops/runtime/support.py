@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-IMPLS = ("auto", "torch", "triton")
-HALF = (torch.bfloat16, torch.float16)
+IMPLS = "auto", "torch", "triton"
+HALF = torch.bfloat16, torch.float16
 
 
 class Choice(NamedTuple):
@@ -240,9 +240,11 @@ def _choose(
 @cache
 def _warn(message: str) -> None:
     """Issue a warning that points to the line outside the package that called the op."""
-    frame, level = sys._getframe(), 1
+    frame = sys._getframe()
+    level = 1
     while frame.f_back and frame.f_globals["__name__"].startswith("titan_linear."):
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level = level + 1
     warnings.warn(message, stacklevel=level)
 
 

@@ -29,13 +29,12 @@ def activate_backward(
         gate = gate * factor
         sigmoid = gate.sigmoid()
         silu = gate * sigmoid
-        dy, x = (
-            torch.cat([dx * up * sigmoid * (1 + gate * (1 - sigmoid)) * factor, dx * silu], -1),
-            silu * up,
-        )
+        dy = torch.cat([dx * up * sigmoid * (1 + gate * (1 - sigmoid)) * factor, dx * silu], -1)
+        x = silu * up
     else:
         positive = F.relu(wide)
-        dy, x = 2 * dx * positive, positive.square()
+        dy = 2 * dx * positive
+        x = positive.square()
     # The second result is x if there are no weights, and otherwise the weights' gradient.
     if weights is None:
         return dy.to(y.dtype), x.to(y.dtype)

@@ -144,10 +144,9 @@ def attend_spans(
         o, lse = ATTENTION.load(kernel).forward(q, k, v, scale, causal, spans.varlen())
     else:
         parts = [attend(q[:, i], k[:, j], v[:, j], scale, causal) for i, j in spans.rows()]
-        o, lse = (
-            torch.cat([o for o, _ in parts], dim=1),
-            torch.cat([lse for _, lse in parts], dim=2),
-        )
+        outputs, sums = zip(*parts, strict=True)
+        o = torch.cat(outputs, dim=1)
+        lse = torch.cat(sums, dim=2)
     # In prefix trees, merge the keys above each span.
     for i, j in spans.rectangles():
         o = o.contiguous()
@@ -248,7 +247,8 @@ def attention_forward(
 
     spans: the fields of `Spans`, or empty for a whole batch.
     """
-    o, lse = attend_spans(q, k, v, scale, causal, Spans(*spans) if spans else None)
+    where = Spans(*spans) if spans else None
+    o, lse = attend_spans(q, k, v, scale, causal, where)
     return o.contiguous(), lse.contiguous()
 
 
@@ -269,8 +269,7 @@ def attention_backward(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = attend_spans_backward(
-        AttentionRows(do, q, k, v, o, lse), scale, causal, Spans(*spans) if spans else None
-    )
+    where = Spans(*spans) if spans else None
+    grads = attend_spans_backward(AttentionRows(do, q, k, v, o, lse), scale, causal, where)
     dq, dk, dv = (grad.to(x.dtype).contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv

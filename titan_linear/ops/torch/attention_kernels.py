@@ -39,7 +39,7 @@ Operator = Callable[..., tuple[Tensor, ...]]
 
 LSE_ROWS = 32  # the number of rows of the efficient kernel's LSE is a multiple of this
 # Kernels whose causal mask is aligned to the end, and that take all spans in one call.
-TO_THE_END = ("flash4", "flash")
+TO_THE_END = "flash4", "flash"
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -100,7 +100,8 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) 
 
 
 def _cudnn_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
-    Tq, Tk = q.shape[1], k.shape[1]
+    Tq = q.shape[1]
+    Tk = k.shape[1]
     q, k, v, do, o = _heads_first(*_two_widths(q, k, v, do, o))
     lse = lse.contiguous().unsqueeze(-1)  # [B, Hq, Tq, 1]
     # no dropout: neither seed nor offset is read
@@ -148,7 +149,8 @@ def _batch_varlen(q: Tensor, k: Tensor) -> Varlen:
 
     The boundaries are made on the device, without a copy.
     """
-    (B, Tq), Tk = q.shape[:2], k.shape[1]
+    B, Tq = q.shape[:2]
+    Tk = k.shape[1]
     cu_q, cu_k = (
         torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device) for T in (Tq, Tk)
     )
@@ -161,7 +163,8 @@ def _batch_varlen(q: Tensor, k: Tensor) -> Varlen:
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
     Tq = q.shape[1]
     groups = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
+    k = k.repeat_interleave(groups, dim=2)
+    v = v.repeat_interleave(groups, dim=2)
     q, k, v = _heads_first(*_equal_width(q, k, v, multiple=4))
     o, lse = aten._scaled_dot_product_efficient_attention(
         q, k, v, None, True, 0.0, causal, scale=scale
@@ -194,7 +197,8 @@ TILE = 128  # rows of queries that are computed at a time
 def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
     acc = accumulator_dtype(q.dtype)
     k, v = (x.transpose(1, 2).to(acc) for x in (k, v))  # [B, Hkv, Tk, D]
-    outputs, lses = [], []
+    outputs = []
+    lses = []
     for i in range(0, q.shape[1], TILE):
         rows = q[:, i : i + TILE]
         scores = _tile_scores(rows, k, scale, i if causal else None)  # [B, Hkv, G·t, keys]
@@ -207,7 +211,8 @@ def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) 
 
 @without_autocast
 def _tiled_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
-    acc, Hkv = accumulator_dtype(q.dtype), k.shape[2]
+    acc = accumulator_dtype(q.dtype)
+    Hkv = k.shape[2]
     k, v = (x.transpose(1, 2).to(acc) for x in (k, v))
     dk = torch.zeros_like(k)
     dv = torch.zeros_like(v)
@@ -235,7 +240,8 @@ def _tile_scores(q: Tensor, k: Tensor, scale: float, first: int | None) -> Tenso
 
     `first` is the tile's row in a causal square; None: without a mask.
     """
-    t, Hkv = q.shape[1], k.shape[1]
+    t = q.shape[1]
+    Hkv = k.shape[1]
     if first is None:
         return _fold_groups(q.to(k.dtype), Hkv) @ k.mT * scale
     # Only keys up to the tile's last row; mask its own triangle.
@@ -292,7 +298,7 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
 # --- The table ----------------------------------------------------------------------------
 
 # Compute capabilities on which cuDNN's attention is faster than PyTorch's flash.
-CUDNN = ((9, 0), (10, 0), (10, 3))
+CUDNN = (9, 0), (10, 0), (10, 3)
 FLASH4 = CUDNN  # capabilities for which FlashAttention-4 has specific kernels
 WITHOUT_FLASH4 = "packed documents take half as long again without it (docs/performance.md)"
 
@@ -349,7 +355,7 @@ def flash4_is_right(t: Target) -> str | None:
     return flash4.problem(t.dtype, t.dims["D"], t.dims["Dv"])
 
 
-IN_HALF = (on_gpu, dtype_in(*HALF))
+IN_HALF = on_gpu, dtype_in(*HALF)
 WIDE = dims_up_to(256, "D", "Dv")
 ATTENTION = Op(
     "attention",

@@ -107,7 +107,8 @@ def sums_between(g: Tensor) -> Tensor:
     """Sum log gates g [.., C, D] over tokens after j up to i -> [.., C i, C j, D]; −∞ for j
     > i.
     """
-    C, device = g.shape[-2], g.device
+    C = g.shape[-2]
+    device = g.device
     i = torch.arange(C, device=device).unsqueeze(1)
     j = torch.arange(C, device=device)
     after = (j < i).unsqueeze(-1)  # [C, C, 1]
@@ -271,7 +272,8 @@ def backward(
         [N, HV, K, V].
     """
     # Gradients of v_new and of each chunk's state through the outputs.
-    dv, dS_direct = p.aqk.mT @ do, p.qg.mT @ do
+    dv = p.aqk.mT @ do
+    dS_direct = p.qg.mT @ do
     # Walk back through the chunks; d_out is the gradient of the state that leaves each
     # chunk.
     if p.w is None:
@@ -288,13 +290,15 @@ def backward(
         d_initial = dS[chunks.rank]
     # Gradients of the chunk's prepared tensors follow from the states and d_out.
     ddecay = (s.states * d_out).sum(-1)  # [NC, HV, K]
+    if p.decay.shape[-1] == 1:
+        ddecay = ddecay.sum(-1, keepdim=True)
     grads = Prepared(
         w=None if p.w is None else -dv @ s.states.mT,
         u=dv,
         kg=s.v_new @ d_out.mT,
         qg=do @ s.states.mT,
         aqk=do @ s.v_new.mT,
-        decay=ddecay if p.decay.shape[-1] > 1 else ddecay.sum(-1, keepdim=True),
+        decay=ddecay,
         skip=None if p.skip is None else do,
     )
     return grads, d_initial
@@ -337,7 +341,8 @@ class TorchRule(ABC):
 
     @without_autocast
     def boundary(self, chains: Chains) -> tuple[Tensor, Tensor]:
-        p, slots = self.prepared, chains.slots.tolist()
+        p = self.prepared
+        slots = chains.slots.tolist()
         HV, K, V = p.state_shape
         S_ext = p.u.new_zeros(len(slots), HV, K, V)
         M = p.u.new_zeros(len(slots), HV, *([p.decay.shape[-1]] if p.w is None else [K, K]))
@@ -359,7 +364,8 @@ class TorchRule(ABC):
 
     @without_autocast
     def boundary_backward(self, do: Tensor, chains: Chains) -> Tensor:
-        p, slots = self.prepared, chains.slots.tolist()
+        p = self.prepared
+        slots = chains.slots.tolist()
         do = self.chunks.split(do.to(p.u))
         dS_ext = p.u.new_zeros(len(slots), *p.state_shape)
         for slot, (entry, wanted) in enumerate(slots):

@@ -73,7 +73,8 @@ def widths(D: int, Dv: int, grouped: bool = False) -> tuple[int, int]:
     """Return the padded head dims: multiples of 8, and equal except for MLA's (192, 128)
     where heads are not grouped.
     """
-    D, Dv = (-(-x // 8) * 8 for x in (D, Dv))
+    D = -(-D // 8) * 8
+    Dv = -(-Dv // 8) * 8
     return (D, Dv) if (D, Dv) == (192, 128) and not grouped else 2 * (max(D, Dv),)
 
 
@@ -137,7 +138,8 @@ def _errors(device: str, dtype: torch.dtype, D: int, Dv: int) -> dict[str, float
     )
     q, k, v, do = (torch.randn(1, *s, generator=generator).to(device, dtype) for s in shapes)
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (rows, keys))
-    varlen, scale = (cu_q, cu_k, 60, 72), D**-0.5
+    varlen = cu_q, cu_k, 60, 72
+    scale = D**-0.5
     # Compare with exact attention in float64.
     o, lse = forward(q, k, v, scale, True, varlen)
     ours = {
@@ -166,14 +168,12 @@ def _exact(
     sees = ((span_q[:, None] == span_k) & (to_end_q[:, None] <= to_end_k)).to(q.device)
     # Forward, then the gradients of softmax attention.
     groups = q.shape[2] // k.shape[2]
-    q, do, k, v = (
-        x.transpose(1, 2) for x in (q, do, *(x.repeat_interleave(groups, 2) for x in (k, v)))
-    )
+    k = k.repeat_interleave(groups, 2)
+    v = v.repeat_interleave(groups, 2)
+    q, do, k, v = (x.transpose(1, 2) for x in (q, do, k, v))
     p = (q @ k.mT * scale).masked_fill(~sees, -torch.inf).softmax(-1)  # [B, Hq, Tq, Tk]
     dp = do @ v.mT
     ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
     dk, dv = (x.unflatten(1, (-1, groups)).sum(2) for x in (ds.mT @ q, p.mT @ do))
-    return {
-        name: x.transpose(1, 2)
-        for name, x in {"o": p @ v, "dq": ds @ k, "dk": dk, "dv": dv}.items()
-    }
+    results = {"o": p @ v, "dq": ds @ k, "dk": dk, "dv": dv}
+    return {name: x.transpose(1, 2) for name, x in results.items()}

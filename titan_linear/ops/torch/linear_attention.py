@@ -75,5 +75,6 @@ def discretise(
     if A is not None:
         dt = g if dt_bias is None else g + dt_bias
         dt = (F.softplus(dt) if options.dt_softplus else dt).clamp(*options.dt_limit)
-        v, g = v * dt.unsqueeze(-1), dt * A
+        v = v * dt.unsqueeze(-1)
+        g = dt * A
     return q, k, v, g, skip

@@ -98,7 +98,8 @@ def activate(y: Tensor, weights: Tensor | None, gated: bool, factor: float = 1.0
     contiguous -> [.., H]."""
     x = _activated(y, weights, gated)
     H = x.shape[-1]
-    rows, tile = x.numel() // H, _tile(H)
+    rows = x.numel() // H
+    tile = _tile(H)
     if rows:
         grid = blocks_of(rows, tile["BR"]), blocks_of(H, tile["BH"])
         w, weighted = (y, False) if weights is None else (weights, True)
@@ -122,7 +123,8 @@ def activate_backward(
     forward's output, from dx [.., H]."""
     dy, out = _gradients(y, weights, dx, gated)
     H = dx.shape[-1]
-    rows, tile = dx.numel() // H, _tile(H)
+    rows = dx.numel() // H
+    tile = _tile(H)
     if rows:
         grid = (blocks_of(rows, tile["BR"]),)
         w, weighted = (y, False) if weights is None else (weights, True)

@@ -63,8 +63,9 @@ def adamw(
     # The kernel computes β^t as exp(t log β).
     logs = [math.log(beta) if beta else -math.inf for beta in group["betas"]]
     constants = group["weight_decay"], *group["betas"], group["eps"], *logs
-    to, n = p if copy is None else copy, p.numel()
-    adamw_kernel[(blocks_of(n, BLOCK),)](
+    to = p if copy is None else copy
+    n = p.numel()
+    adamw_kernel[blocks_of(n, BLOCK),](
         p,
         to,
         g,

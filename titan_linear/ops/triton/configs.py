@@ -37,13 +37,15 @@ Config = dict[str, Any]  # a kernel's launch arguments
 def _read(file: Path) -> dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]]:
     """Read configs.json: compute capability -> kernel -> (bytes of an operand, largest K
     for KDA or largest K and V for GDN) -> launch arguments."""
-    return {
-        tuple(map(int, own.split("."))): {
-            kernel: {(row.pop("bytes"), row.pop("dim")): row for row in rows}
-            for kernel, rows in kernels.items()
-        }
-        for own, kernels in json.loads(file.read_text()).items()
-    }
+    tables = {}
+    for version, kernels in json.loads(file.read_text()).items():
+        major, minor = map(int, version.split("."))
+        tables[major, minor] = {kernel: _by_size(rows) for kernel, rows in kernels.items()}
+    return tables
+
+
+def _by_size(rows: list[Config]) -> dict[tuple[int, int], Config]:
+    return {(row.pop("bytes"), row.pop("dim")): row for row in rows}
 
 
 # A capability that is not listed uses the newest older one of its generation (`shipped_for`).
@@ -79,11 +81,11 @@ def shipped_for(own: tuple[int, int]) -> tuple[int, int] | None:
 def largest_dim(own: tuple[int, int], family: str, size: int) -> int:
     """Return the largest head dim for which all kernels of `family` ("kda", "gdn", …) have
     configurations, for operands of `size` bytes."""
-    tables = [table for kernel, table in CONFIGS[own].items() if kernel.startswith(family)]
-    return min(
-        (max((dim for width, dim in table if width == size), default=0) for table in tables),
-        default=0,
-    )
+    largest = []
+    for kernel, table in CONFIGS[own].items():
+        if kernel.startswith(family):
+            largest.append(max((dim for width, dim in table if width == size), default=0))
+    return min(largest, default=0)
 
 
 @cache
@@ -93,9 +95,8 @@ def architecture(device: torch.device) -> tuple[int, int]:
     On the meta device kernels are only compiled, for the GPU. The interpreter, and
     compilation without a GPU, use the configurations of the measured GPU.
     """
-    own = shipped_for(
-        capability(torch.device("cuda") if device.type == "meta" else device) or (9, 0)
-    )
+    device = torch.device("cuda") if device.type == "meta" else device
+    own = shipped_for(capability(device) or (9, 0))
     assert own
     return own
 
@@ -180,7 +181,7 @@ def unmeasured(t: Target, _: Mapping[str, str | None]) -> str:
     return f"not measured on this GPU ({where}): its kernels, less those for 9.0, were compiled for it, never run"
 
 
-KERNELS = (on_gpu, triton_installed, known_generation, dtype_in(*HALF, torch.float32))
+KERNELS = on_gpu, triton_installed, known_generation, dtype_in(*HALF, torch.float32)
 
 
 def with_kernels(
@@ -212,7 +213,8 @@ def decay_needs() -> tuple[Check, ...]:
 
 
 def whole_states(t: Target) -> str | None:
-    K, V = t.dims["K"], t.dims["V"]
+    K = t.dims["K"]
+    V = t.dims["V"]
     if K > 64 and V <= 32 and t.dtype in HALF:  # ptxas 12.8 miscompiles the gradients' descriptors
         return f"K = {K}, V = {V}: in 16 bits V is above 32 where K is above 64"
     if K >= 16 and K & (K - 1) == 0 and V % 16 == 0:

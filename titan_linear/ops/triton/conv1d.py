@@ -410,12 +410,15 @@ def conv1d(
     each entry; it is empty unless `output_final_state`.
     """
     x = _rows(x)
-    D, W, N = x.shape[1], weight.shape[1], cu_seqlens.numel() - 1
+    D = x.shape[1]
+    W = weight.shape[1]
+    N = cu_seqlens.numel() - 1
     *ys, final_state = outputs = _outputs(x, weight, cu_seqlens, widths, output_final_state)
     initial = None if initial_state is None else initial_state.contiguous(), state_index
     # One program for each run of tokens and block of channels.
     shape, blocks = _blocks(widths, FORWARD_CONFIG, norm_dim)
-    sizes, parts = (D, *[*widths, 0][:2], blocks, x.stride(0)), _padded(ys[: len(widths)])
+    sizes = D, *[*widths, 0][:2], blocks, x.stride(0)
+    parts = _padded(ys[: len(widths)])
     conv1d_fwd_kernel[(chunk_index.shape[0] * blocks,)](
         x,
         weight.contiguous(),
@@ -431,7 +434,7 @@ def conv1d(
         **shape,
     )
     if output_final_state and W > 1:
-        conv1d_final_state_kernel[(blocks_of(D, 256) * N,)](
+        conv1d_final_state_kernel[blocks_of(D, 256) * N,](
             x, initial, final_state, cu_seqlens, D, x.stride(0), W=W, BD=256, num_warps=1
         )
     return outputs
@@ -464,13 +467,12 @@ def conv1d_backward(
     The last two are empty where bias or initial_state is None.
 
     dys: [T, width] of each part of y."""
-    x, dys = _rows(x), [_rows(dy) for dy in dys]
-    (T, D), W, NT, widths = (
-        x.shape,
-        weight.shape[1],
-        chunk_index.shape[0],
-        [dy.shape[1] for dy in dys],
-    )
+    x = _rows(x)
+    dys = [_rows(dy) for dy in dys]
+    T, D = x.shape
+    W = weight.shape[1]
+    NT = chunk_index.shape[0]
+    widths = [dy.shape[1] for dy in dys]
     dx = x.new_empty(T, D)
     state = initial_state.contiguous() if initial_state is not None else None
     d_final = d_final_state.contiguous() if d_final_state is not None else None
@@ -483,7 +485,7 @@ def conv1d_backward(
     shape, blocks = _blocks(widths, BACKWARD_CONFIG, norm_dim)
     sizes = D, *[*widths, 0][:2], blocks, x.stride(0), _padded([dy.stride(0) for dy in dys])
     grads = d_final, dx, d_weight, d_bias, d_state
-    conv1d_bwd_kernel[(NT * blocks,)](
+    conv1d_bwd_kernel[NT * blocks,](
         x, weight.contiguous(), bias, (state, state_index), _padded(dys), *grads, cu_seqlens, chunk_index, *sizes,
         W=W, BT=BT, SILU=silu, **shape,
     )  # fmt: skip

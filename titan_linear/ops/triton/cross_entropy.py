@@ -69,7 +69,7 @@ def row_statistics(logits: Tensor, more: bool) -> Tensor:
     """Return the log-sum-exp of logits [N, vocab] fp32; with `more` also their mean and
     their mean under softmax: [1 or 3, N] fp32."""
     out = logits.new_empty(3 if more else 1, len(logits))
-    statistics_kernel[(len(logits),)](
+    statistics_kernel[len(logits),](
         logits, out, logits.stride(0), logits.shape[1], len(logits), MORE=more, **BLOCK
     )
     return out

@@ -55,7 +55,7 @@ def top_k(scores: Tensor, k: int) -> Tensor:
     BE = triton.next_power_of_2(E)
     BN = max(TILE // BE, 1)
     if N:
-        top_k_kernel[(blocks_of(N, BN),)](scores, experts, N, E, K=k, BN=BN, BE=BE, num_warps=4)
+        top_k_kernel[blocks_of(N, BN),](scores, experts, N, E, K=k, BN=BN, BE=BE, num_warps=4)
     return experts
 
 
@@ -86,7 +86,8 @@ def _channels(BD: constexpr):
 
 def _over_tokens(kernel: Kernel, x: Tensor, slots: Tensor, y: Tensor) -> Tensor:
     """Launch `kernel` for all tokens and channels."""
-    (N, k), D = slots.shape, x.shape[1]
+    N, k = slots.shape
+    D = x.shape[1]
     BD = min(triton.next_power_of_2(D), 1024)
     if N:
         kernel[N, blocks_of(D, BD)](x, slots, y, D, K=k, BD=BD, num_warps=4)

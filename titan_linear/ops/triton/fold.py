@@ -104,8 +104,10 @@ def fold(
     S_ext [.., HV, K, V], M [.., HV, K, K] fp32; chain_offsets [slots + 1], s_row, m_row
     [links] int32. reverse: use the transposes of M.
     """
-    (_, HV, K, V), slots = S_ext.shape, chain_offsets.shape[0] - 1
-    out, half = S_ext.new_empty(2, slots, HV, K, V), slots * HV * K * V
+    _, HV, K, V = S_ext.shape
+    slots = chain_offsets.shape[0] - 1
+    out = S_ext.new_empty(2, slots, HV, K, V)
+    half = slots * HV * K * V
     constants = _constants(S_ext, M, reverse)
     fold_kernel[slots * HV * (V // constants["BV"]),](
         S_ext, M, chain_offsets, s_row, m_row, out, half, HV, **constants
@@ -189,11 +191,12 @@ def fold_segments(
     enters it. Anything that is not passed on is not read, so NaN in one document never
     reaches another document's state.
     """
-    (S, HV, _, V), N, out = S_ext.shape, segment_offsets.shape[0] - 1, torch.empty_like(S_ext)
-    states, constants = (
-        (None if start is None else start.contiguous(), index),
-        _constants(S_ext, M, reverse),
-    )
+    S, HV, _, V = S_ext.shape
+    N = segment_offsets.shape[0] - 1
+    out = torch.empty_like(S_ext)
+    start = None if start is None else start.contiguous()
+    states = start, index
+    constants = _constants(S_ext, M, reverse)
     fold_segments_kernel[(N + 1) * HV * (V // constants["BV"]),](
         S_ext, M, states, segment_offsets, wanted, out, N, S, HV, **constants
     )
@@ -306,8 +309,10 @@ def _launch_fold_entries(
 ) -> Tensor:
     """Return the folded states [n, HV, K, V]. Fills `transition` [2, n, *M's] if it is not
     None."""
-    (_, HV, K, V), n = S_ext.shape, len(entries)
-    state, constants = S_ext.new_empty(2, n, HV, K, V), _constants(S_ext, M, reverse)
+    _, HV, K, V = S_ext.shape
+    n = len(entries)
+    state = S_ext.new_empty(2, n, HV, K, V)
+    constants = _constants(S_ext, M, reverse)
     of_transition = 0 if transition is None else max(constants["NM"] // K // constants["BV"], 1)
     slices = V // constants["BV"] + of_transition
     fold_entries_kernel[n * HV * slices,](

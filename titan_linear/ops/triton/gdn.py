@@ -9,7 +9,6 @@ gate is -exp(A_log) softplus(g + dt_bias).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,31 +63,35 @@ class GDNStages(Stages):
     def numbers_of(self, x: Inputs, options: DeltaRuleOptions) -> GDNScalars:
         return GDNScalars(options.scale, options.beta_range)
 
-    def tile_shapes(self, x: Inputs, numbers: GDNScalars) -> Sequence[tuple[Any, ...]]:
+    def tile_shapes(self, x: Inputs, numbers: GDNScalars) -> Any:
         matrix = x.k.dtype, x.g.shape[1], BT, BT
-        return matrix, matrix, (torch.float32, x.g.shape[1], 2, BT)
+        return GDNTiles(C=matrix, A=matrix, gates=(torch.float32, x.g.shape[1], 2, BT))
 
     def launch_prepare(self, given: Given, tiles: GDNTiles) -> None:
-        x, numbers = given.x, given.numbers
+        x = given.x
+        numbers = given.numbers
         if gdn_hopper.prepares(x.k):
             return gdn_hopper.launch_prepare(given, tiles)
-        (_, H, K), (NT, HV, _, _) = x.k.shape, tiles.C.shape
+        _, H, K = x.k.shape
+        NT, HV, _, _ = tiles.C.shape
         streams = *map(rows, (x.q, x.k, x.g, x.beta)), x.A_log, x.dt_bias
         constants = {"R": HV // H, "K": K, "BETA_RANGE": numbers.beta_range or None} | config(
             "gdn prepare", x.k, K
         )
-        kernels.prepare_kernel[(NT * HV,)](
+        kernels.prepare_kernel[NT * HV,](
             *streams, tiles, given.chunks, numbers.scale, HV, **constants
         )
         # Solve the chunks' triangular systems in place, from N to C.
         beta = tiles.gates[:, :, 1]
-        solve_kernel[(NT * HV,)](
+        solve_kernel[NT * HV,](
             beta, tiles.C, STRIDE_B=2 * BT, SCALED=True, **config("solve", x.k, K)
         )
 
     def launch_scan(self, given: Given, **outputs: Any) -> None:
-        x, tiles = given.x, given.tiles
-        (_, HV, V), K = x.v.shape, x.k.shape[2]
+        x = given.x
+        tiles = given.tiles
+        _, HV, V = x.v.shape
+        K = x.k.shape[2]
         if "M" not in outputs and gdn_hopper.fits(x.k, V):
             return gdn_hopper.launch_scan(given, **outputs)
         kernel = "gdn boundary" if "M" in outputs else "gdn states"
@@ -97,22 +100,25 @@ class GDNStages(Stages):
             outputs |= {"q_desc": ragged_tiles(x.q, K), "A_desc": chunk_tiles(tiles.A)}
         chosen = _sliced(kernel, x.k, HV, V)
         # Slices of the transition's columns follow the slices of V.
-        columns, BV = V + K if "M" in outputs else V, chosen["BV"]
+        columns = V + K if "M" in outputs else V
+        BV = chosen["BV"]
         programs = given.listed_entries * HV * (columns // BV)
-        kernels.scan_kernel[(programs,)](
+        kernels.scan_kernel[programs,](
             ragged_tiles(x.k, K), ragged_tiles(x.v, BV), chunk_tiles(tiles.C), tiles.gates, given.initial,
             given.listed, given.chunks, given.numbers.scale, HV, **outputs, **chosen,
         )  # fmt: skip
 
     def launch_reverse(self, given: Given, d_initial: Pair, **outputs: Tensor) -> None:
-        x, tiles = given.x, given.tiles
-        (_, HV, V), K = given.do.shape, x.k.shape[2]
+        x = given.x
+        tiles = given.tiles
+        _, HV, V = given.do.shape
+        K = x.k.shape[2]
         if outputs and gdn_hopper.fits(x.k, V):
             return gdn_hopper.launch_reverse(given, d_initial, **outputs)
         # Scan in Triton, slice by slice of V.
         chosen = _sliced("gdn reverse" if outputs else "gdn boundary", x.k, HV, V)
         programs = given.listed_entries * HV * (V // chosen["BV"])
-        kernels.reverse_kernel[(programs,)](
+        kernels.reverse_kernel[programs,](
             ragged_tiles(x.q, K), ragged_tiles(x.k, K), ragged_tiles(given.do, chosen["BV"]), chunk_tiles(tiles.C),
             chunk_tiles(tiles.A), tiles.gates, given.d_final, d_initial, given.listed, given.chunks,
             given.numbers.scale, HV, **outputs, **chosen,
@@ -120,7 +126,9 @@ class GDNStages(Stages):
 
     def launch_backward(self, given: Given, d_initial: Tensor | None) -> tuple[Tensor | None, ...]:
         x = given.x
-        (NT, HV, _, _), (_, _, K), V = given.tiles.C.shape, x.k.shape, x.v.shape[2]
+        NT, HV, _, _ = given.tiles.C.shape
+        _, _, K = x.k.shape
+        V = x.v.shape[2]
         h, dh = (x.k.new_empty(NT, HV, K, V) for _ in range(2))
         y, dv = (x.v.new_empty(x.v.shape) for _ in range(2))
         # Recompute the states, then scan their gradients in reverse.
@@ -132,7 +140,8 @@ class GDNStages(Stages):
     def room(self, x: Inputs) -> int:
         """Return the bytes of each chunk's states, their gradients and y, and of dq and dk
         per value head where value heads share keys."""
-        (T, HV, V), (_, H, K) = x.v.shape, x.k.shape
+        T, HV, V = x.v.shape
+        _, H, K = x.k.shape
         shared = 2 * K if HV > H else 0
         return T * HV * (2 * K * V // BT + V + shared) * x.v.element_size()
 
@@ -144,24 +153,32 @@ def _gradients(
     given: Given, h: Tensor, dh: Tensor, y: Tensor, dv: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Return dq, dk, dg, dbeta, dA_log and ddt_bias."""
-    x, tiles, numbers = given.x, given.tiles, given.numbers
-    (T, H, K), (NT, HV, _, V) = x.k.shape, h.shape
+    x = given.x
+    tiles = given.tiles
+    numbers = given.numbers
+    T, H, K = x.k.shape
+    NT, HV, _, V = h.shape
     dq, dk = (x.q.new_empty(T, HV, K) for _ in range(2))
-    dg, dbeta = x.g.new_empty(x.g.shape), x.beta.new_empty(x.beta.shape)
+    dg = x.g.new_empty(x.g.shape)
+    dbeta = x.beta.new_empty(x.beta.shape)
     d_gate = x.k.new_empty(2, 0 if x.A_log is None else NT, HV, dtype=torch.float32)
-    written = dq, dk, dg, dbeta, d_gate
     if K == V and gdn_hopper.fits(x.k, V):
-        gdn_hopper.launch_gradients(given, (h, dh, y, dv), written)
+        gdn_hopper.launch_gradients(
+            given, h=h, dh=dh, y=y, dv=dv, dq=dq, dk=dk, dg=dg, dbeta=dbeta, d_gate=d_gate
+        )
     else:
         chosen = _sliced("gdn gradients", x.k, HV, V)
-        BV, chosen["BETA_RANGE"] = chosen["BV"], numbers.beta_range or None
-        kernels.gradients_kernel[(NT * HV,)](
+        BV = chosen["BV"]
+        chosen["BETA_RANGE"] = numbers.beta_range or None
+        kernels.gradients_kernel[NT * HV,](
             rows(x.q), rows(x.k), ragged_tiles(x.k, K), ragged_tiles(given.do, BV), ragged_tiles(y, BV),
             ragged_tiles(dv, BV), chunk_tiles(h, BV, K), chunk_tiles(dh, BV, K), tiles.gates, rows(x.g), x.A_log,
-            x.dt_bias, given.initial, given.d_final, *written, given.chunks, numbers.scale, HV, NT, **chosen,
+            x.dt_bias, given.initial, given.d_final, dq, dk, dg, dbeta, d_gate, given.chunks, numbers.scale, HV, NT,
+            **chosen,
         )  # fmt: skip
     # Value heads that share a key head add up their dq and dk.
     if HV > H:
-        dq, dk = sum_groups(dq, x.q), sum_groups(dk, x.k)
+        dq = sum_groups(dq, x.q)
+        dk = sum_groups(dk, x.k)
     dA_log, ddt_bias = d_gate.sum(1)
     return dq, dk, dg, dbeta, gradient_like(x.A_log, dA_log), gradient_like(x.dt_bias, ddt_bias)

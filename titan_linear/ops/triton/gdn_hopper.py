@@ -131,8 +131,11 @@ def prepares(k: Tensor) -> bool:
 
 
 def launch_prepare(given: Given, tiles: Any) -> None:
-    x, n, (NT, HV, _, _), (_, H, K) = given.x, given.numbers, tiles.C.shape, given.x.k.shape
-    prepare_kernel[(NT * HV,)](
+    x = given.x
+    n = given.numbers
+    NT, HV, _, _ = tiles.C.shape
+    _, H, K = given.x.k.shape
+    prepare_kernel[NT * HV,](
         swizzled(x.q, K), swizzled(x.k, K), *(swizzled(t, BT.value, BT.value) for t in (tiles.A, tiles.C)), rows(x.g),
         rows(x.beta), x.A_log, x.dt_bias, tiles.gates, given.chunks, n.scale, HV, HV // H, K=K,
         BETA_RANGE=n.beta_range or None, num_warps=4,
@@ -353,7 +356,9 @@ def _launch(
 ) -> None:
     """Launch the scan. states: the chunks' states to write, or None. ends: the entries'
     states to read and to write."""
-    x, tiles, (_, HV, V) = given.x, given.tiles, v.shape
+    x = given.x
+    tiles = given.tiles
+    _, HV, V = v.shape
     read: tuple[TensorDescriptor | None, ...] = None, None
     if BACK or states is None:
         read = swizzled(x.q, K.value), swizzled(tiles.A, BT.value, BT.value)
@@ -361,7 +366,7 @@ def _launch(
         None if states is None else swizzled(states, BV.value, K.value),
         swizzled(rows, BV.value),
     )
-    scan_kernel[(given.listed_entries * HV * (V // BV.value),)](
+    scan_kernel[given.listed_entries * HV * (V // BV.value),](
         swizzled(x.k, K.value), swizzled(v, BV.value), swizzled(tiles.C, BT.value, BT.value), *read, *written,
         tiles.gates, *ends, given.listed, given.chunks, given.numbers.scale, HV, HV // x.k.shape[1],
         V=V, STAGES=4 if read[0] is None else 3, BACK=BACK, num_warps=4, maxnreg=168,
@@ -549,13 +554,16 @@ def gradients_kernel(
     tma.store_wait(0)
 
 
-def launch_gradients(given: Given, read: tuple[Tensor, ...], written: tuple[Tensor, ...]) -> None:
-    """Launch the gradients. read: h, dh, y and dv. written: dq, dk, dg, dbeta and d_gate."""
-    x, n, (h, dh, y, dv), (dq, dk, *of_gates) = given.x, given.numbers, read, written
+def launch_gradients(
+    given: Given, *, h: Tensor, dh: Tensor, y: Tensor, dv: Tensor, dq: Tensor, dk: Tensor, dg: Tensor, dbeta: Tensor,
+    d_gate: Tensor,
+) -> None:  # fmt: skip
+    x = given.x
+    n = given.numbers
     NT, HV, K, _ = h.shape
-    gradients_kernel[(NT * HV,)](
+    gradients_kernel[NT * HV,](
         *(swizzled(t, K) for t in (x.q, x.k, given.do, y, dv)), *(swizzled(t, K, BT.value) for t in (h, dh)),
         swizzled(dq, K), swizzled(dk, K), given.tiles.gates, rows(x.g), x.A_log, x.dt_bias, given.initial,
-        given.d_final, *of_gates, given.chunks, n.scale, HV, NT, HV // x.k.shape[1], BETA_RANGE=n.beta_range or None,
-        num_warps=4,
+        given.d_final, dg, dbeta, d_gate, given.chunks, n.scale, HV, NT, HV // x.k.shape[1],
+        BETA_RANGE=n.beta_range or None, num_warps=4,
     )  # fmt: skip

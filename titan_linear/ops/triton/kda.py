@@ -6,7 +6,6 @@ between forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -97,14 +96,27 @@ class KDAStages(Stages):
     def any_gate(self, numbers: KDAScalars) -> bool:
         return not numbers.safe_gate
 
-    def tile_shapes(self, x: Inputs, numbers: KDAScalars) -> Sequence[tuple[Any, ...]]:
-        (_, HV, K), C, dtype = x.g.shape, CHUNK, compute_dtype(x.q.dtype)
-        keys, matrix = (dtype, HV, K, C), (dtype, HV, C, C)
-        return keys, keys, keys, (torch.float32, HV, K), (torch.float32, HV, C), matrix, matrix
+    def tile_shapes(self, x: Inputs, numbers: KDAScalars) -> Any:
+        _, HV, K = x.g.shape
+        C = CHUNK
+        dtype = compute_dtype(x.q.dtype)
+        keys = dtype, HV, K, C
+        matrix = dtype, HV, C, C
+        return KDATiles(
+            qg=keys,
+            kn=keys,
+            kg=keys,
+            decay=(torch.float32, HV, K),
+            b=(torch.float32, HV, C),
+            Aqk=matrix,
+            Gn=matrix,
+        )
 
     def launch_prepare(self, given: Given, tiles: KDATiles) -> None:
-        x, n = given.x, given.numbers
-        (NT, HV, K, _), matrices = tiles.qg.shape, given.tiles.Aqk is None
+        x = given.x
+        n = given.numbers
+        NT, HV, K, _ = tiles.qg.shape
+        matrices = given.tiles.Aqk is None
         # Aqk and Gn, if they were kept, are not computed again.
         if not matrices:
             tiles = tiles._replace(Aqk=None, Gn=None)
@@ -129,7 +141,8 @@ class KDAStages(Stages):
             )
 
     def launch_scan(self, given: Given, **outputs: Tensor | None) -> None:
-        tiles, V = given.tiles, given.x.v.shape[2]
+        tiles = given.tiles
+        V = given.x.v.shape[2]
         K = tiles.qg.shape[2] if "M" in outputs else 0
         constants = _constants(tiles, "kda scan", V, min(K or V, widest_slice(V)))
         programs = given.listed_entries * constants["HV"] * ((V + K) // constants["BV"])
@@ -144,7 +157,8 @@ class KDAStages(Stages):
         )
 
     def launch_reverse(self, given: Given, d_initial: Pair, **outputs: Tensor) -> None:
-        tiles, V = given.tiles, given.do.shape[2]
+        tiles = given.tiles
+        V = given.do.shape[2]
         constants = _constants(tiles, "kda reverse", V, widest_slice(V))
         programs = given.listed_entries * constants["HV"] * (V // constants["BV"])
         kernels.backward_scans_kernel[2 * programs if outputs else programs,](
@@ -153,14 +167,17 @@ class KDAStages(Stages):
         )  # fmt: skip
 
     def launch_backward(self, given: Given, d_initial: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, tiles, V = given.x, given.tiles, given.do.shape[2]
+        x = given.x
+        tiles = given.tiles
+        V = given.do.shape[2]
         NT, HV, K, C = tiles.qg.shape
         # States at the chunk boundaries, the chunks' writes, and the gradients of both.
         h, dh = (tiles.qg.new_empty(NT, HV, V, K) for _ in range(2))
         r, y = (tiles.qg.new_empty(NT, HV, V, C) for _ in range(2))
         self.launch_reverse(given, (d_initial, given.initial[1]), h=h, dh=dh, r=r, y=y)
         # dv, dβ, and the gradients of the chunks' two matrices.
-        dv, dbeta = x.v.new_empty(x.v.shape), x.beta.new_empty(x.beta.shape)
+        dv = x.v.new_empty(x.v.shape)
+        dbeta = x.beta.new_empty(x.beta.shape)
         dA, dK = (tiles.qg.new_empty(NT, HV, C, C) for _ in range(2))
         constants = _constants(tiles, "kda matrix", V, widest_slice(V))
         constants["BETA_RANGE"] = given.numbers.beta_range or None
@@ -173,7 +190,8 @@ class KDAStages(Stages):
     def room(self, x: Inputs) -> int:
         """Return the bytes of each chunk's states, their gradients, r, y and the gradients
         of two matrices, and of dq and dk per value head where value heads share keys."""
-        (T, HV, V), (_, H, K) = x.v.shape, x.k.shape
+        T, HV, V = x.v.shape
+        _, H, K = x.k.shape
         shared = 2 * K if HV > H else 0
         return T * HV * (2 * K * V // CHUNK + 2 * V + 2 * CHUNK + shared) * x.v.element_size()
 
@@ -185,8 +203,12 @@ def _gradients(
     given: Given, h: Tensor, dh: Tensor, r: Tensor, y: Tensor, dA: Tensor, dK: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Return dq, dk, dg, dA_log and ddt_bias."""
-    x, tiles, n = given.x, given.tiles, given.numbers
-    (T, H, K), (NT, HV, V, _), C = x.q.shape, h.shape, CHUNK
+    x = given.x
+    tiles = given.tiles
+    n = given.numbers
+    T, H, K = x.q.shape
+    NT, HV, V, _ = h.shape
+    C = CHUNK
     # With grouped value heads, each value head writes its own dq and dk in fp32. They are
     # summed below.
     dq, dk = (
@@ -200,23 +222,29 @@ def _gradients(
     BF = config("kda gradient safe", x.q, K, **limits)["BK"]
     fast = None if n.safe_gate else x.g.new_empty(NT, HV, K // BF, dtype=torch.int32)
     constants = _of_gates(x, n) | {"V": V, "BF": BF}
-    sums = None if x.A_log is None else dA_part, None if x.dt_bias is None else dbias_part
+    dA_sums = None if x.A_log is None else dA_part
+    dbias_sums = None if x.dt_bias is None else dbias_part
     passes = _passes(n.safe_gate, "kda gradient safe", "kda gradient")
     if kda_hopper.fits(x):
-        kda_hopper.launch_gradient(given, (r, y, h, dh, dA, dK), (dq, dk, dg), *sums, fast)
+        kda_hopper.launch_gradient(
+            given, r=r, y=y, h=h, dh=dh, dA=dA, dK=dK, dq=dq, dk=dk, dg=dg, dA_part=dA_sums,
+            dbias_part=dbias_sums, fast=fast,
+        )  # fmt: skip
         passes = passes[1:]
     for kernel, safe in passes:
         chosen = config(kernel, x.q, K, **limits)
-        BK, BV = chosen["BK"], chosen["BV"]
+        BK = chosen["BK"]
+        BV = chosen["BV"]
         assert BF % BK == 0, "a program reads one flag"
         kernels.gradient_kernel[NT * HV * (K // BK),](
             rows(x.q), rows(x.k), rows(x.g), ragged_tiles(given.do, BV), chunk_tiles(r, C, BV), chunk_tiles(y, C, BV),
-            chunk_tiles(h, BK, BV), chunk_tiles(dh, BK, BV), x.A_log, x.dt_bias, tiles.b, dA, dK, dq, dk, dg, *sums,
-            fast, given.chunks, n.scale, n.lower_bound, SAFE=safe, **constants, **chosen,
+            chunk_tiles(h, BK, BV), chunk_tiles(dh, BK, BV), x.A_log, x.dt_bias, tiles.b, dA, dK, dq, dk, dg,
+            dA_sums, dbias_sums, fast, given.chunks, n.scale, n.lower_bound, SAFE=safe, **constants, **chosen,
         )  # fmt: skip
     # Add up the value heads' shares, and the chunks' partial sums.
     if HV != H:
-        dq, dk = sum_groups(dq, x.q), sum_groups(dk, x.k)
+        dq = sum_groups(dq, x.q)
+        dk = sum_groups(dk, x.k)
     ddt_bias, dA_log = parts.sum(1)
     dA_log = gradient_like(x.A_log, dA_log.view(HV, K).sum(1))
     return dq, dk, dg, dA_log, gradient_like(x.dt_bias, ddt_bias)

@@ -267,8 +267,10 @@ def prepares(x: Inputs, safe_gate: float, gate: float) -> bool:
 
 
 def launch_prepare(given: Given, tiles: Any) -> None:
-    x, n, (NT, HV, *_) = given.x, given.numbers, tiles.qg.shape
-    prepare_kernel[(NT * HV,)](
+    x = given.x
+    n = given.numbers
+    NT, HV, *_ = tiles.qg.shape
+    prepare_kernel[NT * HV,](
         *(swizzled(t, C.value) for t in (x.q, x.k, x.g)),
         *(None if t is None else swizzled(t, C.value, C.value) for t in (*tiles[:3], tiles.Aqk, tiles.Gn)),
         rows(x.beta), x.A_log, x.dt_bias, tiles.decay, tiles.b, given.chunks, n.scale, n.lower_bound, HV,
@@ -420,15 +422,15 @@ def gradient_kernel(
 
 
 def launch_gradient(
-    given: Given, read: tuple[Tensor, ...], written: tuple[Tensor, ...], *sums: Tensor | None
-) -> None:
-    """Launch the gradients. read: r, y, h, dh, dA and dK. written: dq, dk and dg. sums:
-    dA_part, dbias_part and fast."""
-    x, tiles, n, (r, *states, dA, dK) = given.x, given.tiles, given.numbers, read
-    NT, HV, K, _ = tiles.qg.shape
-    gradient_kernel[(NT * HV * (K // C.value),)](
+    given: Given, *, r: Tensor, y: Tensor, h: Tensor, dh: Tensor, dA: Tensor, dK: Tensor, dq: Tensor, dk: Tensor,
+    dg: Tensor, dA_part: Tensor | None, dbias_part: Tensor | None, fast: Tensor | None,
+) -> None:  # fmt: skip
+    x = given.x
+    n = given.numbers
+    NT, HV, K, _ = given.tiles.qg.shape
+    gradient_kernel[NT * HV * (K // C.value),](
         *(swizzled(t, C.value) for t in (x.q, x.k, x.g, given.do)), swizzled(r, C.value, C.value),
-        *(swizzled(t, C.value, K) for t in states), *(swizzled(t, C.value, C.value) for t in (dA, dK)),
-        *(swizzled(t, C.value) for t in written), x.A_log, x.dt_bias, tiles.b, *sums, given.chunks, n.scale,
-        n.lower_bound, HV, GATE=int(n.gate), num_warps=4,
+        *(swizzled(t, C.value, K) for t in (y, h, dh)), *(swizzled(t, C.value, C.value) for t in (dA, dK)),
+        *(swizzled(t, C.value) for t in (dq, dk, dg)), x.A_log, x.dt_bias, given.tiles.b, dA_part, dbias_part, fast,
+        given.chunks, n.scale, n.lower_bound, HV, GATE=int(n.gate), num_warps=4,
     )  # fmt: skip

@@ -31,7 +31,8 @@ def triton_rule(
     kept: Sequence[Tensor] = (),
 ) -> TritonRule | SplitDocuments | Padded:
     """Return the rule for `inputs`. `differentiable` has no effect here."""
-    stages, dims = _stages(inputs), (inputs.q.shape[-1], inputs.v.shape[-1])
+    stages = _stages(inputs)
+    dims = inputs.q.shape[-1], inputs.v.shape[-1]
     if stages is not SSD:
         # At K = 32 in 16 bits, ptxas overwrote a descriptor with the stack pointer in
         # RWKV-7's gradients.

@@ -9,7 +9,6 @@ two, 128 bytes per token and head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -66,8 +65,11 @@ class RWKV7Stages(Stages):
     def numbers_of(self, x: DPLRInputs, options: DPLROptions) -> RWKV7Scalars:
         return RWKV7Scalars(options.scale, options.rate)
 
-    def tile_shapes(self, x: DPLRInputs, numbers: RWKV7Scalars) -> Sequence[tuple[Any, ...]]:
-        (_, H, K), V, C, dtype = x.q.shape, x.v.shape[2], CHUNK, compute_dtype(x.q.dtype)
+    def tile_shapes(self, x: DPLRInputs, numbers: RWKV7Scalars) -> Any:
+        _, H, K = x.q.shape
+        V = x.v.shape[2]
+        C = CHUNK
+        dtype = compute_dtype(x.q.dtype)
         return RWKV7Tiles(
             P=(dtype, H, K, K),
             U=(dtype, H, K, V),
@@ -78,7 +80,8 @@ class RWKV7Stages(Stages):
         )
 
     def launch_prepare(self, given: Given, tiles: RWKV7Tiles) -> None:
-        x, numbers = given.x, given.numbers
+        x = given.x
+        numbers = given.numbers
         if rwkv7_hopper.fits(x):
             return rwkv7_hopper.launch_prepare(given, tiles)
         constants = _of_chunks("rwkv7 prepare", tiles, numbers)
@@ -105,7 +108,8 @@ class RWKV7Stages(Stages):
         )  # fmt: skip
 
     def launch_backward(self, given: Given, d_initial: Tensor | None) -> list[Tensor]:
-        x, tiles = given.x, given.tiles
+        x = given.x
+        tiles = given.tiles
         NT, H, K, V = tiles.U.shape
         # States at the chunk boundaries, and their gradients.
         h = tiles.U.new_empty(NT + given.all_entries, H, K, V)

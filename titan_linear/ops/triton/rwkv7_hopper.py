@@ -56,7 +56,8 @@ CHANNELS = constexpr(gl.SliceLayout(1, SQUARE.value))
 
 def fits(x: DPLRInputs) -> bool:
     """Return whether these kernels support heads and dtypes like x's."""
-    wide, dtypes = x.q.shape == x.v.shape and x.q.shape[2] == C.value, {t.dtype for t in x[:-1]}
+    wide = x.q.shape == x.v.shape and x.q.shape[2] == C.value
+    dtypes = {t.dtype for t in x[:-1]}
     half = dtypes == {torch.bfloat16} and x.gk.dtype in (torch.bfloat16, torch.float32)
     return wide and half and is_hopper(x.q.device)
 
@@ -231,7 +232,8 @@ def prepare_kernel(
 
 
 def launch_prepare(given: Given, tiles: Any) -> None:
-    (NT, H, K, _), O = tiles.U.shape, tiles.O
+    NT, H, K, _ = tiles.U.shape
+    O = tiles.O
     made = (swizzled(t, K, K) for t in (tiles.P, tiles.U, tiles.Q, tiles.inverse))
     prepare_kernel[NT * H,](
         *(swizzled(t, K) for t in given.x), *made, None if O is None else swizzled(O, K, K), tiles.decay, given.chunks,
@@ -376,7 +378,8 @@ def gradient_kernel(
 
 
 def launch_gradient(given: Given, h: Tensor, dh: Tensor, grads: list[Tensor]) -> None:
-    numbers, (NT, H, K, _) = given.numbers, given.tiles.U.shape
+    numbers = given.numbers
+    NT, H, K, _ = given.tiles.U.shape
     chunked = (swizzled(t, K, K) for t in (given.tiles.inverse, h, dh))
     gradient_kernel[NT * H,](
         *(swizzled(t, K) for t in (*given.x, given.do)), *chunked, *(swizzled(t, K) for t in grads), given.chunks,

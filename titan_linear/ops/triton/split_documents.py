@@ -50,7 +50,7 @@ def segment_table(cu_seqlens: Tensor, tokens: int, length: int) -> tuple[Tensor,
     surplus segments are empty, and segment_offsets [N+1], each document's first segment."""
     _, table, segment_offsets = chunks_of(cu_seqlens, tokens, length)
     boundaries = cu_seqlens.new_empty(len(table) + 1)
-    boundaries_kernel[(blocks_of(len(boundaries), 256),)](
+    boundaries_kernel[blocks_of(len(boundaries), 256),](
         table, cu_seqlens, boundaries, tokens, length, len(table), B=256
     )
     return boundaries, segment_offsets
@@ -73,7 +73,8 @@ class SplitDocuments:
         if kept:
             self.states, self.M, *rest = kept
             tables = len(Segments._fields)
-            self.segments, tiles = Segments(*rest[:tables]), rest[tables:]
+            self.segments = Segments(*rest[:tables])
+            tiles = rest[tables:]
         else:
             self.segments = find()
         s = self.segments

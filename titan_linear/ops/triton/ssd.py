@@ -26,7 +26,6 @@ read twice from L2, and 0.20 (0.29).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, float32
@@ -68,7 +67,8 @@ class SSDTiles(NamedTuple):
 def _sliced(kernel: str, k: Tensor, v: Tensor, gates: Tensor) -> Config:
     """Return constants of a kernel that takes V slice by slice. Slices are halved where the
     last one would otherwise be at most half full."""
-    (_, H, K), (_, HV, V) = k.shape, v.shape
+    _, H, K = k.shape
+    _, HV, V = v.shape
     chosen = config(kernel, k, max(K, V), BK=K, BV=max(1 << (V - 1).bit_length(), 16))
     BV = chosen["BV"]
     if BV > 16 and 0 < V % BV <= BV // 2:
@@ -110,7 +110,7 @@ def _scores(q: Tensor, k: Tensor, NT: int, chunks: tuple[Tensor, ...]) -> Tensor
     """Compute q kᵀ of each chunk, [NT, H, BT, BT]."""
     _, H, K = k.shape
     scores = k.new_empty(NT, H, BT, BT)
-    kernels.scores_kernel[(NT * H,)](
+    kernels.scores_kernel[NT * H,](
         rows(q), rows(k), scores, chunks, H, K=K, **config("ssd groups", k, K)
     )
     return scores
@@ -137,7 +137,8 @@ def _before_last_piece(given: Given, pieces: int) -> tuple[Tensor | None, Tensor
     """
     if pieces == 1:
         return None, None, 1
-    x, parts = given.x, 2 * pieces
+    x = given.x
+    parts = 2 * pieces
     n = parts - 2
     S_ext = empty_states(x.v, given.all_entries * n, x.k.shape[2])
     M = S_ext.new_empty(*S_ext.shape[:2], 1)
@@ -157,9 +158,11 @@ def _launch_boundary(
 ) -> None:
     """Compute the last states of the listed entries from zero states, or of the first n of
     the `parts` of all entries."""
-    (F, HV, _, V), (gates,) = S_ext.shape, given.tiles
+    F, HV, _, V = S_ext.shape
+    gates = given.tiles.gates
     chosen = _sliced("ssd boundary", x, y, gates) | {"REVERSE": M is None}
-    tiles, grid = (_fetched(x), _fetched(y, chosen["BV"])), (F * HV * blocks_of(V, chosen["BV"]),)
+    tiles = _fetched(x), _fetched(y, chosen["BV"])
+    grid = (F * HV * blocks_of(V, chosen["BV"]),)
     kernels.boundary_kernel[grid](
         *tiles, gates, S_ext, M, given.chunks, given.listed, scale, HV, n, parts, **chosen
     )
@@ -187,14 +190,16 @@ class SSDStages(Stages):
         parts = 2 if x.q.dtype == float32 else 1
         return SSDScalars(options.scale, options.dt_softplus, low, high, parts)
 
-    def tile_shapes(self, x: DecayInputs, numbers: SSDScalars) -> Sequence[tuple[Any, ...]]:
-        return ((float32, x.g.shape[1], 1 + int(numbers.parts), BT),)
+    def tile_shapes(self, x: DecayInputs, numbers: SSDScalars) -> Any:
+        return SSDTiles(gates=(float32, x.g.shape[1], 1 + int(numbers.parts), BT))
 
     def launch_prepare(self, given: Given, tiles: SSDTiles) -> None:
-        x, (gates,), n = given.x, tiles, given.numbers
+        x = given.x
+        gates = tiles.gates
+        n = given.numbers
         NT, HV, parts, _ = gates.shape
         constants = _of_decays(n, parts)
-        kernels.prepare_kernel[(NT * blocks_of(HV, BH),)](
+        kernels.prepare_kernel[NT * blocks_of(HV, BH),](
             rows(x.g), x.A, x.dt_bias, gates, given.chunks, n.low, n.high, HV, **constants
         )
 
@@ -209,14 +214,19 @@ class SSDStages(Stages):
         _launch_boundary(given, given.x.q, given.do, dS_ext, None, given.numbers.scale)
 
     def _launch_outputs(self, given: Given, o: Tensor, final_state: Tensor | None) -> None:
-        x, gates, chunks = given.x, given.tiles.gates, given.chunks
-        (T, HV, V), N = x.v.shape, given.all_entries
-        chosen, scores = _sliced("ssd scan", x.k, x.v, gates), _scores(x.q, x.k, len(gates), chunks)
+        x = given.x
+        gates = given.tiles.gates
+        chunks = given.chunks
+        T, HV, V = x.v.shape
+        N = given.all_entries
+        chosen = _sliced("ssd scan", x.k, x.v, gates)
+        scores = _scores(x.q, x.k, len(gates), chunks)
         slices = blocks_of(V, chosen["BV"])
         pieces = _pieces(T, N, HV * slices)
         S_ext, M, parts = _before_last_piece(given, pieces)
         # The Hopper kernel takes the same arguments in the same order.
-        programs, R = N * HV * pieces, chosen.pop("R")
+        programs = N * HV * pieces
+        R = chosen.pop("R")
         more = (
             gates, x.D, given.initial, S_ext, M, final_state, chunks, ALL, given.numbers.scale, HV, R, pieces, parts
         )  # fmt: skip
@@ -224,7 +234,7 @@ class SSDStages(Stages):
             return ssd_hopper.launch_scan(x, scores, o, programs, *more)
         scores = chunk_tiles(scores) if _fetches(x.k) else scores
         tiles = _fetched(x.q), _fetched(x.k), _fetched(x.v, chosen["BV"]), scores
-        kernels.scan_kernel[(programs * slices,)](*tiles, o, *more, WIDE=_wide(x.D, HV), **chosen)
+        kernels.scan_kernel[programs * slices,](*tiles, o, *more, WIDE=_wide(x.D, HV), **chosen)
 
     def transition(self, K: int) -> tuple[int, ...]:
         return (1,)
@@ -244,8 +254,11 @@ class SSDStages(Stages):
     def room(self, x: DecayInputs) -> int:
         """Return the bytes of each chunk's states, their gradients and a group's dE; and,
         in fp32, of a head's `sums`, `passed` and `products` of each slice of columns."""
-        (T, H, K), (_, HV, V), size = x.k.shape, x.v.shape, x.v.element_size()
-        keys, slices = blocks_of(K, 64), blocks_of(V, 128 // size)
+        T, H, K = x.k.shape
+        _, HV, V = x.v.shape
+        size = x.v.element_size()
+        keys = blocks_of(K, 64)
+        slices = blocks_of(V, 128 // size)
         chunk = 2 * HV * K * V // BT + H * BT
         return T * (chunk * size + 4 * HV * (slices * (3 + 2 * keys) + keys * V // BT))
 
@@ -256,12 +269,15 @@ SSD = SSDStages()
 def _states(given: Given, d_initial: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute the state before each chunk and the gradient of the state after it, both
     [NT, HV, K, V]."""
-    x, gates = given.x, given.tiles.gates
-    (NT, HV, _, _), K, V = gates.shape, x.k.shape[2], x.v.shape[2]
+    x = given.x
+    gates = given.tiles.gates
+    NT, HV, _, _ = gates.shape
+    K = x.k.shape[2]
+    V = x.v.shape[2]
     h, dh = (x.v.new_empty(NT, HV, K, V) for _ in range(2))
     chosen = _sliced("ssd states", x.k, x.v, gates)
     BV = chosen["BV"]
-    kernels.states_kernel[(2 * given.all_entries * HV * blocks_of(V, BV),)](
+    kernels.states_kernel[2 * given.all_entries * HV * blocks_of(V, BV),](
         _fetched(x.q), _fetched(x.k), _fetched(x.v, BV), _fetched(given.do, BV), gates, given.initial, given.d_final,
         h, dh, d_initial, given.chunks, ALL, given.numbers.scale, HV, **chosen,
     )  # fmt: skip
@@ -284,14 +300,22 @@ class ChunkGradients(NamedTuple):
 
 
 def _chunk_gradients(given: Given, h: Tensor, dh: Tensor) -> ChunkGradients:
-    x, gates, do = given.x, given.tiles.gates, given.do
-    (T, H, K), (NT, HV, _, V) = x.k.shape, h.shape
+    x = given.x
+    gates = given.tiles.gates
+    do = given.do
+    T, H, K = x.k.shape
+    NT, HV, _, V = h.shape
     # Launch constants, and how heads and columns are divided among programs.
     of_pairs, of_carried = (
         _sliced(f"ssd {kernel}", x.k, x.v, gates) for kernel in ("pairs", "carried")
     )
-    R, BK, BV, wide = of_carried["R"], of_carried["BK"], of_carried["BV"], _wide(x.D, HV)
-    splits, slices, scale = _splits(NT, H, R), blocks_of(V, BV) * (K // BK), given.numbers.scale
+    R = of_carried["R"]
+    BK = of_carried["BK"]
+    BV = of_carried["BV"]
+    wide = _wide(x.D, HV)
+    splits = _splits(NT, H, R)
+    slices = blocks_of(V, BV) * (K // BK)
+    scale = given.numbers.scale
     # Splits are summed later, so they stay in fp32.
     sums = x.k if splits == 1 else gates
     grads = ChunkGradients(
@@ -305,15 +329,16 @@ def _chunk_gradients(given: Given, h: Tensor, dh: Tensor) -> ChunkGradients:
         passed=gates.new_empty(NT, HV, slices, 2, BT),
         products=gates.new_empty(NT, HV, slices, BV),
     )
-    programs, heads = NT * H * splits, R // splits
+    programs = NT * H * splits
+    heads = R // splits
     # dv and dE come from pairs of tokens; then dq and dk from dE and the states.
     tiles = _tiles(x.v, do, of_pairs["BV"], K, dh)
-    kernels.pairs_kernel[(programs,)](
+    kernels.pairs_kernel[programs,](
         rows(x.q), rows(x.k), *tiles, gates, x.D, grads.dv, grads.dE, grads.own, grads.sums, grads.dD, given.chunks,
         scale, HV, heads, WIDE=wide, **of_pairs,
     )  # fmt: skip
     tiles = _tiles(x.v, do, BV, BK, h, dh)
-    kernels.carried_kernel[(programs * (K // BK),)](
+    kernels.carried_kernel[programs * (K // BK),](
         rows(x.q), rows(x.k), *tiles, gates, grads.dE, grads.dq, grads.dk, grads.passed, grads.products, given.chunks,
         scale, T, HV, heads, **of_carried,
     )  # fmt: skip
@@ -322,9 +347,14 @@ def _chunk_gradients(given: Given, h: Tensor, dh: Tensor) -> ChunkGradients:
 
 def _gate_gradients(given: Given, chunk: ChunkGradients) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dg, and the heads' gradients of A, dt_bias and D, summed over chunks."""
-    x, gates, n = given.x, given.tiles.gates, given.numbers
-    (NT, HV, parts, _), (_, H, K), V = gates.shape, x.k.shape, x.v.shape[2]
-    dg, d_heads = x.g.new_empty(x.g.shape), gates.new_empty(3, NT, HV)
+    x = given.x
+    gates = given.tiles.gates
+    n = given.numbers
+    NT, HV, parts, _ = gates.shape
+    _, H, K = x.k.shape
+    V = x.v.shape[2]
+    dg = x.g.new_empty(x.g.shape)
+    d_heads = gates.new_empty(3, NT, HV)
     # The kernel adds up the slices that the two kernels before it wrote.
     slices = {
         "BV": chunk.products.shape[3],
@@ -332,7 +362,7 @@ def _gate_gradients(given: Given, chunk: ChunkGradients) -> tuple[Tensor, Tensor
         "SLICES": chunk.sums.shape[2],
     }
     constants = {"R": HV // H, "K": K, "V": V} | slices | _of_decays(n, parts)
-    kernels.gates_kernel[(NT * blocks_of(HV, BH),)](
+    kernels.gates_kernel[NT * blocks_of(HV, BH),](
         rows(x.g), x.A, x.dt_bias, gates, chunk.passed, chunk.products, chunk.sums, chunk.own, given.initial,
         given.d_final, dg, d_heads, given.chunks, n.low, n.high, HV, NT, **constants,
     )  # fmt: skip

@@ -53,7 +53,8 @@ STAGES = constexpr(3)
 
 def fits(x: DecayInputs) -> bool:
     """Return whether this kernel supports heads and dtypes like x's."""
-    (_, H, _), (_, HV, V) = x.k.shape, x.v.shape
+    _, H, _ = x.k.shape
+    _, HV, V = x.v.shape
     shaped = BV.value == V and HV // H % 2 == 0 and fits_gdn(x.k, V)
     return shaped and (x.D is None or x.D.numel() == HV)
 
@@ -222,4 +223,4 @@ def scan_kernel(
 def launch_scan(x: DecayInputs, scores: Tensor, o: Tensor, programs: int, *more: Any) -> None:
     """Launch the scan. programs: one per head."""
     tiles = *(swizzled(t, K.value) for t in (x.q, x.k, x.v)), swizzled(scores, BT.value, BT.value)
-    scan_kernel[(programs // 2,)](*tiles, swizzled(o, BV.value), *more, num_warps=4, maxnreg=168)
+    scan_kernel[programs // 2,](*tiles, swizzled(o, BV.value), *more, num_warps=4, maxnreg=168)

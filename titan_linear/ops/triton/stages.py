@@ -156,8 +156,8 @@ class Stages(ABC):
     def numbers_of(self, x: AnyInputs, options: AnyOptions) -> Any: ...
 
     @abstractmethod
-    def tile_shapes(self, x: Any, numbers: Any) -> Sequence[tuple[Any, ...]]:
-        """Return the dtype and the shape in one chunk, as (dtype, *shape), of each tile."""
+    def tile_shapes(self, x: Any, numbers: Any) -> Any:
+        """Return tiles, each as its dtype and its shape in one chunk, (dtype, *shape)."""
 
     @abstractmethod
     def launch_prepare(self, given: Given, tiles: Any) -> None:
@@ -203,7 +203,7 @@ class Stages(ABC):
     def _new_tiles(self, given: Given, again: bool = False) -> list[Tensor]:
         _, chunk_index, _ = given.chunks
         NT = chunk_index.shape[0]
-        shapes = self.tiles(*self.tile_shapes(given.x, given.numbers))
+        shapes = self.tile_shapes(given.x, given.numbers)
         chosen = [getattr(shapes, name) for name in self.again] if again else shapes
         return [chunk_index.new_empty(NT, *shape, dtype=dtype) for dtype, *shape in chosen]
 
@@ -279,7 +279,9 @@ class TritonRule:
         chunks: Chunks,
         kept: Sequence[Tensor],
     ):
-        self.stages, self.inputs, self.chunks = stages, inputs, chunks
+        self.stages = stages
+        self.inputs = inputs
+        self.chunks = chunks
         self.numbers = [float(n or 0) for n in stages.numbers_of(inputs, options)]
         # Start from the kept tiles, and compute the rest.
         none = stages.tiles(*[None] * len(stages.tiles._fields))

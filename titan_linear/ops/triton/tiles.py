@@ -51,7 +51,8 @@ class Kernel:
 
     def __init__(self, fn: Callable[..., None], jit: Callable[..., Any] = triton.jit):
         self.jitted = jit(fn)
-        self.__name__, self.__doc__ = fn.__name__, fn.__doc__
+        self.__name__ = fn.__name__
+        self.__doc__ = fn.__doc__
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
@@ -192,8 +193,9 @@ def sum_groups(x: Tensor, like: Tensor) -> Tensor:
     """Sum x [T, HV, K] over the value heads of each key head, in fp32, to the shape and
     dtype of like [T, H, K]."""
     T, H, K = like.shape
-    y, B = like.new_empty(T, H, K), 2048
-    sum_groups_kernel[(blocks_of(T * H * K, B),)](x, y, T * H * K, R=x.shape[1] // H, K=K, B=B)
+    y = like.new_empty(T, H, K)
+    B = 2048
+    sum_groups_kernel[blocks_of(T * H * K, B),](x, y, T * H * K, R=x.shape[1] // H, K=K, B=B)
     return y
 
 
