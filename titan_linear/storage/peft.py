@@ -96,6 +96,17 @@ class PeftTensor(NamedTuple):
         """Convert from the layout in the file to `shape`."""
         return x.unflatten(1, (-1, self.shape[0])).permute(2, 0, 1) if self.stacked else x
 
+    def gathered(self, get: Callable[[str], Tensor]) -> Tensor:
+        """Return the tensor, given a function from a name to the whole parameter."""
+        # Place the rows of our parameters as the folder has them.
+        parts = [(get(part.name), part) for part in self.parts]
+        whole = parts[0][0].new_zeros(self.shape)
+        for ours, part in parts:
+            rows = ours.reshape(-1, part.width)
+            for _, start, stop, row in part.pieces():
+                whole.view(-1, part.width)[start:stop] = rows[row : row + stop - start]
+        return self.laid(whole)
+
 
 def contents(model: ModelConfig, family: str) -> list[PeftTensor]:
     """Return the tensors of a PEFT folder for a model's adapters."""
@@ -244,17 +255,6 @@ def write_peft(
     held = contents(model, family)
     by_parameter = {x.parts[0].name: x for x in held}
 
-    def laid(name: str) -> Tensor:
-        tensor = by_parameter[name]
-        # Place the rows of our parameters as the folder has them.
-        parts = [(get(part.name), part) for part in tensor.parts]
-        whole = parts[0][0].new_zeros(tensor.shape)
-        for ours, part in parts:
-            rows = ours.reshape(-1, part.width)
-            for _, start, stop, row in part.pieces():
-                whole.view(-1, part.width)[start:stop] = rows[row : row + stop - start]
-        return tensor.laid(whole)
-
     parts = [
         Placement(x.parts[0].name, x.on_disk, (StoredTensor(x.name, x.on_disk),), rows=None)
         for x in held
@@ -263,7 +263,7 @@ def write_peft(
         path,
         plan_tensors(parts, family, dtype or torch.float32),
         parts,
-        laid,
+        lambda name: by_parameter[name].gathered(get),
         {PEFT_CONFIG: json_bytes(config), **files},
         single=PEFT_WEIGHTS,
         header={BASE: base, KEYS: "\n".join(keys)},
