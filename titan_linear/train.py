@@ -76,7 +76,9 @@ class Trainer:
     """
 
     def __init__(self, config: Config):
-        self.config, self.stop, self.host = config, StopSignal(), host_group()
+        self.config = config
+        self.stop = StopSignal()
+        self.host = host_group()
 
         # What is trained, on which devices, and from which weights.
         known = saved_progress(config, self.host)
@@ -84,7 +86,8 @@ class Trainer:
         self.content = subject.content
         self.tokenizer = subject.tokenizer
         self.session = session_of(config, subject.model, optimizer=config.optimizer, host=self.host)
-        self.model, self.dims = self.session.model, self.session.dims
+        self.model = self.session.model
+        self.dims = self.session.dims
         self.loader = build_loader(config, subject.streams, self.dims)
         self.checkpointer = build_checkpointer(config)
         set_weights(config, known, self.session, self.loader, self.checkpointer)
@@ -211,7 +214,9 @@ class Trainer:
         """Whether a save, a validation and an evaluation follow this step, if no signal
         comes.
         """
-        c, v, e = self.config.checkpoint, self.config.validation, self.config.evaluation
+        c = self.config.checkpoint
+        v = self.config.validation
+        e = self.config.evaluation
         frequencies = c.interval, v.freq if v.enable else 0, e.freq
         return tuple(freq > 0 and (self.step % freq == 0 or self._ended) for freq in frequencies)
 
@@ -243,7 +248,8 @@ class Trainer:
 
         Before them, rank 0 writes the configuration and the description of the run.
         """
-        config, first = self.config, dist.get_rank() == 0
+        config = self.config
+        first = dist.get_rank() == 0
         folder = config.job.dump_folder
         hooks: list[Hook] = [MemorySnapshots(folder, config.profiling)]
         if first:
@@ -278,7 +284,8 @@ class Trainer:
             if saves:
                 self.save()
             if validates:
-                v, (loss, *reports) = self.config.validation, self.evaluation.validate()
+                v = self.config.validation
+                loss, *reports = self.evaluation.validate()
                 named = dict(zip(self.passes.loss.reports, reports))
                 text = self.evaluation.text(v.sample_prompt, v.sample_tokens)
                 for hook in self.hooks:

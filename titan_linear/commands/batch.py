@@ -107,7 +107,8 @@ def documents(stream: Stream, tokenizer: Tokenizer, characters: int) -> Iterator
     targets = np.append(False, stream.columns["weights"][:-1] > 0)
     back = stream.columns.get(BACK, np.zeros_like(stream.tokens))
     for n, (start, end) in enumerate(pairwise(stream.cu_seqlens.tolist())):
-        tokens, learnt = stream.tokens[start:end], targets[start:end]
+        tokens = stream.tokens[start:end]
+        learnt = targets[start:end]
         # A node of a tree continues from a token of another node.
         above = f", continues token {start - back[start]}" if back[start] else ""
         yield f"  document {n}: [{start}, {end}), {end - start} tokens, {learnt.sum()} learnt{above}"

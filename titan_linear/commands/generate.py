@@ -86,7 +86,8 @@ def chat(
     answers: Callable[[list[list[int]]], list[list[int]]],
 ) -> None:
     """Print an answer to each turn: the prompts given, then lines of the terminal."""
-    conversation, messages = Conversations(tokenizer, "--chat"), []
+    conversation = Conversations(tokenizer, "--chat")
+    messages = []
     for turn in chain(first, lines()):
         messages.append({"role": "user", "content": turn})
         (answer,) = answers([conversation.prompt(messages)])
@@ -142,7 +143,8 @@ def load(
             f"--draft: '{path}' has no layers that predict further tokens; leave it out"
         )
     # Check the checkpoint and the tokenizer before the model is allocated.
-    weights, text = Path(run.checkpoint.initial_load_path), open_tokenizer(run)
+    weights = Path(run.checkpoint.initial_load_path)
+    text = open_tokenizer(run)
     if not in_hf:
         verify(weights)
     if warning := tokenizer_warning(weights, in_hf, tokenizer, text):

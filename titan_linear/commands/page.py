@@ -40,12 +40,15 @@ CURVES = {
     "memory_gib": "memory, GiB",
 }
 # Names of axes, and quantity of telemetry.jsonl → axis of its chart.
-POSITION, LENGTH, SOURCE = "position in the document", "length", "source"
+POSITION = "position in the document"
+LENGTH = "length"
+SOURCE = "source"
 SEEN = {"loss_by_position": POSITION, "loss_by_depth": "tokens later", "loss_by_source": SOURCE}
 # Outputs of commands that the user kept in the run's folder: file → command.
 WORDS = {"plan.txt": "plan", "doctor.txt": "doctor"}
 # Number of spikes shown of each run, and number of lines shown of each spike.
-LAST_SPIKES, SPIKE_LINES = 4, 16
+LAST_SPIKES = 4
+SPIKE_LINES = 16
 Points = Iterable[tuple[Any, Any]]
 # Pairs of caption and SVG.
 Charts = list[tuple[str, Markup]]
@@ -199,7 +202,8 @@ def drawn(caption: str, axis: str, points: Sequence[Points]) -> Charts:
     A y that is not a finite number (null or text in a file) is left out. The axis is
     logarithmic if the numbers lie far apart.
     """
-    finite, values = [], []
+    finite = []
+    values = []
     for of_run in points:
         pairs = [(x, float(y)) for x, y in of_run if y is not None and math.isfinite(float(y))]
         finite.append(pairs)

@@ -222,7 +222,9 @@ def _tokens(text: str) -> float | None:
 
 
 def describe(rank: PlannedRank) -> str:
-    config, t, sharers = rank.config, rank.training, rank.parallelism.copies
+    config = rank.config
+    t = rank.training
+    sharers = rank.parallelism.copies
     name = model_name(config.model, config.hf_assets)
     return (
         f"{name}: {parameters(rank.model):,} parameters, {rank.model.composition}\n"
@@ -233,7 +235,8 @@ def describe(rank: PlannedRank) -> str:
 
 
 def memory_table(rank: PlannedRank, machine: Machine) -> str:
-    at, gpus = rank.moments(), rank.gpus
+    at = rank.moments()
+    gpus = rank.gpus
     size = machine.rates.memory_gib
     sums = {name: sum(parts.values()) for name, parts in at.items()}
     fullest = max(sums, key=sums.get)

@@ -83,7 +83,8 @@ def main(argv: list[str]) -> int:
 
 def checked(path: str, keys: list[str]) -> tuple[Config, Node, Tokenizer, ModelConfig]:
     """Return the configuration, node, tokenizer and model for reading these weights."""
-    config, node = config_for(Path(path), keys), this_node()
+    config = config_for(Path(path), keys)
+    node = this_node()
     world_size = node.count * node.processes
     check_config(config, world_size)
     tokenizer = open_tokenizer(config)
@@ -161,11 +162,14 @@ def score_corpus(folder: Path, config: Config) -> None:
 
 def score(folder: Path, reader: Reader, streams: Streams) -> None:
     """Write the missing scores of the folder's columns."""
-    begun, size = time.perf_counter(), reader.config.training.local_batch_size
+    begun = time.perf_counter()
+    size = reader.config.training.local_batch_size
     # Resume from the first stream without scores; each round reads `each` streams.
     scores = on_rank_0(lambda: read_scores(folder), reader.session.host)
-    each, end = reader.session.dims.dp * size, len(streams)
-    start, count = scores.next_stream // each, -(-end // each)
+    each = reader.session.dims.dp * size
+    end = len(streams)
+    start = scores.next_stream // each
+    count = -(-end // each)
     columns = partial(_columns, scores=scores, vocab_size=reader.tokenizer.vocab_size)
     saved = begun
     for n, of_all in enumerate(reader.read(streams, columns, start, size), start + 1):

@@ -72,7 +72,8 @@ def check_config(config: Config, world_size: int) -> None:
         ValueError: naming the keys, their values, and valid ones.
     """
     # Batches, splits and types.
-    parallelism, training = config.parallelism, config.training
+    parallelism = config.parallelism
+    training = config.training
     dp = math.prod(parallelism.data_parallel_degrees(world_size))
     _check_batch(training, parallelism, dp)
     _, shards = parallelism.fsdp_degrees(world_size)

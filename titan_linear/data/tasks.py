@@ -40,7 +40,8 @@ class Draw:
     """Random values of a kind, different from all earlier values that matter to a question."""
 
     def __init__(self, rng: random.Random):
-        self.rng, self.known = rng, set[str]()
+        self.rng = rng
+        self.known = set[str]()
 
     def other(self, kind: str) -> str:
         """Return a value that does not matter to the question and may come again."""
@@ -142,7 +143,8 @@ def variables(draw: Draw, text: Iterator[str], depth: float) -> Question:
 
     Five others have another value.
     """
-    chains, lines = [], []
+    chains = []
+    lines = []
     numbers = draw("number", 2)
     # Each chain assigns a value to its first variable, and each variable to the next.
     for value in numbers:
@@ -170,7 +172,8 @@ def counted(
 
     Each line also has `rare` other words, which come once in all.
     """
-    words, others = draw("word", len(counts)), draw("word", rare)
+    words = draw("word", len(counts))
+    others = draw("word", rare)
     words = sorted(words) if len(set(counts)) == 1 else words
     often = [word for word, count in zip(words, counts) for _ in range(count)]
 
@@ -236,7 +239,8 @@ def pairs(
     among: str,
 ) -> Question:
     """Ask, in another order, for the words that followed some words."""
-    keys, values = draw(kind, count), draw(kind, count)
+    keys = draw(kind, count)
+    values = draw(kind, count)
     end = "\n" if among == "text" else ""
     pieces = (f"\n{draw.other(kind)} {draw.other(kind)}" for _ in repeat(None))
     order = draw.shuffled([*range(asked)])

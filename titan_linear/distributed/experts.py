@@ -74,7 +74,9 @@ class AllToAllDispatch:
         wanted = torch.zeros(ranks.size, len(x), dtype=torch.bool, device=x.device)
         wanted.scatter_(0, (experts // here).T, torch.ones_like(experts.T, dtype=torch.bool))
         to, of, self.total, self.counts = _agree(counts, wanted, ranks)
-        self.sizes, self.group, self.impl = (to, of), ranks.group, impl
+        self.sizes = (to, of)
+        self.group = ranks.group
+        self.impl = impl
         # The place of each token's copy among the rows sent, ordered by receiver.
         places = wanted.flatten().cumsum(0).view_as(wanted) - 1
         # A token's j-th copy is for rank j.
@@ -145,7 +147,8 @@ class _Exchange(torch.autograd.Function):
         group: str,
         pending: list[dist.Work],
     ):
-        ctx.sizes, ctx.group = (receive, send), group
+        ctx.sizes = (receive, send)
+        ctx.group = group
         out = x.new_empty(sum(receive), *x.shape[1:])
         work = dist.all_to_all_single(
             out,

@@ -30,7 +30,8 @@ def process_group(timeout: timedelta) -> Iterator[Ending]:
     """
     # Number of collectives that the flight recorder keeps (hangs.py).
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     if port := os.environ.get(STORE):
         store = dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=timeout)
     else:

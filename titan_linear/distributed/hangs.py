@@ -38,7 +38,8 @@ POLL = 1.0
 # Seconds for this rank to report its own failure.
 GRACE = 2.0
 # Seconds without an answer after which a rank is named, and after which the others leave.
-SILENT, DEAD = 3.0, 8.0
+SILENT = 3.0
+DEAD = 8.0
 
 
 class Watch(threading.Thread):
@@ -69,7 +70,8 @@ class Watch(threading.Thread):
         self.signal: Callable[[], int] = lambda: 0
         self.ended = threading.Event()
         # When this rank answered, and whether silent ranks have been named.
-        self.asked, self.named = 0.0, False
+        self.asked = 0.0
+        self.named = False
         self.looked = time.monotonic()
         self.before = None
         self.reported = False

@@ -149,7 +149,8 @@ class ParallelDims:
 
 def _mesh_of(device_type: str, ranks: Tensor, groups: dict[str, dist.ProcessGroup]) -> DeviceMesh:
     """Build a mesh of existing groups, one for each dimension."""
-    names, ranks = tuple(groups), ranks.contiguous()
+    names = tuple(groups)
+    ranks = ranks.contiguous()
     return DeviceMesh.from_group(list(groups.values()), device_type, ranks, mesh_dim_names=names)
 
 

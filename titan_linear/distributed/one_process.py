@@ -278,7 +278,8 @@ class Shared:
     """State that the ranks of a group share."""
 
     def __init__(self, size: int, number: int):
-        self.size, self.number = size, number
+        self.size = size
+        self.number = number
         self.meetings: dict[int, _Meeting] = {}
         # Messages by sender, receiver and tag.
         self.sent: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
@@ -291,7 +292,9 @@ class LocalWork:
     """
 
     def __init__(self, ready: Callable[[], bool], what: str, then: Callable[[], None]):
-        self.ready, self.what, self.then = ready, what, then
+        self.ready = ready
+        self.what = what
+        self.then = then
         self.over = False
 
     def is_completed(self) -> bool:
@@ -311,7 +314,9 @@ class LocalGroup(dist.ProcessGroup):
 
     def __init__(self, shared: Shared, rank: int):
         super().__init__(rank, shared.size)  # type: ignore[call-arg]  # its annotations lack this one
-        self._shared, self._rank, self._count = shared, rank, 0
+        self._shared = shared
+        self._rank = rank
+        self._count = 0
         # Number of ranks per node, which decides how data travels.
         self.node_size = gcd(shared.size, 8)
         # Each rank's view has its own name, so that looking up a group by name finds this
@@ -377,7 +382,8 @@ class LocalGroup(dist.ProcessGroup):
     def meet(self, kind: str, x: Tensor, out: Tensor, more: Any = None) -> LocalWork:
         """Join this rank's next collective; the last rank to come does the copies of all."""
         # Ranks must call the same collectives in the same order.
-        shared, number = self._shared, self._count
+        shared = self._shared
+        number = self._count
         self._count += 1
         meeting = shared.meetings.setdefault(number, _Meeting(kind))
         if meeting.kind != kind:

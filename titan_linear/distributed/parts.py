@@ -34,9 +34,11 @@ class Parts:
         The result shares its memory.
         """
         # The cuts by tp and ep, and the whole shape.
-        mesh, dims = self.mesh, [self.splits.get(name)]
+        mesh = self.mesh
+        dims = [self.splits.get(name)]
         if name in self.experts:
-            mesh, dims = self.expert_mesh, [*dims, 0]
+            mesh = self.expert_mesh
+            dims = [*dims, 0]
         shape = list(tensor.shape)
         local = tensor.detach()
         sharding = [Replicate()] * (mesh.ndim - len(dims))
@@ -45,7 +47,8 @@ class Parts:
                 shape[dim] *= mesh.size(i)
         # Then FSDP's cuts, if there are any.
         if isinstance(local, DTensor):
-            sharding, local = local.placements, local.to_local()
+            sharding = local.placements
+            local = local.to_local()
         cuts = [Replicate() if dim is None else Shard(dim) for dim in dims]
         placements = (*cuts, *sharding)
         whole = torch.empty(shape, device="meta")

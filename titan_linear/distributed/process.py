@@ -45,7 +45,9 @@ OBEYED = re.compile(r"(?<!^)\r(?!\n)|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u
 
 # Exit codes of a worker: the user's mistake; a failure that would occur again (bad loss,
 # save or disk, no GPU memory); a lost rank.
-MISTAKE, FAILED, LOST = 2, 3, 4
+MISTAKE = 2
+FAILED = 3
+LOST = 4
 
 
 def refusing(main: Command) -> Command:

@@ -53,7 +53,8 @@ def tensor_splits(model: nn.Module) -> dict[str, int]:
     split by columns.
     """
     own = dict(model.named_parameters())
-    splits, of_adapters = {}, {}
+    splits = {}
+    of_adapters = {}
     for prefix, module in model.named_modules():
         for leaf, dim in getattr(module, "split", {}).items():
             name = f"{prefix}.{leaf}".removeprefix(".")
@@ -145,7 +146,8 @@ def _moe(moe: MoE, x: Tensor, *arguments: object) -> Output:
 
 def _embed(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
     # Tokens whose rows other ranks have contribute 0.
-    rows, ranks = len(embedding.weight), embedding.ranks
+    rows = len(embedding.weight)
+    ranks = embedding.ranks
     own = tokens - ranks.rank * rows
     elsewhere = (own < 0) | (own >= rows)
     x = F.embedding(own.masked_fill(elsewhere, 0), embedding.weight)

@@ -29,9 +29,11 @@ class Compilation(Hook):
         comm: Comm,
         session: Session,
     ):
-        self.training, self.comm = training, comm
-        self.dims, self.host = session.dims, session.host
-        dims, compiled = session.dims, session.options.compile.enable
+        self.training = training
+        self.comm = comm
+        self.host = session.host
+        self.dims = dims = session.dims
+        compiled = session.options.compile.enable
         # The number of rows that reach a rank's experts varies, so the second pass compiles
         # for any number.
         self.first_steps = 2 if compiled and dims.ep > 1 else 1
@@ -113,8 +115,12 @@ class Graphs:
         # This import is slow, but the module is loaded anyway where layers are compiled.
         from torch._dynamo.utils import counters
 
-        self._counters, self._known, self._warned = counters, 0, False
-        self._passes, self._seen, self._whole = passes, Counter[str](), whole
+        self._counters = counters
+        self._known = 0
+        self._warned = False
+        self._passes = passes
+        self._seen = Counter[str]()
+        self._whole = whole
 
     def counts(self) -> dict[str, int]:
         """Return numbers to log."""
@@ -128,7 +134,8 @@ class Graphs:
         """
         # New graphs are expected in the first passes of a kind only.
         graphs, breaks = self.counts().values()
-        more, self._known = graphs - self._known, graphs
+        more = graphs - self._known
+        self._known = graphs
         self._seen[kind] += 1
         expected = self._seen[kind] <= self._passes
         in_parts = self._whole and breaks > 0

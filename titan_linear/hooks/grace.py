@@ -56,8 +56,11 @@ class Grace(Hook):
         micro_steps: int,
         save_seconds: Callable[[], float],
     ):
-        self.seconds, self.stop, self.host = seconds, stop, host
-        self.micro_steps, self.save_seconds = micro_steps, save_seconds
+        self.seconds = seconds
+        self.stop = stop
+        self.host = host
+        self.micro_steps = micro_steps
+        self.save_seconds = save_seconds
         # Time of the last step.
         self.step_seconds = math.inf
         # When the step began, and when the ranks last asked and there was no signal.

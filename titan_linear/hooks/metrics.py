@@ -86,7 +86,8 @@ class MetricsLogger(Hook):
         self.steps = config.training.steps
         self.reports = LOSSES[config.loss.name].reports
         self.out = out or sys.stdout
-        self.gpus, self.peak_tflops = gpus, peak_tflops
+        self.gpus = gpus
+        self.peak_tflops = peak_tflops
         self.colour = self.out.isatty() and "NO_COLOR" not in os.environ
         # `close` closes the file.
         self.file = open_own(self.folder / METRICS, "a")
@@ -142,7 +143,8 @@ class MetricsLogger(Hook):
         # numbers.
         for board in self.boards:
             board.add_scalar(TAGS["step_seconds"], step_seconds, step)
-        self.last, self.pauses = (moment, step, tokens), []
+        self.last = (moment, step, tokens)
+        self.pauses = []
         # All numbers go into metrics.jsonl, and a selection to the console.
         values = {
             "loss": loss,
@@ -194,7 +196,8 @@ class MetricsLogger(Hook):
         for board in self.boards:
             for quantity, found in seen.items():
                 for where, value in found.items():
-                    many, value = isinstance(value, list), np.array(value)
+                    many = isinstance(value, list)
+                    value = np.array(value)
                     if not many:
                         board.add_scalar(_tag(quantity, where), value, step)
                     elif len(finite := value[np.isfinite(value)]):

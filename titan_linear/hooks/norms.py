@@ -89,8 +89,10 @@ def _at_once(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         number = local_tensor(p).numel()
         if part and elements + number > AT_ONCE:
             yield part
-            part, elements = [], 0
-        part, elements = [*part, p], elements + number
+            part = []
+            elements = 0
+        part = [*part, p]
+        elements = elements + number
     if part:
         yield part
 

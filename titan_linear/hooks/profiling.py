@@ -46,7 +46,9 @@ class Profiler(Hook):
         settle: Callable[[], None],
         between_steps: Callable[[], ExitStack],
     ):
-        self.done, self.settle, self.between = done, settle, between_steps
+        self.done = done
+        self.settle = settle
+        self.between = between_steps
         self.keys = p = profiling
         self.folder = Path(run) / p.save_traces_folder
         self.rank = os.environ["RANK"]
@@ -101,7 +103,8 @@ class Profiler(Hook):
         """
         if not self.recorded:
             return
-        self.recorded, self.traces = 0, self.traces + 1
+        self.recorded = 0
+        self.traces = self.traces + 1
         path = self.folder / f"rank{self.rank}_step{self.done + trace.step_num}.json"
         # If the path were a link, PyTorch would write through it.
         path.unlink(missing_ok=True)
@@ -123,7 +126,8 @@ class MemorySnapshots(Hook):
 
     def __init__(self, run: str, profiling: Profiling):
         self.folder = Path(run) / profiling.save_memory_snapshot_folder
-        self.history, self.asked = profiling.enable_memory_snapshot, False
+        self.history = profiling.enable_memory_snapshot
+        self.asked = False
 
     def __enter__(self) -> MemorySnapshots:
         if self.history and torch.cuda.is_available():
@@ -159,7 +163,8 @@ class MemorySnapshots(Hook):
 
     def _write(self, name: str, said: TextIO) -> None:
         """Write a snapshot of this process's GPU into the run's folder, and print its path."""
-        rank, line = os.environ["RANK"], "there is no GPU, and no snapshot of its memory"
+        rank = os.environ["RANK"]
+        line = "there is no GPU, and no snapshot of its memory"
         if torch.cuda.is_available():
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / f"rank{rank}_{name}.pickle"

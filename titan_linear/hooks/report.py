@@ -36,9 +36,13 @@ class Report(MetricsLogger):
         telemetry: Telemetry,
         numbers: Callable[[], dict[str, float]],
     ):
-        self.config, self.model, self.dims = config, session.model.config, session.dims
-        self.telemetry, self.numbers = telemetry, numbers
-        self.first, self.fed = step + 1, FeedStats()
+        self.config = config
+        self.model = session.model.config
+        self.dims = session.dims
+        self.telemetry = telemetry
+        self.numbers = numbers
+        self.first = step + 1
+        self.fed = FeedStats()
         super().__init__(
             config,
             session.device,
@@ -52,7 +56,8 @@ class Report(MetricsLogger):
 
     def after_step(self, done: StepResult) -> None:
         self.fed += done.fed
-        steps, freq = self.config.training.steps, self.config.metrics.log_freq
+        steps = self.config.training.steps
+        freq = self.config.metrics.log_freq
         if is_logged(done.step, steps, freq) or done.step == self.first or done.stops:
             self._log(done)
         if self.telemetry.seen:
@@ -60,7 +65,8 @@ class Report(MetricsLogger):
 
     def _log(self, done: StepResult) -> None:
         """Log this step's numbers, and the work since the last line."""
-        fed, self.fed = self.fed, FeedStats()
+        fed = self.fed
+        self.fed = FeedStats()
         # Some numbers exist for some runs only.
         more = (
             {"data_seconds": fed.seconds / fed.steps}

@@ -24,7 +24,8 @@ from titan_linear.storage.files import Json, open_own
 from titan_linear.storage.rundir import SPIKES, json_line
 
 # Most and fewest losses that a loss is compared with.
-LAST, LEAST = 128, 16
+LAST = 128
+LEAST = 16
 
 
 class NonFinite(RunFailed):
@@ -44,7 +45,8 @@ class Spikes(Hook):
     """
 
     def __init__(self, folder: str, training: Training, streams: Streams, sigmas: float):
-        self.folder, self.training = folder, training
+        self.folder = folder
+        self.training = training
         self.streams = streams
         self.outliers = Outliers(sigmas)
 
@@ -119,7 +121,8 @@ class Outliers:
         self.last.append(loss)
         if not self.sigmas or len(before) < LEAST:
             return None
-        mean, sigma = fmean(before), pstdev(before)
+        mean = fmean(before)
+        sigma = pstdev(before)
         if loss <= mean + self.sigmas * sigma:
             return None
         return {

@@ -103,7 +103,8 @@ class Telemetry(Hook):
             f"layers.{i}": m.mlp for i, m in enumerate(self.model.layers) if isinstance(m.mlp, MoE)
         }
         # `_turn` is the number of the watched step, from 1.
-        self.on, self._turn = False, 0
+        self.on = False
+        self._turn = 0
         # Observations in the last step.
         self.seen: Observed = {}
         # Parts by quantity and layer.
@@ -120,7 +121,8 @@ class Telemetry(Hook):
     def before_step(self, step: int) -> None:
         self.on = self.watches(step)
         self._turn = step // self.freq if self.on else 0
-        self._parts, self._windowed = {}, False
+        self._parts = {}
+        self._windowed = False
 
     @contextmanager
     def watching(self, batch: LocalBatch) -> Iterator[None]:

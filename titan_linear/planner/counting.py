@@ -281,7 +281,8 @@ class _Seen(TorchDispatchMode):
             if key not in parameters and last >= self.turned:
                 changes[max(first, self.turned)] += self.nbytes(key)
                 changes[last + 1] -= self.nbytes(key)
-        now, most = 0, 0
+        now = 0
+        most = 0
         for place in range(self.turned, self.place + 2):
             now += changes[place]
             most = max(most, now + self.temporaries[place])

@@ -203,7 +203,8 @@ class MicroBatchShape(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, mean: Mean = None, node: int = 8) -> MicroBatchShape:
-        t, p = config.training, config.parallelism
+        t = config.training
+        p = config.parallelism
         layout = p.context_parallel_layout if p.context_parallel_degree > 1 else "contiguous"
         return cls(
             seq_len=t.seq_len,
@@ -308,7 +309,8 @@ def layers(model: ModelConfig, batch: MicroBatchShape) -> list[LayerCounts]:
                 f"{name} is planned as the GPU's kernels compute it: {reason}; use a model that they take"
             )
     # Equal layers are counted once. With float8 a layer's number matters as well.
-    alike, of_kind = batch._replace(ep=1), model.layers
+    alike = batch._replace(ep=1)
+    of_kind = model.layers
     firsts = [of_kind.index(layer) for layer in of_kind]
     return [
         _layer(model.first_layers(n + 1), n, alike, i - n if batch.float8 else 0)
@@ -353,8 +355,12 @@ class PlannedRank:
     """
 
     def __init__(self, config: Config, model: ModelConfig, gpus: int, mean: Mean = None):
-        self.config, self.model, self.gpus, self.mean = config, model, gpus, mean
-        self.training, self.parallelism = config.training, config.parallelism
+        self.config = config
+        self.model = model
+        self.gpus = gpus
+        self.mean = mean
+        self.training = config.training
+        self.parallelism = config.parallelism
         self.loss = build_loss(config.loss.name, config.objective)
         self.batch = MicroBatchShape.of(config, mean)
 
@@ -379,7 +385,8 @@ class PlannedRank:
     @cached_property
     def units(self) -> Units:
         """This rank's parameters."""
-        t, p = self.training, self.parallelism
+        t = self.training
+        p = self.parallelism
         replicas, shards = p.fsdp_degrees(self.gpus)
         # Count elements of a rank's part under tp and ep, and of its FSDP shards.
         decoder, _ = _parts(self.model, self.batch.tp, self.batch.ep)
@@ -437,7 +444,8 @@ class PlannedRank:
     def moments(self) -> dict[str, dict[str, float]]:
         """Return bytes by PARTS at each moment that may be the peak."""
         # Stored parameters, and gradients accumulated over micro-steps.
-        u, batch = self.units, self.batch
+        u = self.units
+        batch = self.batch
         here = 0 if u.offloaded else u.local * u.stored
         stored = here + u.whole * widened(DTYPES[self.training.dtype]).itemsize
         accumulates = self.micro_steps > 1
@@ -545,7 +553,9 @@ class PlannedRank:
         and the weight itself if FSDP gathers it. Logits are in float32, with their
         gradient.
         """
-        u, dim, tokens = self.units, self.model.dim, self.batch.tokens * self.batch.tp
+        u = self.units
+        dim = self.model.dim
+        tokens = self.batch.tokens * self.batch.tp
         stream = dim * (4 * self.batch.tokens + 2 * u.compute * tokens)
         stream *= 1 + self.model.mtp_layers
         rows = u.vocabulary // dim
@@ -562,7 +572,8 @@ def _copies(u: Units, gathered: int, reduced: int) -> int:
     gradient on its way back (on a single rank, sent from a copy). Without FSDP: all
     parameters, if the compute dtype is not the stored one.
     """
-    compute, stored = u.compute, u.stored
+    compute = u.compute
+    stored = u.stored
     if not u.sharded:
         return 0 if compute == stored else u.local * compute
     copies = gathered * compute + reduced * (compute + u.reduce)

@@ -167,7 +167,8 @@ def longest(splits: list[PlannedSplit], room: float) -> str:
     best = splits[0].rank
     length = 2 * best.training.seq_len
     while length <= LONGEST and (longer := next(_of_length(splits, room, length), None)):
-        best, length = longer, 2 * length
+        best = longer
+        length = 2 * length
     return (
         f"longest stream that fits: {best.training.seq_len:,} tokens, with {best.degrees}, checkpointing "
         f"{best.config.activation_checkpoint.name}"

@@ -306,7 +306,10 @@ class PlannedStep:
 
 
 def step(rank: PlannedRank, machine: Machine) -> PlannedStep:
-    t, model, u, gpus = rank.training, rank.model, rank.units, rank.gpus
+    t = rank.training
+    model = rank.model
+    u = rank.units
+    gpus = rank.gpus
     batch = rank.batch._replace(node=machine.node_size)
     clock = Clock(machine, batch, rank.config.compile.enable)
     times = rank.micro_steps
@@ -378,8 +381,11 @@ def _head(rank: PlannedRank, machine: Machine) -> float:
     float32 gradient is read and written for each chunk. Each reading before that adds a
     product, and its logits, written and read.
     """
-    rates, u, D = machine.rates, rank.units, rank.model.dim
-    rows, tokens = u.vocabulary // D, rank.batch.tokens * rank.batch.tp
+    rates = machine.rates
+    u = rank.units
+    D = rank.model.dim
+    rows = u.vocabulary // D
+    tokens = rank.batch.tokens * rank.batch.tp
     chunk = min(tokens_at_once(rank.training.loss_chunk_size, rows), tokens)
     learned = tokens * (1 + rank.model.mtp_layers)
     read = learned + tokens * _readings(rank)
@@ -405,8 +411,10 @@ def _optimizer(rank: PlannedRank, machine: Machine) -> float:
     splits units once gathered, and joins gradients to reduce them. Without FSDP2, and on
     the host, gradients are accumulated.
     """
-    u, times = rank.units, rank.micro_steps
-    stored, compute = u.stored, u.compute
+    u = rank.units
+    times = rank.micro_steps
+    stored = u.stored
+    compute = u.compute
     # With offload, the host updates: its rate counts reads and writes.
     if u.offloaded:
         return u.local * stored * (10 + 3 * (times - 1)) / machine.offload.adamw
@@ -442,12 +450,14 @@ def _shared(u: Units, p: Parallelism, machine: Machine, passes: list[tuple[Pass,
     A layer is gathered while the one before it computes, and again in backward if it was
     freed. In backward, gradients of the layer after it are reduced at the same time.
     """
-    n, stride = u.shards, p.tensor_parallel_degree
+    n = u.shards
+    stride = p.tensor_parallel_degree
     exposed = 0.0
     if n > 1 or u.offloaded:
         link = machine.group(n, stride)
         part = (n - 1) / n
-        sizes, trained = (*u.layers, u.vocabulary), (*u.trained, u.trained_head)
+        sizes = (*u.layers, u.vocabulary)
+        trained = (*u.trained, u.trained_head)
         # Seconds per element on the way from and to the host.
         comes = u.stored / n / machine.offload.to_device if u.offloaded else 0.0
         goes = u.stored / n / machine.offload.to_host if u.offloaded else 0.0
@@ -499,7 +509,8 @@ def _experts(rank: PlannedRank, machine: Machine) -> float:
     copies are written on the way out and added up on the way back, which reads and writes
     these rows in addition to the experts' work.
     """
-    model, batch = rank.model, rank.batch
+    model = rank.model
+    batch = rank.batch
     if model.moe is None or batch.ep == 1:
         return 0.0
     link = machine.group(batch.ep, batch.tp)

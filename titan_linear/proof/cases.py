@@ -47,7 +47,8 @@ from titan_linear.ops.reference.linear_attention import (
 
 Tensors = dict[str, Tensor]
 # Bounds in float64, of recurrences and of softmax attention.
-DELTA, EXACT = 1e-9, 1e-10
+DELTA = 1e-9
+EXACT = 1e-10
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from titan_linear.run.build import DTYPES, build_dims
 from titan_linear.step.passes import Passes
 
 # Number of batches; in one process every rank computes IN_ONE_PROCESS of them in turn.
-BATCHES, IN_ONE_PROCESS = 10, 4
+BATCHES = 10
+IN_ONE_PROCESS = 4
 
 
 class Measured(NamedTuple):

@@ -29,7 +29,10 @@ def labels(subject: ProofSubject) -> Findings:
 
     Every token that is trained on must have a label.
     """
-    wrong, missing, total, where = 0, 0, 0, ""
+    wrong = 0
+    missing = 0
+    total = 0
+    where = ""
     sources = subject.streams.sources
     weighted = any("weights" in source.corpus.columns for source in sources.values())
     for i in range(STREAMS * subject.degrees.dp):
@@ -70,7 +73,8 @@ def targets(subject: ProofSubject) -> Findings:
     Columns must have the corpus's numbers of these tokens. Pairs must be together and in
     order.
     """
-    apart, wrong = [], []
+    apart = []
+    wrong = []
     for i in range(STREAMS * subject.degrees.dp):
         name, number = subject.streams.source(i)
         source = subject.streams.sources[name]
@@ -122,7 +126,8 @@ def cut(subject: ProofSubject) -> Findings:
         return dims.dp_rank, dims.cp_group.rank(), parts, starts
 
     # Compute the expected positions and columns from the boundaries of documents.
-    batch, degrees = subject.batch, subject.degrees
+    batch = subject.batch
+    degrees = subject.degrees
     bounds = batch.cu_seqlens.numpy().astype(np.int64)
     position = np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
     want = {
@@ -166,7 +171,8 @@ def later(batch: Batch, depth: int) -> Later | None:
     # In a document, token t is trained on t + k, unless the document ends before.
     for a, b in pairwise(batch.cu_seqlens.tolist()):
         for k in range(1, min(depth, b - a - 1) + 1):
-            here, ahead = slice(a, b - k), slice(a + k, b)
+            here = slice(a, b - k)
+            ahead = slice(a + k, b)
             tokens[k - 1, here] = batch.tokens[0, ahead]
             labels[k - 1, here] = batch.labels[0, ahead]
             weights[k - 1, here] = batch.columns["weights"][0, ahead]
@@ -225,7 +231,8 @@ def stream(subject: ProofSubject) -> Findings:
             want[i] = subject.streams[i].tokens
     # Each split must take the same streams, with the same tokens.
     for dp, local in _splits(G):
-        wrong, where = 0, ""
+        wrong = 0
+        where = ""
         for step in range(STEPS):
             due = set(range(step * G, (step + 1) * G))
             for dp_rank in range(dp):

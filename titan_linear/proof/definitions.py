@@ -25,12 +25,14 @@ from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
 from titan_linear.proof.subject import ProofSubject
 
 # Number of tokens, and the most rows of the head: all rows are computed alike.
-TOKENS, VOCAB = 200, 4096
+TOKENS = 200
+VOCAB = 4096
 # Units by which the loss and its gradients may be off.
 OF_LOSS = 3.0
 # Number of terms that Hopper adds at a time, and the relative size of the bits that it then
 # drops (DeepSeek-V3, section 3.3.2).
-PER_ADDITION, ADDITION = 32, 2.0**-13
+PER_ADDITION = 32
+ADDITION = 2.0**-13
 
 
 def loss(subject: ProofSubject) -> Findings:
@@ -118,7 +120,8 @@ def positions(subject: ProofSubject) -> Findings:
                 frequencies, factor = inverse_frequencies(*mixer.rotary, at.device)
             else:
                 powers = torch.arange(0, dim, 2, device=at.device).double() / dim
-                frequencies, factor = theta**-powers, 1.0
+                frequencies = theta**-powers
+                factor = 1.0
             # Turn pairs of channels as complex numbers.
             turn = factor * torch.exp(1j * at[:, None].double() * frequencies)
             turned = torch.view_as_complex(torch.stack(x.chunk(2, -1), -1)) * turn[:, None]

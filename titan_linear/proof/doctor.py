@@ -148,7 +148,8 @@ def _at_most(patience: timedelta) -> Iterator[None]:
 
 
 def _introduction(subject: ProofSubject) -> str:
-    c, device = subject.run, subject.device
+    c = subject.run
+    device = subject.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     kinds = ", ".join(layer.name for layer in subject.model.layers)
     lines = [
@@ -163,7 +164,8 @@ def _introduction(subject: ProofSubject) -> str:
 
 
 def _report(findings: Findings) -> int:
-    begin, lines = time.perf_counter(), []
+    begin = time.perf_counter()
+    lines = []
     for finding in findings:
         print(finding)
         lines += [] if isinstance(finding, Note) else [finding]

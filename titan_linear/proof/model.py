@@ -181,7 +181,8 @@ def traced_tokens(subject: ProofSubject, dims: LocalDims | ParallelDims) -> Tens
 
     They are one micro-step's stream after the other.
     """
-    cp_rank, tp_rank = dims.cp_group.rank(), dims.tp_group.rank()
+    cp_rank = dims.cp_group.rank()
+    tp_rank = dims.tp_group.rank()
     # The rank's streams, one per micro-step.
     streams = range(dims.dp_rank, STREAMS * subject.degrees.dp, subject.degrees.dp)
     of_streams = [tokens_in(subject, [stream], cp_rank) for stream in streams]
@@ -228,7 +229,8 @@ def _compared(
     for rank, gradients in got.copies:
         for name, x in want.gradients.items():
             errors[name, rank] = off(gradients[name], x) if name in gradients else math.inf
-    check, ranks = f"split, {short(dtype)}", str(subject.degrees)
+    check = f"split, {short(dtype)}"
+    ranks = str(subject.degrees)
     yield from of_step(check, ranks, got.loss, errors, wrong, want, dtype, one)
 
 
@@ -289,7 +291,8 @@ def stations(
     layers = [subject.layer(i) for i in range(len(subject.model.layers))]
     n = subject.model.num_layers
     # Layers of the trunk, then the layers that predict further tokens.
-    trunk, more = layers[:n], layers[n:]
+    trunk = layers[:n]
+    more = layers[n:]
     forward = ["the embedding", *trunk]
     for layer, before in zip(subject.model.layers[n:], ["", *more]):
         forward.append("the embeddings of later tokens" if layer.joins else before)
@@ -343,7 +346,8 @@ def documents(subject: ProofSubject) -> Findings:
     # Compare the shortest and the longest documents.
     documents = pairwise(subject.batch.cu_seqlens.tolist())
     order = sorted(documents, key=lambda document: document[1] - document[0])
-    figure, where = 0.0, ""
+    figure = 0.0
+    where = ""
     for a, b in dict.fromkeys([*order[: ALONE // 2], *order[-ALONE // 2 :]]):
         bounds = torch.tensor([0, b - a], dtype=torch.int32)
         alone = _forward(subject, whole, subject.batch.tokens[:, a:b], bounds)
@@ -351,7 +355,8 @@ def documents(subject: ProofSubject) -> Findings:
             error = off(x[:, a:b], y, SMALL * x.norm().item())
             if not error <= max(figure, DELTA):
                 name = "the embedding" if i == 0 else subject.layer(i - 1)
-                figure, where = error, f"{name}, {subject.document(a)}"
+                figure = error
+                where = f"{name}, {subject.document(a)}"
                 break
             figure = max(figure, error)
     yield Finding("documents", "the whole model, packed and alone, float64", figure, DELTA, where)
@@ -371,7 +376,8 @@ def repeated(subject: ProofSubject) -> Findings:
         first, again = (on_all_ranks(subject, whole) for _ in range(2))
     differ = [] if torch.equal(first.loss, again.loss) else ["loss"]
     # The gradients of the first copy.
-    (_, gradients), (_, others) = first.copies[0], again.copies[0]
+    _, gradients = first.copies[0]
+    _, others = again.copies[0]
     differ += [name for name, x in gradients.items() if not torch.equal(x, others[name])]
     what = "a step: loss and gradients that differ in their bits when it runs again"
     more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from titan_linear.distributed.one_process import Degrees, LocalDims
 from titan_linear.distributed.parallelize import cp_method
 from titan_linear.models.config import MixerOptions
+from titan_linear.models.decoder import Block
 from titan_linear.models.plan import BatchPlan, Later
 from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import short
@@ -54,7 +55,7 @@ def cases(subject: ProofSubject) -> Iterator[Case]:
             yield replace(case, layers=layers)
         # The mixer is the first layer's.
         place = subject.model.layers[layers[0]].mixers.index(kind)
-        mixer = whole.layers[layers[0]].mixers[place]
+        mixer = cast(Block, whole.layers[layers[0]]).mixers[place]
         yield replace(_mixer(kind, draw, subject.model.dim, mixer), layers=layers)
 
 
@@ -322,7 +323,8 @@ def documents(subject: ProofSubject, case: Case) -> Findings:
     lengths = bounds.diff()
     order = lengths.argsort(descending=True).tolist()
     packed = on_one(subject, case, torch.float64)
-    most, where = 0.0, ""
+    most = 0.0
+    where = ""
     # Compare the longest and the shortest documents, packed and alone.
     for n in [*order[: ALONE // 2], *order[::-1][: ALONE // 2]]:
         document = slice(int(bounds[n]), int(bounds[n + 1]))
@@ -330,11 +332,13 @@ def documents(subject: ProofSubject, case: Case) -> Findings:
             whole = packed.tokens[name]
             error = off(whole[:, document], x, SMALL * whole.norm().item())
             if not error <= most:
-                most, where = error, f"{name}, {subject.document(document.start)}"
+                most = error
+                where = f"{name}, {subject.document(document.start)}"
     yield Finding("documents", f"{case}, packed and alone, float64", most, case.bound, where)
     # Change documents one by one; all others must keep their bits.
     what = f"{case}, cp {subject.degrees.cp}: what changing one document changes of others, {short(subject.dtype)}"
-    most, where = 0.0, ""
+    most = 0.0
+    where = ""
     with repeatable():
         for n, before, after in _changed(subject, case, [order[0], order[-1], 0]):
             by = subject.document(int(bounds[n]))
@@ -401,8 +405,10 @@ def trees(subject: ProofSubject, case: Case) -> Findings:
     lengths = np.diff(trees.edges)
     leaves = sorted(trees.leaves[trees.parents[trees.leaves] >= 0], key=lengths.__getitem__)
     # The largest differences so far, and where they are.
-    error, alone_at = 0.0, ""
-    change, changed_at = 0.0, ""
+    error = 0.0
+    alone_at = ""
+    change = 0.0
+    changed_at = ""
     with repeatable():
         before = split_among_ranks(subject, case, subject.dtype, subject.config.model.impl)
         # Each leaf's path has the tokens of all trees from the root to it.
@@ -422,12 +428,14 @@ def trees(subject: ProofSubject, case: Case) -> Findings:
                 difference = (x.double() - before.tokens[name].double()).abs()
                 difference[:, own if name == "y" else path] = 0
                 if not difference.max() <= change:
-                    change, changed_at = difference.max().item(), f"{name}, by {said}"
+                    change = difference.max().item()
+                    changed_at = f"{name}, by {said}"
                 # Compare the document's share with the document alone.
                 share = shares[name]
                 apart = off(share[:, path], of_path[name], SMALL * share.norm().item())
                 if not apart <= error:
-                    error, alone_at = apart, f"{name}, {said}"
+                    error = apart
+                    alone_at = f"{name}, {said}"
     what = f"{case}, cp {subject.degrees.cp}"
     in_trees = f"{what}, in a prefix tree and alone, float64"
     yield Finding("trees", in_trees, error, case.bound, alone_at)
@@ -437,7 +445,8 @@ def trees(subject: ProofSubject, case: Case) -> Findings:
 
 def repeated(subject: ProofSubject, case: Case) -> Findings:
     """Check that the case gives the same bits when it runs again; name results that do not."""
-    dtype, impl = subject.dtype, subject.config.model.impl
+    dtype = subject.dtype
+    impl = subject.config.model.impl
     results = []
     with repeatable(may_differ(subject, case.layers)):
         for _ in range(2):

@@ -135,7 +135,8 @@ def whole_gradients(
 
 
 def _joined(ranks: list[tuple[LocalDims, Decoder]]) -> dict[str, Tensor]:
-    tp, joined = ranks[0][0].tp, {}
+    tp = ranks[0][0].tp
+    joined = {}
     parts: Any = ranks[0][1].parts
     grads: list[dict[str, Any]] = [
         {name: p.grad for name, p in model.named_parameters()} for _, model in ranks

@@ -37,7 +37,9 @@ class ResumingRank:
 
     def __init__(self, subject: ProofSubject, dims: ParallelDims, host: dist.ProcessGroup):
         """Prepare a run with initial weights."""
-        self.config, self.host, self.step = subject.config, host, 0
+        self.config = subject.config
+        self.host = host
+        self.step = 0
         optimizer = self.config.optimizer
         self.session = session_of(
             self.config, subject.model, dims=dims, optimizer=optimizer, host=host

@@ -183,7 +183,8 @@ def subject_of(config: Config) -> ProofSubject:
             layer.
     """
     # Check the run as the launcher does.
-    p, t = config.parallelism, config.training
+    p = config.parallelism
+    t = config.training
     device = own_device()
     processes = _processes(p)
     check_config(config, processes)

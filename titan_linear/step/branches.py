@@ -83,7 +83,8 @@ def paths_of(batch: Batch) -> DocumentPaths:
     """List the tree nodes that each document (a path from a root to a leaf) contains."""
     trees = batch.trees
     seq_len = batch.tokens.numel() // batch.num_streams
-    leaves, begins = trees.leaves, trees.edges[:-1]
+    leaves = trees.leaves
+    begins = trees.edges[:-1]
     # Number the nodes and the leaves' documents as the columns of the batch do.
     node_names, _ = _numbered(begins // seq_len)
     documents, count = _numbered(begins[leaves] // seq_len)

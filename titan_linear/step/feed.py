@@ -120,7 +120,8 @@ class Feed:
         """Return the token counts of the next step, and this rank's micro-batches of it."""
         self.prefetch()
         self.settle()
-        step, self._ahead = self._ahead, None
+        step = self._ahead
+        self._ahead = None
         # `copies` ranks counted each batch.
         weight, *sums = (count / self.copies for count in step.counts.tolist())
         valid, apart, *sums = map(int, sums)  # exact below 2⁵³
@@ -173,7 +174,8 @@ class Feed:
         with self._timed(reads=False):
             dist.all_reduce(torch.from_numpy(most), dist.ReduceOp.MAX, group=self.host)
         stats = self._stats + FeedStats(most_pairs=float(most[0]))
-        self._stats, self._pairs = FeedStats(), 0.0
+        self._stats = FeedStats()
+        self._pairs = 0.0
         return stats
 
 

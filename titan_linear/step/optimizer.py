@@ -134,7 +134,8 @@ class AdamW(torch.optim.Optimizer):
             copies: copies of the parameters; the kernel for large tensors writes the
                 current ones.
         """
-        clip, skipped = torch.as_tensor(clip), (~torch.as_tensor(finite)).float()
+        clip = torch.as_tensor(clip)
+        skipped = (~torch.as_tensor(finite)).float()
         for group in self.param_groups:
             self._step_group(group, clip, skipped, copies)
 
@@ -186,7 +187,8 @@ class AdamW(torch.optim.Optimizer):
         from titan_linear.ops.triton import adamw as kernels
 
         p, g, steps, m, v = self._tensors(parameters, "step", "exp_avg", "exp_avg_sq")
-        clip, skipped = clip.float().to(p[0].device), skipped.to(p[0].device)
+        clip = clip.float().to(p[0].device)
+        skipped = skipped.to(p[0].device)
         # A skipped step does not count.
         torch._foreach_add_(steps, [1 - skipped] * len(steps))
         # A copy that is not current stays so, even if the step is skipped.
@@ -445,7 +447,8 @@ def _rows(flat: Tensor) -> list[Tensor]:
     A core adds squares one by one: in float32, the norm of 64M numbers would be off by
     0.4%.
     """
-    whole, rows = len(flat) // HOST_BLOCK * HOST_BLOCK, []
+    whole = len(flat) // HOST_BLOCK * HOST_BLOCK
+    rows = []
     if whole:
         rows.append(flat[:whole].view(-1, HOST_BLOCK))
     if whole < len(flat) or not whole:

@@ -143,7 +143,8 @@ class Passes:
             reports [micro-steps, 1 + reports]), and the streams of each micro-batch.
         """
         tokens, batches = self.begun[:2] if self.begun else self.next_step()
-        losses, streams = [], []
+        losses = []
+        streams = []
         for done, batch in enumerate(batches):
             ask(done)
             if self.replicas_once:

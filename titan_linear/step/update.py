@@ -58,7 +58,9 @@ class Update:
             precision: the context of the passes; the update also writes its weight copies.
             max_norm: gradients are clipped to this 2-norm.
         """
-        self.model, self.optimizer, self.max_norm = model, optimizer, max_norm
+        self.model = model
+        self.optimizer = optimizer
+        self.max_norm = max_norm
         self.copies = precision if isinstance(precision, ComputeCopies) else None
         self.telemetry: Watcher | None = None
         self.sums = gradient_sums(self.model, dims)

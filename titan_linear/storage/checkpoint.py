@@ -175,7 +175,8 @@ class Checkpointer:
         Raises:
             SaveFailed: it failed.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None:
             pending.result()
 
@@ -323,7 +324,8 @@ class Checkpointer:
         dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
         # Collect the checksums of all ranks.
         sums = files.written | ({PROGRESS: checksum(content)} if self.rank == 0 else {})
-        every, altered = {}, []
+        every: dict[str, list[int]] = {}
+        altered: list[str] = []
         parts = self._together(lambda: (sums, self._sync(tmp, sums)))
         for rank, (of_rank, names) in enumerate(parts):
             every |= of_rank
@@ -341,7 +343,8 @@ class Checkpointer:
 
         An error of any rank is raised on all.
         """
-        result, error = None, None
+        result = None
+        error = None
         try:
             result = work()
         except Exception as failure:
@@ -436,7 +439,8 @@ class _Stream:
     """A file that is written from beginning to end; `entry` becomes its [size, CRC-32]."""
 
     def __init__(self, stream: Any, entry: list[int]):
-        self.stream, self.entry = stream, entry
+        self.stream = stream
+        self.entry = entry
 
     def write(self, data: Any) -> int:
         self.entry[:] = checksum(data, self.entry)

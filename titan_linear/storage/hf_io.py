@@ -40,7 +40,9 @@ from titan_linear.models.init import owned, runs
 from titan_linear.storage.files import Json, progress, read_json
 from titan_linear.storage.tensors import named_parameters
 
-CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 HEAD = "lm_head.weight"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -147,7 +149,7 @@ def open_folder(path: Path) -> Folder:
             )
     config = read_config(path) if (path / CONFIG).is_file() else {}
     # All tensors of the files, indexed or not. For duplicates, the index decides.
-    tensors = {}
+    tensors: dict[str, OnDisk] = {}
     for header in headers.values():
         tensors |= header
     for name, file in where.items():
@@ -321,7 +323,8 @@ def load_weights(path: Path, model: nn.Module) -> None:
     Raises:
         ValueError: the folder does not hold the model.
     """
-    folder, (family, _) = open_folder(path), read_model(path)
+    folder = open_folder(path)
+    family, _ = read_model(path)
     parameters = named_parameters(model)
     with ExitStack() as files:
         reader = RowReader(folder, files)
@@ -336,7 +339,8 @@ class RowReader:
     """
 
     def __init__(self, folder: Folder, files: ExitStack):
-        self.folder, self.files = folder, files
+        self.folder = folder
+        self.files = files
         self.open: dict[Path, Any] = {}
 
     def fill(self, placement: Placement, local: Tensor, offsets: tuple[int, ...]) -> None:

@@ -175,7 +175,8 @@ def write_folder(
             writing it.
     """
     if like is None:
-        source, parts = None, placements(model, family) + tied_head(model, family)
+        source = None
+        parts = placements(model, family) + tied_head(model, family)
     else:
         source, parts = check_folder(like, model, POSITIONS)
         parts += tied_head(model, family) if HEAD in source.tensors else []

@@ -132,7 +132,8 @@ class CheckpointReader(dcp.FileSystemReader):
         for name, stored in read_manifest(Path(self.path)).tensors.items():
             chunks = []
             for chunk in stored.chunks:
-                offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
+                offsets = torch.Size(chunk.offsets)
+                sizes = torch.Size(chunk.sizes)
                 chunks.append(ChunkStorageMetadata(offsets, sizes))
                 where[MetadataIndex(name, offsets)] = chunk
             properties = TensorProperties(DTYPES[stored.dtype])

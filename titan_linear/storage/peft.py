@@ -36,9 +36,11 @@ from titan_linear.storage.files import Json, json_bytes, read_json
 from titan_linear.storage.hf_io import HEAD, read_header
 from titan_linear.storage.hf_writing import Files, plan_tensors, write_tensors
 
-PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_CONFIG = "adapter_config.json"
+PEFT_WEIGHTS = "adapter_model.safetensors"
 # The names of the header's entries.
-BASE, KEYS = "base", "keys"
+BASE = "base"
+KEYS = "keys"
 KEPT = re.compile(r"--(model\.attention\.rope_(theta|scaling)|training\.seq_len)=")
 # The prefix of names.
 PREFIX = "base_model.model."

@@ -30,22 +30,18 @@ from titan_linear.config import Config, load_config
 from titan_linear.storage.files import parse_json, write_whole
 
 T = TypeVar("T")
-CONFIG, RUN_MANIFEST, METRICS, LOCK, BOARD = (
-    "config.toml",
-    "manifest.json",
-    "metrics.jsonl",
-    ".lock",
-    "tb",
-)
+CONFIG = "config.toml"
+RUN_MANIFEST = "manifest.json"
+METRICS = "metrics.jsonl"
+LOCK = ".lock"
+BOARD = "tb"
 # Name in a checkpoint.
 STEP_MANIFEST = "manifest.json"
 RECORDERS = "flight_recorder"
-TELEMETRY, SPIKES, EVALUATION, WANDB = (
-    "telemetry.jsonl",
-    "spikes.jsonl",
-    "evaluation.jsonl",
-    "wandb_id",
-)
+TELEMETRY = "telemetry.jsonl"
+SPIKES = "spikes.jsonl"
+EVALUATION = "evaluation.jsonl"
+WANDB = "wandb_id"
 # Files with a line per step, to which a run appends.
 LINES = (METRICS, TELEMETRY, SPIKES, EVALUATION)
 

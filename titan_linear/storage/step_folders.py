@@ -15,7 +15,9 @@ from titan_linear.storage.files import kind_of, progress, read_json, sync, write
 from titan_linear.storage.manifest import REMEDY, read_manifest
 from titan_linear.storage.rundir import STEP_MANIFEST, checkpoints_of, set_aside
 
-PROGRESS, METADATA, REWOUND = "progress.json", ".metadata", "rewound.json"
+PROGRESS = "progress.json"
+METADATA = ".metadata"
+REWOUND = "rewound.json"
 # Number of bytes read at a time.
 BLOCK = 1 << 20
 
@@ -186,7 +188,8 @@ def verify(path: Path) -> None:
         else "start a new run in another job.dump_folder"
     )
     # Threads read the files; the first difference stops them.
-    files, stop = read_manifest(path, remedy).files, Event()
+    files = read_manifest(path, remedy).files
+    stop = Event()
     # Leaving the pool waits for its threads.
     with ThreadPoolExecutor() as pool:
         try:

@@ -498,7 +498,8 @@ def _parts(
         for name, column in parts[0].columns.items():
             check_width(name, column, widths)
     elif texts.columns:
-        values, dtypes = document.columns, texts.columns
+        values = document.columns
+        dtypes = texts.columns
         parts = with_columns(parts, values, dtypes, texts.tokenizer, journal.widths)
     for part in parts:
         part.check()

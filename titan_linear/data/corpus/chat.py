@@ -65,7 +65,8 @@ Ranges = list[tuple[int, int]]
 Answers = list[tuple[int, int, float]]
 ANSWERER = "assistant"
 # Marks around answers. A text that contains them is refused.
-_BEGIN, _END = "\ufdd0answer\ufdd1", "\ufdd0/answer\ufdd1"
+_BEGIN = "\ufdd0answer\ufdd1"
+_END = "\ufdd0/answer\ufdd1"
 # Limit of a process's time for one text.
 SECONDS = 20.0
 # The first of these fields in a message is its reasoning.
@@ -127,7 +128,8 @@ class Completions(RecordEncoder):
         for name in ("prompt", "completion"):
             if not isinstance(record[name], str):
                 raise Problem(f"{name!r} is {type(record[name]).__name__}, not text")
-        prompt, completion = record["prompt"], record["completion"]
+        prompt = record["prompt"]
+        completion = record["completion"]
         if not completion.strip():
             raise Problem("no answer to learn: 'completion' is empty")
         before = self._tokenizer.encode(prompt)
@@ -146,7 +148,8 @@ class Ids(RecordEncoder):
         self._tokenizer = tokenizer
 
     def encode(self, record: Record) -> DocumentTokens:
-        tokens, size = record["tokens"], self._tokenizer.vocab_size
+        tokens = record["tokens"]
+        size = self._tokenizer.vocab_size
         listed = isinstance(tokens, list) and tokens
         if not listed or not all(type(x) is int and 0 <= x < size for x in tokens):
             raise Problem(

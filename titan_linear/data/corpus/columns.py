@@ -96,7 +96,9 @@ def with_columns(
     Raises:
         Problem: a value does not fit its document.
     """
-    made = [DocumentTokens(ids, {**columns}) for ids, columns in documents]
+    made: list[tuple[ndarray, dict[str, ndarray]]] = []
+    for document in documents:
+        made.append((document.tokens, dict(document.columns)))
     for name, dtype in dtypes.items():
         of_each = values[name] if len(made) > 1 else [values[name]]
         if not isinstance(of_each, list) or len(of_each) != len(made):
@@ -106,7 +108,7 @@ def with_columns(
         for (ids, columns), value in zip(made, of_each):
             column = column_of(name, value, len(ids), widths, tokenizer.vocab_size).astype(dtype)
             columns[name] = column * columns.get(name, 1)
-    return made
+    return [DocumentTokens(ids, columns) for ids, columns in made]
 
 
 def column_of(

@@ -69,7 +69,8 @@ SMALL = 1 << 22
 CACHE_NAME = re.compile(rf"({'|'.join(TEXT_SOURCES)})-[0-9a-f]{{24}}")
 TOKENS, OFFSETS, HASHES = FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
 # Names of the files about text files.
-FILE_ENDS, PATHS = "files.bin", "files.json"
+FILE_ENDS = "files.bin"
+PATHS = "files.json"
 INFO = "corpus.json"
 # The column of places in the corpus.
 PLACE = "place"
@@ -213,7 +214,9 @@ def load_corpus(folder: Path) -> Corpus:
         columns=columns,
     )
     # Check that offsets and files span the corpus in ascending order.
-    count, offsets, ends = corpus.num_documents, corpus.offsets, corpus.files
+    count = corpus.num_documents
+    offsets = corpus.offsets
+    ends = corpus.files
     if len(offsets) != count + 1 or not _spans(offsets, corpus.num_tokens):
         raise unfitting(folder / OFFSETS)
     if count <= SMALL:

@@ -161,7 +161,8 @@ def differences(first: Path, second: Path) -> dict[str, tuple[float, int]]:
     Raises:
         ValueError: the folders score different texts.
     """
-    (one, columns), (other, others) = open_scores(first), open_scores(second)
+    one, columns = open_scores(first)
+    other, others = open_scores(second)
     if (one.corpus, one.tokenizer) != (other.corpus, other.tokenizer):
         raise ValueError(
             f"{first} and {second} are of other corpora or tokenizers; score one with both"

@@ -290,7 +290,8 @@ def read_documents(
         needed, optional = RECORD_FIELDS[dataset_format]
         # Columns are in the nodes.
         if dataset_format == "tree":
-            optional, columns = (*dict.fromkeys((*optional, *columns)),), ()
+            optional = (*dict.fromkeys((*optional, *columns)),)
+            columns = ()
         fields = _Fields(needed, optional, False, remedy, (*columns,))
     try:
         yield from readers[dataset](file, fields)
@@ -338,7 +339,8 @@ def _walk(
     Raises:
         ValueError: a folder cannot be read.
     """
-    found, seen = [], set()
+    found = []
+    seen = set()
     for root, folders, names in os.walk(folder, onerror=_refuse_unreadable, followlinks=follow):
         if (real := os.path.realpath(root)) in seen:
             folders.clear()
@@ -466,7 +468,8 @@ def _read_jsonl(file: Path, fields: _Fields) -> Iterator[Document]:
         read = 0
         for number, line in enumerate(lines, 1):
             # Bytes of the file on disk, which is read in blocks.
-            before, read = read, raw.tell()
+            before = read
+            read = raw.tell()
             if line := line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():
                 yield _line(line, f"{shown(file)}, line {number}", read - before, fields)
 

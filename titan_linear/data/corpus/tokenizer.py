@@ -26,8 +26,11 @@ from numpy import ndarray
 
 from titan_linear.storage.files import Json, json_bytes, read_inside, read_json
 
-TOKENIZER, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-CHAT_TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+TOKENIZER = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+SPECIAL = "special_tokens_map.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
 # Names of the end token if no settings name one: the first that is a special token.
 _USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 # The class with which transformers uses tokenizer.json unchanged, whatever the model's
@@ -240,7 +243,8 @@ class HuggingFaceTokenizer(Tokenizer):
     """
 
     def __init__(self, file: Path):
-        self._file, data = file, _read(file)
+        self._file = file
+        data = _read(file)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
         except Exception as error:

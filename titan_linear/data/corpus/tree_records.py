@@ -108,7 +108,8 @@ class TreeEncoder(RecordEncoder):
         return made.columns
 
     def _tokens(self, node: dict[str, Any], place: str, root: bool, leaf: bool) -> np.ndarray:
-        text, ids = node.get("text"), node.get("tokens")
+        text = node.get("text")
+        ids = node.get("tokens")
         if not isinstance(text, str | None) or (text is None) == (ids is None):
             raise Problem(f"{place} must have either 'text' or 'tokens'; give one")
         if text is not None:
@@ -176,14 +177,16 @@ def trees_of(held: Sequence[PendingDocument], pair: bool) -> list[DocumentTokens
     order stays.
     """
     trees: list[list[DocumentTokens]] = []
-    before, path = None, np.zeros(0, dtype=np.int64)
+    before = None
+    path = np.zeros(0, dtype=np.int64)
     for now in held:
         ids, columns = now.document
         common = shared(before.document.tokens, ids) if before else 0
         # Begin a tree.
         if not trees or not (common or pair):
             trees.append([])
-            path, count = path[:0], 0
+            path = path[:0]
+            count = 0
         # Append the part that the previous document does not share. `path` holds the places
         # of this document's tokens in the tree.
         own = count + np.arange(len(ids) - common)

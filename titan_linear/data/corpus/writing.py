@@ -341,8 +341,12 @@ def _columns(document: DocumentTokens, tokenizer: Tokenizer, journal: Journal) -
 
     A document whose tokens count nothing may lack columns.
     """
-    said, n = f"document {journal.num_documents}", len(document.tokens)
-    columns, widths, checked, added = {**document.columns}, journal.widths, {}, {}
+    said = f"document {journal.num_documents}"
+    n = len(document.tokens)
+    columns = {**document.columns}
+    widths = journal.widths
+    checked = {}
+    added = {}
     if undeclared := columns.keys() - journal.columns:
         raise ValueError(
             f"{said} has a column {min(undeclared)!r}; name it in columns, or leave it out"
@@ -354,7 +358,8 @@ def _columns(document: DocumentTokens, tokenizer: Tokenizer, journal: Journal) -
         zeros = np.zeros((n, max(widths[name], 1)))
         columns[name] = zeros if widths[name] else zeros[:, 0]
     for name in columns:
-        dtype, is_new = journal.columns[name], name not in widths
+        dtype = journal.columns[name]
+        is_new = name not in widths
         try:
             column = column_of(name, columns[name], n, widths, tokenizer.vocab_size)
         except Problem as problem:

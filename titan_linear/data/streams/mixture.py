@@ -181,7 +181,8 @@ class Interleaving:
         # Number of streams in which each source has at least one.
         least = -(-self.sums[-1] // min(counts))
         self.cycle = max(CYCLE, 1 << (least - 1).bit_length())
-        self.seed, self.start = seed, start
+        self.seed = seed
+        self.start = start
         self._cycle = lru_cache(maxsize=2)(self._drawn)
 
     def place(self, i: int) -> tuple[int, int]:

@@ -65,7 +65,8 @@ class InPlace:
     """One epoch of a side, in the corpus's order."""
 
     def __init__(self, side: Side):
-        self.side, self.num_tokens = side, side.num_tokens
+        self.side = side
+        self.num_tokens = side.num_tokens
 
     def around(self, epoch: int, first: int, last: int) -> tuple[ndarray, ndarray]:
         assert epoch == 0, epoch

@@ -119,7 +119,10 @@ class Questions:
     """
 
     def __init__(self, tokenizer: Tokenizer, side: Side, seed: int, around: tuple[str, str]):
-        self.tokenizer, self.side, self.seed, self.around = tokenizer, side, seed, around
+        self.tokenizer = tokenizer
+        self.side = side
+        self.seed = seed
+        self.around = around
         self.encode = tokenizer.continuing().encode_batch
 
     def prompt(self, sample: TaskSample) -> np.ndarray:
@@ -190,7 +193,8 @@ class Questions:
 
     def _documents(self, rng: random.Random) -> Iterator[np.ndarray]:
         """Yield the tokens of each document, beginning at a random bundle."""
-        first, corpus = rng.randrange(self.side.num_bundles), self.side.corpus
+        first = rng.randrange(self.side.num_bundles)
+        corpus = self.side.corpus
         for i in range(self.side.num_bundles):
             for n in self.side.documents(np.array([(first + i) % self.side.num_bundles])):
                 yield corpus.tokens[corpus.offsets[n] : corpus.offsets[n + 1]]

@@ -113,7 +113,8 @@ class TreeStreams(WholeStreams):
 
     def _parts(self, i: int) -> tuple[Any, ...]:
         """Return the nodes of stream i as runs of the corpus's tokens, and their parents."""
-        starts, lengths = [], []
+        starts = []
+        lengths = []
         parents: list[int] = []
         for document, first, last, _ in self._documents(i).tolist():
             trees = self._nodes(document)
@@ -172,9 +173,11 @@ class TreeStreams(WholeStreams):
         ends = trees.edges[trees.leaves + 1]
         # Tokens of each path.
         whole = ends - trees.begins[trees.leaves]
-        most, what = whole.max(), f"path to leaf {whole.argmax()}"
+        most = whole.max()
+        what = f"path to leaf {whole.argmax()}"
         if self.targets.group == 2:
-            most, what = ends[-1], "pair"
+            most = ends[-1]
+            what = "pair"
         if most > self.seq_len:
             raise ValueError(
                 f"training.seq_len = {self.seq_len}: the {what} of tree {document} has {most:,} tokens, and it "
