@@ -100,7 +100,11 @@ class Trainer:
 
         # A step: forward and backward passes, then the update.
         self.telemetry = Telemetry(
-            config, self.model, self.dims, self.session.device, subject.streams, subject.groups
+            self.session,
+            config.metrics.telemetry_freq,
+            config.training.seq_len,
+            subject.streams,
+            subject.groups,
         )
         self.passes = self.session.passes(
             iter(self.loader),
@@ -121,9 +125,7 @@ class Trainer:
             self.feed.micro_steps,
             self._save_seconds,
         )
-        self.compilation = Compilation(
-            config.training, config.comm, self.dims, self.host, compiled=config.compile.enable
-        )
+        self.compilation = Compilation(config.training, config.comm, self.session)
         self.hooks: list[Hook] = [self.spikes, self.telemetry, self.grace, self.compilation]
         # Exists on rank 0 only.
         self.exports: Exports | None = None
@@ -256,10 +258,8 @@ class Trainer:
         if first:
             write_down(self.origin, self.session, self.step)
         if first:
-            parts = self.model.config, self.dims, self.session.device
-            hooks.append(
-                Report(config, *parts, self.step, self.telemetry, self.compilation.numbers)
-            )
+            numbers = self.compilation.numbers
+            hooks.append(Report(config, self.session, self.step, self.telemetry, numbers))
         if first and config.checkpoint.export_interval:
             self.exports = Exports(config, self.step, self.checkpointer.in_use)
             hooks.append(self.exports)

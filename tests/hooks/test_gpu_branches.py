@@ -81,7 +81,9 @@ def test_the_board_draws_fragmentation_of_a_gpus_memory(tmp_path, monkeypatch, a
 def test_layers_on_gpus_should_be_one_graph(device_type, ep, whole):
     """Unless experts' rows are exchanged inside; a break is then said once."""
     dims = SimpleNamespace(mesh=SimpleNamespace(device_type=device_type), ep=ep)
-    graphs = Compilation(Training(), Comm(), dims, None, compiled=True).graphs
+    options = SimpleNamespace(compile=SimpleNamespace(enable=True))
+    session = SimpleNamespace(dims=dims, host=None, options=options)
+    graphs = Compilation(Training(), Comm(), session).graphs
     graphs._counters = {"stats": {"unique_graphs": 1}, "graph_break": {"a reason": 2}}
     said = graphs.after("training")
     assert ("in parts (graph_breaks = 2)" in said) == whole

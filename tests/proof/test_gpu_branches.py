@@ -16,8 +16,9 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 @pytest.mark.parametrize("seq_len, lengths", [(8192, (256, 2048)), (1024, (256, 1024))])
 def test_streams_are_longer_on_a_gpu(seq_len, lengths):
     """But no longer than the run's."""
-    config = load_config([f"--training.seq_len={seq_len}"])
-    assert (subject._length(config, CPU), subject._length(config, GPU)) == lengths
+    parallelism = load_config([]).parallelism
+    found = [subject._length(seq_len, parallelism, device) for device in (CPU, GPU)]
+    assert tuple(found) == lengths
 
 
 @pytest.mark.parametrize("device, name", [(GPU, "NVIDIA Other"), (CPU, "the CPU")])

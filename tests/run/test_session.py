@@ -16,10 +16,12 @@ from titan_linear.config import Optimizer, Parallelism
 from titan_linear.data import IGNORE
 from titan_linear.distributed.options import SessionOptions
 from titan_linear.losses import build_loss
+from titan_linear.models.config import LoraConfig
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.run.session import Session, mesh
 from titan_linear.storage.hf_writing import find_family, gather, write_folder
+from titan_linear.storage.peft import write_peft
 
 MODEL = replace(preset("hybrid", "debug"), num_layers=4, vocab_size=64)
 # Documents of two micro-batches: one token long, and on both sides of every rank edge.
@@ -196,6 +198,22 @@ def opened_with(rank, world_size, model, folder):
     other = titan_linear.load(folder, "--model.tokenizer_path=bytes")
     want = {name: x.float() for name, x in session.weights()}
     return want, load_file(folder / "model.safetensors"), dict(other.weights())
+
+
+def adapted(rank, world_size, folder):
+    """The trained weights of a session with adapters, and those in the folder that it writes."""
+    model = replace(MODEL, adapter=LoraConfig(rank=4, factor=2.0, extra=("*norm",)))
+    session = Session(model, mesh(tensor_parallel_degree=world_size))
+    session.initialise(seed=0)
+    get, family = gather(session.model), find_family(MODEL)
+    write_peft(folder, {}, model, family, get, torch.float32, {}, "", [])
+    return dict(session.weights()), load_file(folder / "adapter_model.safetensors")
+
+
+def test_adapters_have_the_names_of_peft(worlds, tmp_path):
+    for got, want in worlds(2).run(adapted, tmp_path / "adapters"):
+        assert any("lora_A" in name for name in got)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def refusing(rank, world_size):

@@ -16,29 +16,24 @@ import torch.distributed as dist
 
 from titan_linear.config import Comm, Training
 from titan_linear.distributed.groups import set_timeout, without_timeout
-from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.hooks.hook import Hook, StepResult
+from titan_linear.run.session import Session
 
 
 class Compilation(Hook):
-    """Gives the ranks time to compile, and warns of layers that are compiled again.
-
-    host: a `host_group`.
-    """
+    """Gives the ranks time to compile, and warns of layers that are compiled again."""
 
     def __init__(
         self,
         training: Training,
         comm: Comm,
-        dims: ParallelDims,
-        host: dist.ProcessGroup,
-        *,
-        compiled: bool,
+        session: Session,
     ):
         self.training = training
         self.comm = comm
-        self.dims = dims
-        self.host = host
+        self.host = session.host
+        self.dims = dims = session.dims
+        compiled = session.options.compile.enable
         # The number of rows that reach a rank's experts varies, so the second pass compiles
         # for any number.
         self.first_steps = 2 if compiled and dims.ep > 1 else 1

@@ -12,11 +12,10 @@ from importlib.util import find_spec
 import torch
 
 from titan_linear.config import Config
-from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.hooks.hook import StepResult
 from titan_linear.hooks.metrics import GIB, IntervalWork, MetricsLogger
 from titan_linear.hooks.telemetry import Telemetry
-from titan_linear.models.config import ModelConfig
+from titan_linear.run.session import Session
 from titan_linear.step.feed import FeedStats
 from titan_linear.step.flops import peak_tflops, training_flops
 
@@ -32,28 +31,26 @@ class Report(MetricsLogger):
     def __init__(
         self,
         config: Config,
-        model: ModelConfig,
-        dims: ParallelDims,
-        device: torch.device,
+        session: Session,
         step: int,
         telemetry: Telemetry,
         numbers: Callable[[], dict[str, float]],
     ):
         self.config = config
-        self.model = model
-        self.dims = dims
+        self.model = session.model.config
+        self.dims = session.dims
         self.telemetry = telemetry
         self.numbers = numbers
         self.first = step + 1
         self.fed = FeedStats()
         super().__init__(
             config,
-            device,
+            session.device,
             start_step=step,
             start_tokens=config.training.tokens_at(step),
-            gpus=dims.mesh.size(),
+            gpus=self.dims.mesh.size(),
             peak_tflops=peak_tflops(
-                config.metrics.peak_tflops, config.training.mixed_precision_param, device
+                config.metrics.peak_tflops, config.training.mixed_precision_param, session.device
             ),
         )
 

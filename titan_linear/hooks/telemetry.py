@@ -42,17 +42,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_linear.config import Config
 from titan_linear.data import IGNORE, FileGroups, MixedStreams, Streams
-from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.hooks.hook import Hook, StepResult
 from titan_linear.hooks.norms import squares_of_each, update_squares
 from titan_linear.losses.loss import LocalBatch
-from titan_linear.models.decoder import Block, Decoder
+from titan_linear.models.decoder import Block
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops.exchange.collectives import gather_along
 from titan_linear.ops.layout.tables import to_device
+from titan_linear.run.session import Session
 from titan_linear.step.optimizer import AdamW, StepNumbers
 
 # Least and most tokens of the window, which is 1/SHARE of a rank's tokens.
@@ -78,30 +77,30 @@ class Telemetry(Hook):
 
     def __init__(
         self,
-        config: Config,
-        model: Decoder,
-        dims: ParallelDims,
-        device: torch.device,
+        session: Session,
+        freq: int,
+        seq_len: int,
         streams: Streams | None,
         groups: FileGroups | None,
     ):
-        """Prepare telemetry for this model.
+        """Prepare telemetry for this session's model.
 
-        streams: the streams that batches come from, if losses by source are wanted. groups:
-        groups of their files.
+        Args:
+            freq: every how many steps it watches; 0: never.
+            seq_len: number of tokens of the longest streams.
+            streams: the streams that batches come from, if losses by source are wanted.
+            groups: groups of their files.
         """
-        self.freq = config.metrics.telemetry_freq
-        self.model = model
-        self.dims = dims
-        self.device = device
+        self.freq = freq
+        self.model, self.dims, self.device = session.model, session.dims, session.device
         self.streams = streams
         self.sources = list(streams.sources) if isinstance(streams, MixedStreams) else []
         self.groups = groups
-        self.buckets = config.training.seq_len.bit_length()
+        self.buckets = seq_len.bit_length()
         # Norms are by unit: a layer, the embedding or the head.
-        self.units = list(dict.fromkeys(_unit(name) for name, _ in model.named_parameters()))
+        self.units = list(dict.fromkeys(_unit(name) for name, _ in self.model.named_parameters()))
         self.experts = {
-            f"layers.{i}": m.mlp for i, m in enumerate(model.layers) if isinstance(m.mlp, MoE)
+            f"layers.{i}": m.mlp for i, m in enumerate(self.model.layers) if isinstance(m.mlp, MoE)
         }
         # `_turn` is the number of the watched step, from 1.
         self.on = False

@@ -44,6 +44,7 @@ from titan_linear.step.passes import Forward, Passes, with_reference
 from titan_linear.step.update import Update
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.hf_writing import find_family, gather, tied_head
+from titan_linear.storage.peft import contents
 from titan_linear.storage.step_folders import Progress, weights_path
 from titan_linear.storage.tensors import named_parameters
 
@@ -306,19 +307,22 @@ class Session:
     def weights(self, family: str = "") -> Iterator[tuple[str, Tensor]]:
         """Yield the weights under Hugging Face names, gathered one at a time, on every rank.
 
+        With adapters, yield what is trained, under PEFT's names.
+
         Args:
             family: the architecture (docs/hugging_face.md); by default the first that
                 holds the model.
 
         Raises:
-            ValueError: no architecture holds the model, or it has adapters.
+            ValueError: no architecture holds the model.
         """
-        model = self.model.config
+        model, get = self.model.config, gather(self.model)
+        family = family or find_family(model.base)
         if model.adapter:
-            raise ValueError("adapters have no names of their own; save them, then export or merge")
-        family = family or find_family(model)
+            for adapter in contents(model, family):
+                yield adapter.name, adapter.gathered(get).detach()
+            return
         parts = placements(model, family) + tied_head(model, family)
-        get = gather(self.model)
         begun: dict[str, Tensor] = {}
         # A tensor is complete when no piece of it is missing.
         missing = Counter(source.name for part in parts for source, *_ in part.pieces())
