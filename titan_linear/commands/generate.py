@@ -141,7 +141,8 @@ def load(
             f"--draft: '{path}' has no layers that predict further tokens; leave it out"
         )
     # Check the checkpoint and the tokenizer before the model is allocated.
-    weights, text = Path(origin.config.checkpoint.initial_load_path), origin.tokenizer
+    weights = Path(origin.config.checkpoint.initial_load_path)
+    text = origin.tokenizer
     if not in_hf:
         verify(weights)
     key = "--tokenizer" if tokenizer else "model.tokenizer_path of its run"

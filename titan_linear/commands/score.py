@@ -84,7 +84,8 @@ def main(argv: list[str]) -> int:
 
 def checked(path: str, keys: list[str]) -> tuple[Origin, Node]:
     """Return the origin that reads these weights, and this node."""
-    origin, node = Origin.reading(Path(path), keys), this_node()
+    origin = Origin.reading(Path(path), keys)
+    node = this_node()
     world_size = node.count * node.processes
     check_config(origin.config, world_size)
     check_model(origin.model, origin.config, world_size, node.processes)
@@ -93,7 +94,8 @@ def checked(path: str, keys: list[str]) -> tuple[Origin, Node]:
 
 def scores_of(args: argparse.Namespace, origin: Origin) -> tuple[Scores, int]:
     """Return the columns that the arguments ask for, and the corpus's number of tokens."""
-    config, tokenizer = origin.config, origin.tokenizer
+    config = origin.config
+    tokenizer = origin.tokenizer
     if args.top_k > (words := tokenizer.vocab_size):
         raise ValueError(
             f"--top-k {args.top_k} is above the {words} tokens of the tokenizer; give {words} at most"

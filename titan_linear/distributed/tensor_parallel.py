@@ -61,9 +61,9 @@ def tensor_splits(model: nn.Module) -> dict[str, int]:
             if name not in own:
                 continue
             splits[name] = dim
-            adapter = lora_name(name, "A" if dim == own[name].dim() - 1 else "B")
-            if adapter in own:
-                of_adapters[adapter] = dim
+            lora = lora_name(name, "A" if dim == own[name].dim() - 1 else "B")
+            if lora in own:
+                of_adapters[lora] = dim
     return splits | of_adapters
 
 

@@ -92,7 +92,9 @@ class Telemetry(Hook):
             groups: groups of their files.
         """
         self.freq = freq
-        self.model, self.dims, self.device = session.model, session.dims, session.device
+        self.model = session.model
+        self.dims = session.dims
+        self.device = session.device
         self.streams = streams
         self.sources = list(streams.sources) if isinstance(streams, MixedStreams) else []
         self.groups = groups

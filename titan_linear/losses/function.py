@@ -24,7 +24,8 @@ class FunctionLoss(LossFunction):
     reads_twice = True
 
     def __call__(self, logits: ChunkedLogits, batch: LocalBatch) -> Tensor:
-        labels, context = batch.labels.flatten(), batch.context
+        labels = batch.labels.flatten()
+        context = batch.context
         # First pass: log p of the whole micro-batch, in its order.
         known = logits.rows(labels)
         logp = known.logprobs[:, 0].masked_fill(labels < 0, 0)
@@ -48,7 +49,8 @@ class FunctionLoss(LossFunction):
 
 def of_stream(x: Tensor, context: CPContext) -> Tensor:
     """Join the cp ranks' numbers [T_local], on every rank, in the stream's order [T]."""
-    ranks, order = context.ranks, context.cut.order
+    ranks = context.ranks
+    order = context.cut.order
     if ranks.world_size == 1:
         return x
     parts = gather_along(x, 0, ranks.group_name, ranks.world_size)

@@ -89,7 +89,8 @@ class Placement:
             # Split it where one source ends and the next begins.
             for source, end in zip(self.sources, ends):
                 begin = end - _rows(source.shape, self.width)
-                low, high = max(a, begin), min(b, end)
+                low = max(a, begin)
+                high = min(b, end)
                 if low < high:
                     yield source, low - begin, high - begin, ours + low - start
             ours += stop - start
@@ -111,7 +112,8 @@ def placements(config: ModelConfig, family: str, on_disk: Shapes | None = None) 
     # Choose a spelling of each layout, and collect its placements and faults.
     ours = shapes_of(config)
     done: dict[str, Placement] = {}
-    problems, used = [], set()
+    problems = []
+    used = set()
     for spellings in _layouts(config, family, ours, on_disk):
         layout = _spelling(spellings, on_disk)
         problems += [] if on_disk is None else _wrong(layout, on_disk)
@@ -265,8 +267,10 @@ def config_to_hf(family: str, config: ModelConfig) -> dict[str, object]:
             f"{family} cannot hold this model: it has no layers {', '.join(sorted(unknown))}; use another"
         )
     # Write the keys; layers that predict further tokens have a key of their own.
-    keys, mtp = FAMILIES[family].keys, FAMILIES[family].mtp
-    depth, config = config.mtp_layers, replace(config, mtp_layers=0)
+    keys = FAMILIES[family].keys
+    mtp = FAMILIES[family].mtp
+    depth = config.mtp_layers
+    config = replace(config, mtp_layers=0)
     written = keys.write(config)
     if depth and not (mtp and depth <= (mtp.most or depth)):
         raise ValueError(
@@ -312,7 +316,8 @@ def _layouts(
             yield [_resolve(layout, "", prefix, ours) for layout in spellings]
     # Parts of each layer, including the layers that predict further tokens.
     for i, layer in enumerate(config.layers):
-        mine, theirs = f"layers.{i}.", f"{prefix}layers.{i}."
+        mine = f"layers.{i}."
+        theirs = f"{prefix}layers.{i}."
         more = has.mtp.parts if i >= config.num_layers else ()
         if more and has.mtp.place:
             theirs = has.mtp.place.format(j=i - config.num_layers)
@@ -375,7 +380,8 @@ def _placements(layout: _Resolved, ours: Shapes) -> Iterator[Placement]:
     """
     width = _width(ours[layout.ours[0]])
     sizes = [_rows(ours[name], width) // layout.groups for name in layout.ours]
-    starts, group = [0, *accumulate(sizes)], sum(sizes)
+    starts = [0, *accumulate(sizes)]
+    group = sum(sizes)
     for name, size, start in zip(layout.ours, sizes, starts):
         runs = tuple((g * group + start, g * group + start + size) for g in range(layout.groups))
         yield Placement(name, ours[name], layout.sources, None if len(layout.ours) == 1 else runs)

@@ -41,7 +41,9 @@ def write_down(origin: Origin, session: Session, step: int) -> None:
     Args:
         step: number of the run's steps before this start.
     """
-    config, model, device = origin.config, session.model, session.device
+    config = origin.config
+    model = session.model
+    device = session.device
     config = origin.config
     folder = RunFolder(config)
     if folder.starts_anew:
@@ -79,7 +81,8 @@ def model_name(origin: Origin) -> str:
     It is the name and flavor, or architecture and folder, with the keys that change the
     model's sizes.
     """
-    m, default = origin.config.model, Model()
+    m = origin.config.model
+    default = Model()
     name = f"{m.name}/{m.flavor}"
     if m.flavor == "hf":
         name = f"{origin.family()} of '{origin.assets}'"
@@ -96,8 +99,10 @@ def vocabulary(origin: Origin, model: ModelConfig, tokenizer: Tokenizer) -> str:
 
     The size differs from the preset's, or is far larger than the tokenizer's.
     """
-    rows, used = model.vocab_size, tokenizer.vocab_size
-    own, flavor = origin.definition.vocab_size, origin.config.model.flavor
+    rows = model.vocab_size
+    used = tokenizer.vocab_size
+    own = origin.definition.vocab_size
+    flavor = origin.config.model.flavor
     if not origin.follows_tokenizer:
         return ""
     if rows != own:

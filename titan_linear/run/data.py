@@ -55,8 +55,10 @@ class RunData:
 
     def __init__(self, config: Config, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.training, self.validation = config.training, config.validation
-        self.parallelism, self.evaluation = config.parallelism, config.evaluation
+        self.training = config.training
+        self.validation = config.validation
+        self.parallelism = config.parallelism
+        self.evaluation = config.evaluation
         self.keys = config.loss
         self.loss = build_loss(config.loss.name, config.objective)
         self.temperature = getattr(config.objective, "temperature", 1.0)
@@ -92,7 +94,8 @@ class RunData:
 
         Of a mixture, they are the first source's.
         """
-        v, corpora = self.validation, self.corpora()
+        v = self.validation
+        corpora = self.corpora()
         if v.enable and not v.dataset_path:
             return split_corpus(corpora[0], v.holdout, "validation")
         return split_corpus(corpora[-1 if v.enable else 0], 0.0, "train")
@@ -134,7 +137,9 @@ class RunData:
             progress: the progress saved in the checkpoint that the run resumes from; None
                 for a new run.
         """
-        v, sources, corpora = self.validation, self.training.sources, self.corpora()
+        v = self.validation
+        sources = self.training.sources
+        corpora = self.corpora()
         own = corpora[len(sources) :]
         targets = self._targets()
         for corpus in corpora:
@@ -180,7 +185,8 @@ class RunData:
 
     def _targets(self) -> Targets:
         """Return what the loss reads, and which documents belong together."""
-        loss, keys = self.loss, self.keys
+        loss = self.loss
+        keys = self.keys
         if keys.reference == "base" and "reference" not in loss.columns:
             raise ValueError(
                 f"loss.reference = 'base': {keys.name}, by its keys, reads no reference; remove it"
@@ -194,7 +200,8 @@ class RunData:
 
     def _check_columns(self, targets: Targets, corpus: Corpus) -> None:
         """Raise ValueError if a corpus lacks what the loss reads."""
-        loss, name = self.loss, f"loss.name = {self.keys.name!r}"
+        loss = self.loss
+        name = f"loss.name = {self.keys.name!r}"
         if self.training.seq_len_schedule and loss.group:
             raise ValueError(
                 f"training.seq_len_schedule cuts documents, and {name} takes them whole; remove it"

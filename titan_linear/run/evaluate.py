@@ -68,7 +68,8 @@ def samples_of(e: Evaluation) -> list[TaskSample]:
 
 def open_prompts(data: RunData) -> Prompts:
     """Open the prompts that the configuration asks for."""
-    e, side = data.evaluation, data.validation_text()
+    e = data.evaluation
+    side = data.validation_text()
     around = ("", "")
     # Split the template at the mark for a question.
     if e.chat:
@@ -148,9 +149,11 @@ def recall(sample: TaskSample, rows: np.ndarray) -> Record:
     # One part for each answer; candidates are compared at one token of each.
     answers = _groups(rows, "answer")
     compared = rows[~np.isnan(rows["others"][:, 0])]
-    own, others = compared["logprob"][:, None], compared["others"]
+    own = compared["logprob"][:, None]
+    others = compared["others"]
     chosen = (own >= others) | np.isnan(others)
-    ties, candidates = (own == others).sum(1), 1 + (~np.isnan(others)).sum(1)
+    ties = (own == others).sum(1)
+    candidates = 1 + (~np.isnan(others)).sum(1)
     return {
         "task": sample.task,
         "length": sample.length,

@@ -244,7 +244,8 @@ def _of_peft(source: Path, base: str) -> AdaptedModel:
     if not keys:
         run = run.changed({"training.seq_len": 0})
     # A tokenizer next to the adapters replaces the base's.
-    files, base_files = read_inside(source, *FILES), read_inside(named, *FILES)
+    files = read_inside(source, *FILES)
+    base_files = read_inside(named, *FILES)
     tokenizer = None
     if TOKENIZER in files:
         tokenizer = build_tokenizer(str(source))

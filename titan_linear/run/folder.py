@@ -58,7 +58,8 @@ class RunFolder:
             ValueError: something other than a folder is in the way, a folder may not be
                 written, or a file is a link.
         """
-        c, p = self.config.checkpoint, self.config.profiling
+        c = self.config.checkpoint
+        p = self.config.profiling
         # A run appends to these files.
         for link in (self.path / name for name in LINES):
             if link.is_symlink():

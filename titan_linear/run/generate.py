@@ -205,11 +205,14 @@ class _Reader:
     """A text in progress: layer caches, and hidden states that the predictor has not read."""
 
     def __init__(self, model: Decoder, vocab_size: int | None, device: torch.device):
-        self.model, self.vocab_size, self.device = model, vocab_size, device
+        self.model = model
+        self.vocab_size = vocab_size
+        self.device = device
         self.caches = [LayerCache() for _ in model.layers]
         # Tokens read, and the hidden states of the last of them that the predictor has not
         # read.
-        self.length, self.pending = 0, model.embedding.weight.new_empty(1, 0, model.config.dim)
+        self.length = 0
+        self.pending = model.embedding.weight.new_empty(1, 0, model.config.dim)
 
     def read(self, tokens: Sequence[int]) -> list[int]:
         """Read these tokens, and return the likeliest token after each."""
@@ -265,7 +268,8 @@ def draft_tokens(
     Each step reads the last token and a draft of the next one. If the model chooses the
     draft itself, two tokens are known. Otherwise, the last token is read again, alone.
     """
-    reader, new = _Reader(model, vocab_size, device), []
+    reader = _Reader(model, vocab_size, device)
+    new = []
     # Prefill, by the model and by the predictor.
     for start in range(0, len(prompt), prefill_chunk):
         part = prompt[start : start + prefill_chunk]
@@ -342,7 +346,8 @@ class Validator:
 
         With validation.steps, only the first streams count.
         """
-        session, v = self.reader.session, self.reader.config.validation
+        session = self.reader.session
+        v = self.reader.config.validation
         size = 2 + len(session.loss.reports)
         total = torch.zeros(size, dtype=torch.float64, device=session.device)
         for batch in self.reader.batches(self.held_out, v.local_batch_size, limit=v.steps):
@@ -359,7 +364,9 @@ class Validator:
         """Return the prompt and the model's continuation; "" if no tokens are asked for."""
         if not tokens:
             return ""
-        reader, s, session = self.reader, self.reader.config.sample, self.reader.session
+        reader = self.reader
+        s = self.reader.config.sample
+        session = self.reader.session
         # Compiled graphs are for streams, not for a text that grows by one token per call.
         uncompiled = (
             torch.compiler.set_stance("force_eager")

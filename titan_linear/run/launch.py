@@ -84,7 +84,8 @@ def main(argv: list[str]) -> int:
 
         print(flavors())
         return 0
-    config, node = load_config(argv), this_node()
+    config = load_config(argv)
+    node = this_node()
     world_size = node.count * node.processes
     check_config(config, world_size)
     # This import is slow. `--help` and misspelled keys do not need it.
@@ -264,7 +265,8 @@ class Workers(threading.Thread):
         from torch.distributed import TCPStore  # slow to import
 
         super().__init__(daemon=True)
-        self.max_restarts, self.saves = max_restarts, saves
+        self.max_restarts = max_restarts
+        self.saves = saves
         self.place = f"{node.address}:{node.port}"
         options = {
             "nproc-per-node": node.processes,
@@ -307,7 +309,8 @@ class Workers(threading.Thread):
             "--module",
             *command,
         ]
-        self.stop, self.stopped_at = 0, 0.0
+        self.stop = 0
+        self.stopped_at = 0.0
         # Process ids of workers that SIGTERM was sent to.
         self.told: set[int] = set()
         self.failures: dict[int, ProcessFailure] = {}
@@ -378,7 +381,8 @@ class Workers(threading.Thread):
             _send(signal.SIGKILL, running)
             sys.exit(128 + (self.stop or number))
         # On the first request, announce the stop; `_pass_on` sends it to the workers.
-        self.stop, self.stopped_at = number, time.monotonic()
+        self.stopped_at = time.monotonic()
+        self.stop = number
         after = (
             "after a last save"
             if self.saves

@@ -76,9 +76,11 @@ def check_expert_parallel(model: ModelConfig, keys: Model, degree: int) -> None:
 def check_heads(model: ModelConfig, keys: Model, p: Parallelism) -> None:
     """Raise ValueError if an all-to-all over heads cannot split the heads."""
     for mixer in model.mixers:
-        key, others = ("context_parallel_method", "'ring' or 'allgather'")
+        key = "context_parallel_method"
+        others = "'ring' or 'allgather'"
         if mixer.linear:
-            key, others = ("context_parallel_linear_method", "'kcp'")
+            key = "context_parallel_linear_method"
+            others = "'kcp'"
         # Some mixers always split their heads; others only with method "ulysses".
         heads = mixer.indivisible_heads(p.copies)
         if heads and (mixer.over_heads or getattr(p, key) == "ulysses"):

@@ -158,7 +158,8 @@ class Origin:
             ValueError: it, or the Hugging Face folder that brings it, is missing or cannot
                 be used.
         """
-        folder, m = self.assets, self.config.model
+        folder = self.assets
+        m = self.config.model
         if folder and not m.tokenizer_path and not folder.is_dir():
             key = "model.hf_assets_path" if m.hf_assets_path else "checkpoint.initial_load_path"
             raise ValueError(
@@ -178,7 +179,8 @@ class Origin:
         A preset that does not begin from a Hugging Face folder gets a larger vocabulary
         where the tokenizer needs one.
         """
-        model, needed = self.definition, tokenizer.vocab_size
+        model = self.definition
+        needed = tokenizer.vocab_size
         if model.vocab_size < needed and self.follows_tokenizer:
             return replace(model, vocab_size=-(-needed // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
         # Otherwise the size is fixed: refuse a tokenizer that needs more.
@@ -208,7 +210,8 @@ class Origin:
             ValueError: the model does not exist, or cannot be what the keys ask for.
         """
         # The sizes of a folder or a preset, with the keys that change them.
-        m, weight = self.config.model, self.config.loss.mtp_weight
+        m = self.config.model
+        weight = self.config.loss.mtp_weight
         if m.flavor == "hf":
             folder = self.assets or Path()
             _, model = under_key("model.flavor = 'hf'", read_model, folder, m.mtp_layers)
@@ -449,7 +452,8 @@ class Adapters(Origin):
             ValueError: the model cannot have such adapters, or the configuration trains
                 weights that adapters leave frozen.
         """
-        model, a = self.first.definition, self.config.adapter
+        model = self.first.definition
+        a = self.config.adapter
         of_base = self.config.loss.reference == "base"
         if self.config.training.expert_bias_update_rate > 0:
             raise ValueError(
@@ -508,14 +512,17 @@ class Adapters(Origin):
 
     def weights(self, files: ExitStack) -> Weights:
         """Return a function that reads merged tensors, W + s B A in float64."""
-        base, step = self.base.weights(files), self.step or self._read
+        base = self.base.weights(files)
+        step = self.step or self._read
         if step:
             trained = stored_weights(step)
         else:
             trained = self.of_peft(self.definition, self.base_fingerprint).__getitem__
         # Names of frozen parameters, and of the ones among them that have adapters.
-        model, options = unallocated(self.definition, torch.float32), self.definition.adapter
-        names, frozen = dict(model.named_parameters()), frozen_names(model)
+        model = unallocated(self.definition, torch.float32)
+        options = self.definition.adapter
+        names = dict(model.named_parameters())
+        frozen = frozen_names(model)
         adapted = {name for name in frozen if lora_name(name, "B") in names}
 
         def get(name: str) -> Tensor:
@@ -596,11 +603,13 @@ def balance_experts(model: ModelConfig, t: Training, m: Model) -> ModelConfig:
     if not values:
         return model
     # Refuse keys for which the model has nothing to balance.
-    key, lacking = next(iter(values)), ""
+    key = next(iter(values))
+    lacking = ""
     if model.moe is None:
         lacking = "experts"
     elif t.expert_bias_update_rate > 0 and not model.moe.selection_bias:
-        key, lacking = "bias_update_rate", "selection bias"
+        key = "bias_update_rate"
+        lacking = "selection bias"
     if lacking:
         raise ValueError(
             f"training.expert_{key} is set, but {m.preset} has no {lacking}; leave it at -1"
@@ -623,7 +632,9 @@ def other_tokenizer(
         weights: a Hugging Face folder or a step-N folder.
         title: the weights' name in the warning.
     """
-    file, theirs, ours = weights / TOKENIZER, "", tokenizer.fingerprint
+    file = weights / TOKENIZER
+    theirs = ""
+    ours = tokenizer.fingerprint
     if file.is_file():
         theirs = build_tokenizer(str(file)).fingerprint
     elif not (weights / CONFIG).is_file():

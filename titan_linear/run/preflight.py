@@ -169,7 +169,8 @@ def _check_checkpoint(origin: Origin) -> Progress | None:
         The progress saved in the checkpoint that the run resumes from; None for a new run.
     """
     config = origin.config
-    c, folder = config.checkpoint, config.checkpoint_folder
+    c = config.checkpoint
+    folder = config.checkpoint_folder
     exports = check_exports(origin)
     step = find_step(folder, c.load_step) if c.enable else None
     # A new run begins from these weights, and exports may be like them.
@@ -220,7 +221,8 @@ def check_schedule(steps: int, lr: float, schedule: LRScheduler, progress: Progr
         steps: training.steps, to which the schedule extends now.
         progress: the steps that are done, and the length of the schedule so far.
     """
-    step, length = progress.step, progress.total_steps
+    step = progress.step
+    length = progress.total_steps
     if schedule.total_steps:
         return
     # Compare the rate of this step under the old and the new length.
@@ -303,7 +305,8 @@ def check_evaluation(data: RunData, model: ModelConfig, folder: Path | None) -> 
     Args:
         folder: the Hugging Face folder that defines the model, if there is one.
     """
-    e, known = data.evaluation, (*TASKS, LOSS)
+    e = data.evaluation
+    known = (*TASKS, LOSS)
     if unknown := [task for task in e.tasks if task not in known]:
         raise ValueError(
             f"evaluation.tasks: {unknown[0]!r} is unknown; use some of {', '.join(known)}"

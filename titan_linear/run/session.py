@@ -166,7 +166,8 @@ class Session:
             labels = tokens.roll(-1).index_fill(0, bounds[1:] - 1, IGNORE)
         documents = torch.arange(len(lengths)).repeat_interleave(lengths)
         # Columns are 0 where there is no label.
-        tokens, labels = tokens.unsqueeze(0), labels.unsqueeze(0)
+        tokens = tokens.unsqueeze(0)
+        labels = labels.unsqueeze(0)
         numbers = {"weights": torch.ones(T)} | dict(columns or {})
         for name, column in numbers.items():
             numbers[name] = zero_without_label(column.unsqueeze(0), labels)
@@ -209,7 +210,8 @@ class Session:
                 default the default group.
             watching: a context around both passes of a micro-batch.
         """
-        dims, options = self.dims, self.options
+        dims = self.dims
+        options = self.options
         feed = Feed(
             batches,
             self.sharding,
@@ -316,7 +318,8 @@ class Session:
         Raises:
             ValueError: no architecture holds the model.
         """
-        model, get = self.model.config, gather(self.model)
+        model = self.model.config
+        get = gather(self.model)
         family = family or find_family(model.base)
         if model.adapter:
             for adapter in contents(model, family):

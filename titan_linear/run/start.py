@@ -32,7 +32,8 @@ def saved_progress(config: Config, host: dist.ProcessGroup) -> Progress | None:
     """Return the progress in the checkpoint that this run resumes from, or None."""
     if not config.checkpoint.enable:
         return None
-    folder, step = config.checkpoint_folder, config.checkpoint.load_step
+    folder = config.checkpoint_folder
+    step = config.checkpoint.load_step
     return on_rank_0(lambda: known_progress(folder, step), host)
 
 
@@ -89,12 +90,15 @@ def set_weights(
     checkpointer: Checkpointer | None,
 ) -> None:
     """Load the run's checkpoint of this progress, or the weights that the run begins from."""
-    config, model, host = origin.config, session.model, session.host
+    config = origin.config
+    model = session.model
+    host = session.host
     if known is None:
         origin.load(model, host)
     else:
         origin.load_frozen(model, host)
-        folder, step = config.checkpoint_folder, known.step
+        folder = config.checkpoint_folder
+        step = known.step
         # A restart after the last save, which may hold only weights: no step remains, so
         # the optimizer is not needed.
         ended = step >= config.training.steps
