@@ -145,7 +145,13 @@ def check_exports(origin: Origin) -> bool:
 
 
 def export(
-    path: Path, origin: Origin, get: Weights, *, dtype: str, like: str = "", base: str = ""
+    path: Path,
+    origin: Origin,
+    get: Weights,
+    *,
+    dtype: str,
+    like: str = "",
+    base: str = "",
 ) -> None:
     """Write a run's weights as a Hugging Face folder, or its adapters as a PEFT folder.
 

@@ -35,7 +35,12 @@ def with_halo(
 class _WithHalo(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, routes: list[Tensor], slots: int, width: int, group: str
+        ctx: Any,
+        x: Tensor,
+        routes: list[Tensor],
+        slots: int,
+        width: int,
+        group: str,
     ) -> tuple[Tensor, Tensor]:
         ctx.routes = routes
         ctx.group = group

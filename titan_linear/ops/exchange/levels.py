@@ -14,7 +14,12 @@ from titan_linear.ops.layout.levels import Level
 
 
 def incoming_by_levels(
-    S_ext: Tensor, M: Tensor, c: Chains, levels: Sequence[Level], group: str, reverse: bool
+    S_ext: Tensor,
+    M: Tensor,
+    c: Chains,
+    levels: Sequence[Level],
+    group: str,
+    reverse: bool,
 ) -> Tensor:
     """Return the result of `kcp_incoming` (kcp.py) for the same arguments."""
     # Climb: exchange pairs with the members of each level, and compose them for the next.

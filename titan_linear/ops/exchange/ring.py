@@ -37,7 +37,13 @@ from titan_linear.ops.torch.attention_kernels import accumulator_dtype
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext, stride: int = 1
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    cp: CPContext,
+    stride: int = 1,
 ) -> Tensor:
     """Compute o [1, T_local, Hq, Dv] from q [1, T_local, Hq, D], k [1, T_local, Hkv, D] and
     v [1, T_local, Hkv, Dv].
@@ -173,7 +179,14 @@ class _Travelling:
     computed.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, group: str, stride: int, hops: int):
+    def __init__(
+        self,
+        k: Tensor,
+        v: Tensor,
+        group: str,
+        stride: int,
+        hops: int,
+    ):
         self.own = k, v
         self.group = group
         self.stride = stride

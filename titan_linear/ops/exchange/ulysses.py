@@ -46,7 +46,12 @@ def heads_to_tokens(x: Tensor, cp: CPContext, *, in_node: bool = False) -> Tenso
 
 
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    cp: CPContext,
 ) -> Tensor:
     """Compute o [1, T_local, Hq, Dv] from q [1, T_local, Hq, D], k [1, T_local, Hkv, D] and
     v [1, T_local, Hkv, Dv].
@@ -62,7 +67,12 @@ def ulysses_attention(
 
 
 def ulysses_ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    cp: CPContext,
 ) -> Tensor:
     """Compute attention in two dimensions (USP, Fang & Zhao 2024).
 

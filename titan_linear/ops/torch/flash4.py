@@ -36,7 +36,12 @@ Varlen = tuple[Tensor, Tensor, int, int]
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, varlen: Varlen | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    varlen: Varlen | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute o and lse."""
     if varlen is None:
@@ -153,7 +158,13 @@ def _errors(device: str, dtype: torch.dtype, D: int, Dv: int) -> dict[str, float
 
 
 def _exact(
-    rows: list[int], keys: list[int], scale: float, q: Tensor, k: Tensor, v: Tensor, do: Tensor
+    rows: list[int],
+    keys: list[int],
+    scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
 ) -> dict[str, Tensor]:
     """Compute the same results from an explicit mask, in the dtype of the inputs.
 
