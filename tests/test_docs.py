@@ -35,9 +35,9 @@ from titan_linear.ops.reference.linear_attention import recurrent_simple_gla
 from titan_linear.planner.memory import parameters
 from titan_linear.proof import doctor
 from titan_linear.run import console, launch
-from titan_linear.run.build import model_without_tokenizer
 from titan_linear.run.console import finished
 from titan_linear.run.generate import decode, prefill
+from titan_linear.run.origin import Origin
 from titan_linear.run.preflight import preflight
 
 ROOT = Path(__file__).parents[1]
@@ -88,7 +88,7 @@ def test_the_model_of_ones_own(tmp_path):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (toml,) = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)
     (file := tmp_path / "mine.toml").write_text(toml)
-    model = model_without_tokenizer(load_config(["--job.config_file", str(file)]))
+    model = Origin.of(load_config(["--job.config_file", str(file)])).definition
     assert toml.count("\n") == 18 and f"here {parameters(model) / 1e6:.0f}M parameters" in readme
     assert [mixer.name for mixer in model.layers] == 3 * ["kda", "kda", "kda", "attention"]
 
@@ -282,7 +282,7 @@ def starts(argv, ngpu, capfd):
     config = load_config(argv)
     p = config.parallelism
     check_config(config, int(ngpu or p.context_parallel_degree * p.tensor_parallel_degree))
-    assert not config.hf_weights or config.optimizer.lr <= 1e-4, argv
+    assert not Origin.of(config).folder or config.optimizer.lr <= 1e-4, argv
     assert config.job.dump_folder != "outputs/debug" or "train_configs/debug.toml" in argv[1], argv
 
 

@@ -40,8 +40,8 @@ from titan_linear.distributed.process import be_deterministic
 from titan_linear.hooks.spikes import NonFinite
 from titan_linear.models.config import LoraConfig
 from titan_linear.models.presets import MODELS
-from titan_linear.run.build import model_config
 from titan_linear.run.console import unbalanced
+from titan_linear.run.origin import Origin
 from titan_linear.run.preflight import preflight
 from titan_linear.storage import checkpoint, hf_writing
 from titan_linear.storage.checkpoint import Checkpointer
@@ -236,7 +236,7 @@ def test_how_experts_are_balanced(corpus):
         argv = arguments(
             corpus, {"model.name": name} | {f"training.expert_{k}": v for k, v in keys.items()}
         )
-        return model_config(load_config(argv), build_tokenizer(None)).moe
+        return Origin.of(load_config(argv)).model_for(build_tokenizer(None)).moe
 
     assert (moe("kimi-linear").bias_update_rate, moe("qwen3.5").balance_coefficient) == (1e-3, 1e-2)
     assert moe("kimi-linear", bias_update_rate=0.0, balance_coefficient=0.5) == replace(

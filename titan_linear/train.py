@@ -53,6 +53,7 @@ from titan_linear.run.data import RunData
 from titan_linear.run.evaluate import Record, examine, open_prompts
 from titan_linear.run.export import export_last
 from titan_linear.run.generate import Validator
+from titan_linear.run.origin import Origin
 from titan_linear.run.preflight import cleared
 from titan_linear.run.reading import Reader
 from titan_linear.run.session import session_of
@@ -82,15 +83,17 @@ class Trainer:
 
         # What is trained, on which devices, and from which weights.
         known = saved_progress(config, self.host)
-        subject = open_subject(config, known, self.host)
+        self.origin = Origin.of(config)
+        subject = open_subject(self.origin, known, self.host)
         self.content = subject.content
-        self.tokenizer = subject.tokenizer
-        self.session = session_of(config, subject.model, optimizer=config.optimizer, host=self.host)
+        self.session = session_of(
+            config, self.origin.model, optimizer=config.optimizer, host=self.host
+        )
         self.model = self.session.model
         self.dims = self.session.dims
         self.loader = build_loader(config, subject.streams, self.dims)
         self.checkpointer = build_checkpointer(config)
-        set_weights(config, known, self.session, self.loader, self.checkpointer)
+        set_weights(self.origin, known, self.session, self.loader, self.checkpointer)
         self.step, self.skipped = (known.step, known.skipped) if known else (0, 0)
         # The step that is being computed.
         self.begun = self.step
@@ -126,12 +129,12 @@ class Trainer:
         self.hooks: list[Hook] = [self.spikes, self.telemetry, self.grace, self.compilation]
         # Exists on rank 0 only.
         self.exports: Exports | None = None
-        reader = Reader(config, self.tokenizer, self.session)
+        reader = Reader(config, self.origin.tokenizer, self.session)
         ask = self.grace.ask_validating
         self.evaluation = Validator(reader, subject.held_out, ask)
         self.examine: Callable[[], list[Record]] | None = None
         if config.evaluation.freq:
-            prompts = open_prompts(RunData(config, self.tokenizer))
+            prompts = open_prompts(RunData(config, reader.tokenizer))
             self.examine = partial(examine, reader, prompts, ask)
 
     @property
@@ -253,7 +256,7 @@ class Trainer:
         folder = config.job.dump_folder
         hooks: list[Hook] = [MemorySnapshots(folder, config.profiling)]
         if first:
-            write_down(config, self.session, self.step)
+            write_down(self.origin, self.session, self.step)
         if first:
             numbers = self.compilation.numbers
             hooks.append(Report(config, self.session, self.step, self.telemetry, numbers))
@@ -343,7 +346,7 @@ class Trainer:
         # A run that was not stopped exports its weights and writes a sample.
         if not self.stop.agreed:
             if self.config.checkpoint.last_save_in_hf:
-                export_last(self.config, self.model, self.tokenizer, self.content.base)
+                export_last(self.origin, self.model, self.content.base)
             text = self.evaluation.text(
                 self.config.sample.prompt, self.config.sample.max_new_tokens
             )

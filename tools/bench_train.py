@@ -73,9 +73,9 @@ from titan_linear.losses import build_loss
 from titan_linear.losses.loss import logprobs
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.ops.cross_entropy import ChunkedLogits
-from titan_linear.run.build import model_without_tokenizer
 from titan_linear.run.data import RunData
 from titan_linear.run.evaluate import examine, open_prompts
+from titan_linear.run.origin import Origin
 from titan_linear.run.reading import Columns, open_reader
 from titan_linear.step.feed import FeedStats
 from titan_linear.step.flops import peak_tflops, training_flops
@@ -329,7 +329,7 @@ def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row | str]:
             # Ours, and FLA's where it has this model.
             kinds: list[Kind] = [Ours]
             has_mode = config.activation_checkpoint.mode in FLA_MODES
-            if args.fla and has_mode and fla_has(model_without_tokenizer(config)):
+            if args.fla and has_mode and fla_has(Origin.of(config).definition):
                 kinds += [partial(Fla, compiled=compiled) for compiled in (False, True)]
             for kind in kinds:
                 row = _row_or_reason(args, name, config, kind)
@@ -349,7 +349,7 @@ def _row_or_reason(args: argparse.Namespace, name: str, config: Config, kind: Ki
 
 
 def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row:
-    model = model_without_tokenizer(config)
+    model = Origin.of(config).definition
     device = own_device()
     # torch compiles a function only a few times, fewer than there may be rows
     torch.compiler.reset()
@@ -408,7 +408,7 @@ def scored(config: Config) -> Row:
     with tempfile.TemporaryDirectory() as own:
         folder = Path(on_rank_0(lambda: own, reader.session.host))
         asked, _ = score.parse(["PATH", "--output", str(folder), "--top-k", str(TOP)])
-        scores = score.scores_of(asked, config, reader.tokenizer)
+        scores = score.scores_of(asked, Origin.of(config))
         on_rank_0(lambda: begin(folder, *scores), reader.session.host)
         return rates | {"score": rate(lambda: score.score(folder, reader, streams))}
 
@@ -457,7 +457,7 @@ def check(args: argparse.Namespace, keys: list[str], ranks: int) -> None:
             "--fla times its models on one GPU; start one process, where there is a GPU"
         )
     for *_, config in configurations(args, keys, ranks, {}):
-        model_without_tokenizer(config)  # refuses a model that does not exist
+        _ = Origin.of(config).definition  # refuses a model that does not exist
 
 
 @refusing

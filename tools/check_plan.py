@@ -17,7 +17,7 @@ from titan_linear.distributed.process import refusing, run_command
 from titan_linear.planner.machine import Machine, Rates, read_rates, shipped
 from titan_linear.planner.memory import GIB, PlannedRank
 from titan_linear.planner.timing import step
-from titan_linear.run.build import model_without_tokenizer
+from titan_linear.run.origin import Origin
 
 MEASURED = Path(__file__).with_name("measured_steps.json")
 
@@ -47,7 +47,7 @@ def predictions(measured: Rates | None = None) -> list[tuple[Measured, float, fl
             continue
         config = load_config(row.keys, cuda=True)
         mean = mean_length(row.documents)
-        model = model_without_tokenizer(config)
+        model = Origin.of(config).definition
         rank = PlannedRank(config, model, row.gpus, mean)
         planned = step(rank, Machine(rates, 8, 50e9, row.attention))
         rows_planned.append((row, planned.tokens_per_second / row.gpus, rank.needs / GIB))

@@ -17,8 +17,9 @@ from titan_linear.config import Config
 from titan_linear.data import IGNORE, Batch, StreamLoader, build_tokenizer
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.hf_mapping import config_to_hf
-from titan_linear.run.build import DTYPES, rate_at, tokenizer_path
+from titan_linear.run.build import DTYPES, rate_at
 from titan_linear.run.data import RunData
+from titan_linear.run.origin import Origin
 from titan_linear.step.optimizer import HostCopy, StepNumbers, build_optimizer
 from titan_linear.storage.hf_writing import find_family
 
@@ -117,7 +118,9 @@ class Peer:
         t = config.training
         self.config, self.model, self.loss, self.device = config, model, loss, device
         self.done = 0
-        streams, _ = RunData(config, build_tokenizer(tokenizer_path(config))).streams(None)
+        streams, _ = RunData(config, build_tokenizer(Origin.of(config).tokenizer_path)).streams(
+            None
+        )
         loader = StreamLoader(
             streams,
             global_batch_size=t.global_batch_size,

@@ -24,12 +24,11 @@ from torch import nn
 
 from titan_linear.commands import command_parser
 from titan_linear.config import Config, check_config, config_to_toml, load_config
-from titan_linear.data import build_tokenizer
 from titan_linear.distributed.process import own_device, refusing, run_command
 from titan_linear.hooks.report import clock_and_power, peak_memory_gib
-from titan_linear.models.init import initialise
-from titan_linear.run.build import allocated, model_config, rate_at, tokenizer_path
+from titan_linear.run.build import allocated, rate_at
 from titan_linear.run.export import export
+from titan_linear.run.origin import Origin
 from titan_linear.step.flops import peak_tflops, training_flops
 from titan_linear.storage.hf_writing import gather
 from titan_linear.storage.rundir import CONFIG, METRICS, json_lines
@@ -45,10 +44,10 @@ def initial_weights(config: Config, folder: Path) -> None:
     """Write the weights that a run of this configuration draws, as a Hugging Face folder, if it is not there yet."""
     if folder.exists():
         return
-    tokenizer = build_tokenizer(tokenizer_path(config))
-    model = allocated(model_config(config, tokenizer), torch.float32, torch.device("cpu"))
-    initialise(model, config.debug.seed)
-    export(folder, config, model.config, tokenizer, gather(model), dtype="float32")
+    origin = Origin.of(config)
+    model = allocated(origin.model, torch.float32, torch.device("cpu"))
+    origin.load(model)
+    export(folder, origin, gather(model), dtype="float32")
 
 
 def train_peer(
@@ -96,7 +95,7 @@ def timed_step(peer: Peer) -> dict[str, float]:
         **clock_and_power(peer.device),
     }
     if peak := peak_tflops(config.metrics.peak_tflops, t.mixed_precision_param, peer.device):
-        model = model_config(config, build_tokenizer(tokenizer_path(config)))
+        model = Origin.of(config).model
         line["mfu"] = training_flops(model, documents) / seconds / 1e12 / peak
     return line
 
@@ -105,10 +104,10 @@ def train_fla(args: argparse.Namespace, keys: list[str]) -> None:
     # Refuse what FLA cannot train, or not from the same weights.
     config = load_config(keys)
     check_config(config, 1)
-    model = model_config(config, build_tokenizer(tokenizer_path(config)))
+    model = Origin.of(config).model
     if not fla_has(model):
         raise ValueError(f"model.name = {config.model.name!r} is none of FLA's; use kda or gdn")
-    if config.hf_weights or config.checkpoint.initial_load_path:
+    if config.checkpoint.initial_load_path:
         raise ValueError(
             "checkpoint.initial_load_path is set; leave it out: both models begin from drawn weights"
         )

@@ -27,10 +27,11 @@ from titan_linear.models.mixers.attention import Attention
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
 from titan_linear.ops.cross_entropy import ChunkedLogits
-from titan_linear.run.build import model_config, unallocated
+from titan_linear.run.build import unallocated
 from titan_linear.run.data import RunData
 from titan_linear.run.evaluate import LABEL, examine, open_prompts, recall, tiles
 from titan_linear.run.generate import Sampling, generate_tokens
+from titan_linear.run.origin import Origin
 from titan_linear.run.preflight import check_evaluation
 from titan_linear.run.reading import open_reader
 
@@ -171,8 +172,8 @@ def test_needles_lie_at_even_depths(keys):
 def examined_by(rank, world_size, argv, know):
     """By a model that knows the next token, or to which all tokens are alike."""
     trainer = trainer_of(argv)
-    prompts = open_prompts(RunData(trainer.config, trainer.tokenizer))
-    size = trainer.tokenizer.vocab_size
+    prompts = open_prompts(RunData(trainer.config, trainer.origin.tokenizer))
+    size = trainer.origin.tokenizer.vocab_size
 
     def model(tokens, plan, loss):
         x = torch.nn.functional.one_hot(tokens[0].roll(-1), size).double() * 99 * know
@@ -290,7 +291,7 @@ def test_what_cannot_be_evaluated_is_refused(more, said, keys, tmp_path):
     with refused(said):
         model = (OWN["hybrid"] | OWN_FLAVORS)[config.model.flavor]
         data = RunData(config, ByteTokenizer())
-        check_evaluation(data, model, config.hf_assets)
+        check_evaluation(data, model, Origin.of(config).assets)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path, capsys):
@@ -313,7 +314,7 @@ def test_sizes_are_read(capsys):
 
 
 def test_where_results_go_is_tried_first(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(evaluate, "checked", lambda path, keys: (load_config([]), None, None, None))
+    monkeypatch.setattr(evaluate, "checked", lambda path, keys: (Origin.of(load_config([])), None))
     monkeypatch.setattr(evaluate, "check_evaluation", lambda *_: None)
     monkeypatch.setattr(evaluate, "run_workers", lambda *_: 0)
     assert evaluate.main(["a", "-o", str(tmp_path / "new")]) == 0
@@ -532,7 +533,7 @@ def test_models_that_are_compared_have_one_size_and_positions():
     sizes = []
     for of_model in keys.values():
         config = load_config([f"--job.config_file={recipe}", *shlex.split(of_model)])
-        model = model_config(config, ByteTokenizer())
+        model = Origin.of(config).model_for(ByteTokenizer())
         assert any(not isinstance(mixer, Attention) or mixer.rotary for mixer in model.mixers)
         sizes.append(sum(p.numel() for p in unallocated(model, torch.float32).parameters()))
     assert len(sizes) == 6 and max(sizes) < 1.02 * min(sizes)

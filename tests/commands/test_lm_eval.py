@@ -16,6 +16,7 @@ from titan_linear.commands import lm_eval
 from titan_linear.config import Config
 from titan_linear.data import ByteTokenizer, build_tokenizer
 from titan_linear.run.generate import Sampling
+from titan_linear.run.origin import Origin
 
 BOS, EOS, END = range(3)
 TEMPLATE = (
@@ -195,7 +196,8 @@ def test_conversations_are_written_by_the_folders_template(folder, model_of):
 
 def test_what_is_not_used_is_refused_before_processes_start(monkeypatch, capsys):
     monkeypatch.setattr(lm_eval, "find_spec", lambda name: True)
-    monkeypatch.setattr(lm_eval, "checked", lambda path, keys: (None, None, ByteTokenizer(), None))
+    origin = Origin.of(Config())
+    monkeypatch.setattr(lm_eval, "checked", lambda path, keys: (origin, None))
     for option, said in (
         ("--apply_chat_template", "--apply_chat_template takes a chat template"),
         ("--model_args=dtype=float32", "--model_args: PATH and keys say what is evaluated"),

@@ -33,6 +33,7 @@ from titan_linear.planner.memory import (
 )
 from titan_linear.planner.timing import Clock, share_of, step
 from titan_linear.run.data import RunData
+from titan_linear.run.origin import Origin
 from tools import bench_rates, check_plan
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +120,7 @@ def test_a_corpus_of_less_than_a_step_is_refused(tmp_path, capsys):
     config = load_config(
         [*argv[2:], "--training.seq_len_schedule", "[{until_step = 10, seq_len = 1024}]"], cuda=True
     )
-    plan.check_corpus(config)  # not tokenised
+    plan.check_corpus(Origin.of(config))  # not tokenised
     RunData(config, build_tokenizer(None)).corpora()
     assert is_refused(plan.main, argv, capsys).startswith(
         "training.dataset_path: the corpus has 4 tokens, and a step"
@@ -206,7 +207,7 @@ def test_the_shipped_configurations_as_they_are(config, capsys):
         load_config(["--job.config_file", str(config), *absent], cuda=True),
         GPUS.get(config.stem, 8),
     )
-    rank = PlannedRank(run, plan.planned_model(run), gpus)
+    rank = PlannedRank(run, plan.planned_model(Origin.of(run)), gpus)
     splits.check(rank)
     assert "compute bfloat16" in plan.describe(rank)
     assert "\nfits in NVIDIA H200" in plan.memory_table(rank, machine())
@@ -339,7 +340,9 @@ def test_time_of_experts():
 
     def parts(*more, **rates):
         config = load_config([*keys, *more, "--training.global_batch_size=2"], cuda=True)
-        return step(PlannedRank(config, plan.planned_model(config), 2), machine(**rates)).parts
+        return step(
+            PlannedRank(config, plan.planned_model(Origin.of(config)), 2), machine(**rates)
+        ).parts
 
     slow, fast = (
         parts("--activation_checkpoint.mode=none", grouped=[(1, rate)]) for rate in (100, 200)

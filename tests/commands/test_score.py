@@ -35,8 +35,8 @@ from titan_linear.data.corpus.scores import (
 from titan_linear.distributed.groups import host_group, on_rank_0
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
-from titan_linear.run.build import open_tokenizer
 from titan_linear.run.data import RunData, check_content, content_of
+from titan_linear.run.origin import Origin
 from titan_linear.train import Trainer
 
 TOP = 4
@@ -73,7 +73,7 @@ def scored(rank, world_size, argv):
     config = load_config(keys)
     folder = Path(args.output)
     on_rank_0(
-        lambda: scores.begin(folder, *score.scores_of(args, config, open_tokenizer(config))),
+        lambda: scores.begin(folder, *score.scores_of(args, Origin.of(config))),
         host_group(),
     )
     score.score_corpus(folder, config)
@@ -98,8 +98,8 @@ def exact(rank, world_size, argv):
     """Of each document: log p of its tokens but the first, and the likeliest."""
     OWN["hybrid"] |= OWN_FLAVORS
     config = load_config(argv)
-    model, words, found = Trainer(config).model, open_tokenizer(config).vocab_size, {}
-    (corpus,) = RunData(config, open_tokenizer(config)).corpora()
+    model, words, found = Trainer(config).model, Origin.of(config).tokenizer.vocab_size, {}
+    (corpus,) = RunData(config, Origin.of(config).tokenizer).corpora()
     for begin, end in zip(corpus.offsets[:-1], corpus.offsets[1:]):
         tokens = torch.from_numpy(corpus.tokens[begin:end].astype(np.int64))
         with torch.no_grad():
@@ -299,12 +299,13 @@ def test_scoring_does_not_continue_with_other_weights(keys, tmp_path):
             "checkpoint.enable": "true",
             "checkpoint.initial_load_in_hf": "true",
             "checkpoint.initial_load_path": tmp_path,
+            "model.tokenizer_path": "bytes",
         }
     )
 
     def begin(*more):
         scores.begin(
-            tmp_path / "scores", *score.scores_of(args, load_config([*own, *more]), ByteTokenizer())
+            tmp_path / "scores", *score.scores_of(args, Origin.of(load_config([*own, *more])))
         )
 
     def export(value):
@@ -325,7 +326,7 @@ def test_texts_must_be_named_for_a_folder_that_is_not_a_run(monkeypatch, capsys)
     def checked(path, keys):
         folder = {"checkpoint.enable": "true", "checkpoint.initial_load_in_hf": "true"}
         first = argv_of(folder | {"checkpoint.initial_load_path": path})
-        return load_config([*first, *keys]), None, None, None
+        return Origin.of(load_config([*first, *keys])), None
 
     began = []
     monkeypatch.setattr(score, "checked", checked)
@@ -398,7 +399,8 @@ def test_what_is_scored_is_one_corpus(keys):
     with pytest.raises(
         ValueError, match=r"--top-k 7 is above the 4 tokens of the tokenizer; give 4"
     ):
-        score.scores_of(args, load_config(own), SimpleNamespace(vocab_size=4))
+        few = SimpleNamespace(config=load_config(own), tokenizer=SimpleNamespace(vocab_size=4))
+        score.scores_of(args, few)
 
 
 def test_scores_of_trees_are_those_of_their_documents(keys, tmp_path, worlds):

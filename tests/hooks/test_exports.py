@@ -19,10 +19,9 @@ from tests.refusals import refused
 from tests.training import arguments, train
 from titan_linear.commands import convert
 from titan_linear.config import check_config, load_config
-from titan_linear.data import ByteTokenizer
 from titan_linear.distributed.process import StopSignal
 from titan_linear.hooks import Exports, Hook, exports
-from titan_linear.run.build import model_config
+from titan_linear.run.origin import Origin
 from titan_linear.run.preflight import _check_checkpoint, preflight
 from titan_linear.train import Trainer
 
@@ -142,7 +141,7 @@ def test_a_finished_run_names_what_it_lacks(monkeypatch, capsys, tmp_path):
     exports.export_folder(config, 8).mkdir()
     monkeypatch.setattr("titan_linear.run.preflight.verify", lambda _: None)
     with pytest.raises(SystemExit):
-        _check_checkpoint(config, model_config(config, ByteTokenizer()), ByteTokenizer())
+        _check_checkpoint(Origin.of(config))
     out = capsys.readouterr().out
     assert "\nnot exported: step-2, step-6; titan-linear convert to-hf does it\n" in out
     assert "\nits Hugging Face folder is not there; titan-linear convert to-hf" in out

@@ -39,6 +39,7 @@ from tests.worlds import free_port
 from titan_linear.commands.plan import planned_model
 from titan_linear.config import KEYS, load_config, toml_value
 from titan_linear.planner.memory import GIB, PlannedRank
+from titan_linear.run.origin import Origin
 
 TOLERANCE = 1e-3  # of a loss, in bfloat16
 LIMIT = 300.0  # seconds of each start of a run
@@ -201,7 +202,7 @@ class Matrix:
             return 0.0
         with self.planning:
             config = load_config(argv, cuda=True)
-            planned = PlannedRank(config, planned_model(config), processes).needs / GIB
+            planned = PlannedRank(config, planned_model(Origin.of(config)), processes).needs / GIB
         sharing = -(-processes // len(self.gpus.free))
         return sharing * (OWN + MORE * planned)
 

@@ -35,9 +35,9 @@ from tests.matrix.runs import ROOM, Failed, Matrix, Outcome
 from titan_linear.commands.plan import planned_model
 from titan_linear.config import check_config, load_config
 from titan_linear.planner.memory import parameters
-from titan_linear.run.build import open_tokenizer
 from titan_linear.run.data import RunData
 from titan_linear.run.model_checks import check_model
+from titan_linear.run.origin import Origin
 
 ROWS = all_rows()
 TINY = Variant(
@@ -115,10 +115,10 @@ def test_recipes_are_accepted(recipe, tmp_path):
     for keys, processes in ((row_keys(recipe, recipe.split), 2), (baseline_keys(recipe), 1)):
         config = load_config(matrix.arguments("run", recipe, keys))
         check_config(config, processes)
-        model = planned_model(config)
+        model = planned_model(Origin.of(config))
         check_model(model, config, processes, processes)
-        RunData(config, open_tokenizer(config)).streams(None)
-        assert 0 < parameters(model) < 2e9 and not config.hf_weights
+        RunData(config, Origin.of(config).tokenizer).streams(None)
+        assert 0 < parameters(model) < 2e9 and not Origin.of(config).folder
 
 
 @pytest.mark.parametrize("parts", [1, 3, 4])

@@ -23,8 +23,8 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import MODELS
 from titan_linear.ops import build_cp_context
 from titan_linear.planner import machine, memory, timing
-from titan_linear.run.build import model_without_tokenizer
 from titan_linear.run.model_checks import check_model
+from titan_linear.run.origin import Origin
 from titan_linear.step.flops import forward_flops, training_flops
 
 RANK = 3  # of which no size of these models is a multiple
@@ -34,7 +34,7 @@ TOKENS = torch.randint(256, (1, 70), generator=torch.Generator().manual_seed(0))
 
 def adapted(name: str, *keys: str) -> ModelConfig:
     argv = ["--model.name", name, "--adapter.enable", "true", "--adapter.rank", str(RANK), *keys]
-    return model_without_tokenizer(load_config(argv))
+    return Origin.of(load_config(argv)).definition
 
 
 def build(config: ModelConfig) -> Decoder:
@@ -202,7 +202,7 @@ def test_the_plan_knows_what_is_frozen():
         "training.seq_len": 4096,
     }
     config = load_config(argv_of(keys))
-    model = model_without_tokenizer(config)
+    model = Origin.of(config).definition
     base = memory.parameters(model.base)
     added = memory.parameters(model) - base
     parts = memory.PlannedRank(config, model, gpus=4).memory()
@@ -211,8 +211,7 @@ def test_the_plan_knows_what_is_frozen():
     h200 = machine.Machine(machine.read_rates(machine.shipped()["H200"]), 8, 50e9, "cudnn")
     full = config.changed({"adapter.enable": False})
     lora, whole = (
-        timing.step(memory.PlannedRank(c, model_without_tokenizer(c), 4), h200)
-        for c in (config, full)
+        timing.step(memory.PlannedRank(c, Origin.of(c).definition, 4), h200) for c in (config, full)
     )
     assert 0.6 < lora.flops / whole.flops < 0.75 and lora.seconds < whole.seconds
 
@@ -268,7 +267,7 @@ def test_a_rank_that_experts_on_a_gpu_do_not_take_is_refused(monkeypatch):
             "adapter.targets": targets,
         }
         config = load_config(argv_of(keys | {"training.mixed_precision_param": dtype}))
-        check_model(model_without_tokenizer(config), config, 1, 1)
+        check_model(Origin.of(config).definition, config, 1, 1)
 
     with refused(r"adapter.rank = 12: layers\.0\.mlp\.experts\.gate_up_proj .* of 8; use 16, or"):
         check(12)

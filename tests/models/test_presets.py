@@ -19,7 +19,7 @@ from titan_linear.models.hf_mapping import config_from_hf, config_to_hf, placeme
 from titan_linear.models.init import count_parameters
 from titan_linear.models.presets import MODELS, OWN, flavors, preset, resized
 from titan_linear.models.rope import RopeScaling
-from titan_linear.run.build import FAMILY_OF, model_without_tokenizer
+from titan_linear.run.origin import FAMILY_OF, Origin
 from titan_linear.storage.hf_writing import find_family
 
 BY_THEIR_AUTHORS = {  # of models that transformers lacks, and two others
@@ -456,7 +456,7 @@ def test_wrong_keys_of_a_model_are_answered(keys, words):
 
 
 def resized_by(keys):
-    return model_without_tokenizer(load_config(keys))
+    return Origin.of(load_config(keys)).definition
 
 
 def test_the_example_has_about_100M_parameters():

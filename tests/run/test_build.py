@@ -9,9 +9,10 @@ import torch.distributed as dist
 from tests.keys import argv_of
 from tests.refusals import refused
 from titan_linear.config import load_config
-from titan_linear.run.build import implementations, model_config
+from titan_linear.run.build import implementations
 from titan_linear.run.console import uncompiled, vocabulary
 from titan_linear.run.data import check_alike
+from titan_linear.run.origin import Origin
 from titan_linear.storage.step_folders import Content
 
 
@@ -26,9 +27,9 @@ def tokenizer(size):
 def test_a_preset_follows_a_larger_tokenizer(size, rows, path):
     """As the run did whose weights it begins with, or which are generated from."""
     config = load_config([f"--checkpoint.initial_load_path={path}"])
-    model = model_config(config, tokenizer(size))
+    model = Origin.of(config).model_for(tokenizer(size))
     assert model.vocab_size == rows
-    line = vocabulary(config, model, tokenizer(size))
+    line = vocabulary(Origin.of(config), model, tokenizer(size))
     said = f"model.vocab_size = {rows}: the tokenizer's {size}, rounded up; 'debug' alone has 320"
     assert line == ("" if rows == 320 else said)
 
@@ -42,7 +43,7 @@ def test_a_preset_follows_a_larger_tokenizer(size, rows, path):
 )
 def test_adapters_are_scaled_by_alpha_over_the_rank_or_its_root(keys, factor):
     config = load_config(argv_of({"adapter.enable": "true", "adapter.rank": 4} | keys))
-    assert model_config(config, tokenizer(257)).adapter.factor == factor
+    assert Origin.of(config).model_for(tokenizer(257)).adapter.factor == factor
 
 
 def unlike(rank, world_size, keys, corpus):
@@ -83,9 +84,9 @@ def test_implementations_are_those_for_a_ranks_part_of_the_experts(tp, name):
     """Of 64 hidden channels."""
     keys = ["--model.name=qwen3.5", "--training.mixed_precision_param=bfloat16"]
     config = load_config([*keys, f"--parallelism.tensor_parallel_degree={tp}"])
-    choice = implementations(config, model_config(config, tokenizer(257)), torch.device("cuda"))[
-        "grouped_linear"
-    ]
+    choice = implementations(
+        config, Origin.of(config).model_for(tokenizer(257)), torch.device("cuda")
+    )["grouped_linear"]
     assert choice.implementation == name and ("rows of 4 are" in choice.why) == (name == "loop")
 
 
@@ -101,12 +102,15 @@ IN_HF = ["--checkpoint.initial_load_path=other", "--checkpoint.initial_load_in_h
 def test_what_says_its_size_follows_nothing(keys):
     config = load_config(keys)
     with refused(r"model.vocab_size = 320 is smaller than that of the tokenizer .*, 321; set"):
-        model_config(config, tokenizer(321))
-    assert vocabulary(config, model_config(config, tokenizer(257)), tokenizer(257)) == ""
+        Origin.of(config).model_for(tokenizer(321))
+    assert (
+        vocabulary(Origin.of(config), Origin.of(config).model_for(tokenizer(257)), tokenizer(257))
+        == ""
+    )
 
 
 def test_a_vocabulary_far_larger_than_the_tokenizers_is_said():
     config = load_config(["--model.flavor=340M"])
-    model = model_config(config, tokenizer(257))
+    model = Origin.of(config).model_for(tokenizer(257))
     assert model.vocab_size == 32000  # as it always was
-    assert "the tokenizer uses 257" in vocabulary(config, model, tokenizer(257))
+    assert "the tokenizer uses 257" in vocabulary(Origin.of(config), model, tokenizer(257))

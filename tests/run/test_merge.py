@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -17,12 +18,11 @@ from tests.refusals import is_refused, refused
 from tests.storage.peft_runs import begun, config_of, make_base, train
 from titan_linear.commands.convert import main as convert
 from titan_linear.commands.generate import main as generate
-from titan_linear.config import check_config, load_config
+from titan_linear.config import Adapter, check_config, load_config
 from titan_linear.data import build_tokenizer
-from titan_linear.run.build import open_tokenizer
 from titan_linear.run.export import export
+from titan_linear.run.origin import Origin
 from titan_linear.run.preflight import preflight
-from titan_linear.run.reading import config_for
 from titan_linear.storage.checkpoint import SaveFailed
 from titan_linear.storage.peft import PEFT_CONFIG, PEFT_WEIGHTS, settings_of
 
@@ -49,13 +49,13 @@ def exported(name: str, tmp_path: Path, dtype: str = "float32", change=None, **k
     if not (tmp_path / "base").exists():
         make_base(name, tmp_path / "base")
     config = config_of(name, tmp_path, tmp_path, **keys)
-    model = begun(config)
+    model = begun(Origin.of(config))
     if change:
         with torch.no_grad():
             change(model)
     folder = tmp_path / "adapters"
     get = dict(model.named_parameters()).__getitem__
-    export(folder, config, model.config, open_tokenizer(config), get, dtype=dtype)
+    export(folder, Origin.of(config), get, dtype=dtype)
     return folder
 
 
@@ -149,16 +149,23 @@ def test_copies_of_a_tied_embedding_are_not_lost(tmp_path, corpus, capsys):
     other = tensors[head].clone()
     other[3, 4] += 1
     argv = ["merge", str(folder), str(tmp_path / "merged")]
-    for copies in (tensors | {head: other}, {n: x for n, x in tensors.items() if n != head}):
+    one = {n: x for n, x in tensors.items() if n != head}
+    for copies, said in (
+        (tensors | {head: other}, f"embed_tokens.weight and {head} are not equal, and the base"),
+        (one, f"embed_tokens.weight was trained apart from {head} (ensure_weight_tying = false)"),
+    ):
         save_file(copies, folder / PEFT_WEIGHTS)
-        said = (
-            r"embed_tokens.weight and base_model.model.lm_head.weight are not equal, and the base"
-        )
         assert said in is_refused(convert, argv, capsys)
-        with refused(said):
+        with refused(re.escape(said)):
             preflight(config_of(name, tmp_path, corpus, adapter__initial_load_path=folder), 1)
     save_file(tensors, folder / PEFT_WEIGHTS)
     assert convert(argv) == 0
+    # One copy of tied weights is enough.
+    change_json(folder / PEFT_CONFIG, {"ensure_weight_tying": True})
+    save_file(one, folder / PEFT_WEIGHTS)
+    assert convert([*argv[:2], str(tmp_path / "one")]) == 0
+    both, alone = (load_file(tmp_path / f"{x}/model.safetensors") for x in ("merged", "one"))
+    assert all(torch.equal(x, alone[n]) for n, x in both.items())
 
 
 def test_a_run_says_how_the_adapters_that_it_begins_from_were_trained(tmp_path, corpus, capsys):
@@ -322,7 +329,24 @@ def test_a_run_of_any_export_is_read(tmp_path):
         f'reference = "base"\n[checkpoint]\ninitial_load_in_hf = true\ninitial_load_path = "{tmp_path}"\n'
         'last_save_in_hf = true\nexport_dtype = "source"\n'
     )
-    check_config(config_for(tmp_path / "run", []), 1)
+    check_config(Origin.reading(tmp_path / "run", []).config, 1)
     # Adapters that are asked for are not left out without a word.
     with refused(r"adapter\.initial_load_path = '/a' is for runs .* convert merge"):
-        config_for(tmp_path / "run", ["--adapter.initial_load_path", "/a"])
+        Origin.reading(tmp_path / "run", ["--adapter.initial_load_path", "/a"])
+
+
+def test_a_checkpoint_of_adapters_begins_no_run(corpus, worlds, tmp_path):
+    """It is named, with what makes a beginning of it: for runs with adapters and without."""
+    make_base("Bamba", tmp_path / "base")
+    worlds(1).run(train, config_of("Bamba", tmp_path, corpus, training__steps=1))
+    keys = {
+        "checkpoint__initial_load_in_hf": "false",
+        "checkpoint__initial_load_path": tmp_path / "run",
+        "job__dump_folder": tmp_path / "next",
+    }
+    said = r"step-1' holds adapters without their base, .*convert merge writes .*convert to-hf a"
+    for more in ({}, {"adapter__enable": "false", "adapter__rank": 16}):
+        config = config_of("Bamba", tmp_path, corpus, **keys, **more)
+        plain = config.model_copy(update={"adapter": Adapter(enable=config.adapter.enable)})
+        with refused(said):
+            preflight(plain, 1)

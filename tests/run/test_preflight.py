@@ -379,8 +379,8 @@ def test_weights_that_know_another_tokenizer_are_named(known, tmp_path, monkeypa
     (weights / "manifest.json").touch()
     content = Content(tokenizer=known, model="m", corpora={}, mixture=[]) if known else None
     (weights / "progress.json").write_text(Progress(step=3, content=content).model_dump_json())
-    for name in ("verify", "check_weights"):
-        monkeypatch.setattr(preflight_module, name, lambda *_: None)
+    for name in ("verify", "check_weights", "lacks_base"):
+        monkeypatch.setattr(f"titan_linear.run.origin.{name}", lambda *_: None)
     keys = {"checkpoint.initial_load_path": tmp_path / "old", "training.dataset": "text"}
     with refused("nothing is at"):
         preflight(run(tmp_path / "new", **keys, **{"training.dataset_path": "nowhere"}), 1)

@@ -10,9 +10,9 @@ from tests.keys import argv_of
 from tests.models import hf_models
 from titan_linear.config import Config, load_config
 from titan_linear.models.decoder import Decoder
-from titan_linear.run.build import allocated, model_without_tokenizer
+from titan_linear.run.build import allocated
+from titan_linear.run.origin import Origin
 from titan_linear.run.preflight import cleared
-from titan_linear.run.start import load_adapters, set_first_weights
 from titan_linear.train import Trainer
 
 # of whose output projections of Mamba peft takes no adapters
@@ -56,8 +56,7 @@ def train(rank: int, world_size: int, config: Config) -> None:
         Trainer(config).train()
 
 
-def begun(config: Config) -> Decoder:
-    model = allocated(model_without_tokenizer(config), torch.float32, torch.device("cpu"))
-    set_first_weights(config, model)
-    load_adapters(config, model)
+def begun(origin: Origin) -> Decoder:
+    model = allocated(origin.definition, torch.float32, torch.device("cpu"))
+    origin.load(model)
     return model

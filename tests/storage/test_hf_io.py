@@ -52,9 +52,9 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.hf_mapping import config_to_hf, ignored, placements
 from titan_linear.models.presets import MODELS, preset
 from titan_linear.run import export
-from titan_linear.run.build import tokenizer_path
-from titan_linear.run.console import first_weights, model_name
+from titan_linear.run.console import model_name
 from titan_linear.run.generate import Sampling, generate_tokens
+from titan_linear.run.origin import Origin, other_tokenizer
 from titan_linear.run.preflight import preflight
 from titan_linear.storage import hf_io, hf_writing, tensors
 from titan_linear.storage.checkpoint import SaveFailed
@@ -437,7 +437,7 @@ def test_keys_extend_the_context_of_a_folder(corpus, tmp_path):
     argv = arguments(corpus, tmp_path / "run", **run, model__attention__rope_scaling=yarn)
     config = load_config(argv)
     preflight(config, world_size=2)
-    assert "rope_scaling" in model_name(config.model, config.hf_assets)
+    assert "rope_scaling" in model_name(Origin.of(config))
     with refused(r"another model: attention.scale = None \(this run: 0.5\)"):
         preflight(load_config([*argv, "--model.attention.scale", "0.5"]), world_size=2)
 
@@ -457,7 +457,7 @@ def test_the_shipped_configuration_continues_any_folder(kimi, corpus, tmp_path, 
     assert config.optimizer.lr <= 1e-4 and config.checkpoint.last_save_in_hf
     assert (
         config.checkpoint.export_dtype == "source"
-        and tokenizer_path(config) == f"{kimi}/tokenizer.json"
+        and Origin.of(config).tokenizer_path == f"{kimi}/tokenizer.json"
     )
 
 
@@ -481,13 +481,13 @@ def test_weights_whose_tokenizer_is_of_another_kind(others, kimi, corpus, tmp_pa
     preflight(config, world_size=2)
     assert f"tokenizer: '{kimi}/tokenizer.json', 281 tokens\n" in capsys.readouterr().out
     assert (
-        model_name(config.model, config.hf_assets) == f"KimiLinearForCausalLM of '{kimi}'"
-        and first_weights(config) == f"weights of '{kimi}'"
+        model_name(Origin.of(config)) == f"KimiLinearForCausalLM of '{kimi}'"
+        and Origin.of(config).title == f"weights of '{kimi}'"
     )
     drawn = load_config(["--model.flavor", "hf", "--model.hf_assets_path", str(kimi)])
     assert (
-        model_name(drawn.model, drawn.hf_assets) == model_name(config.model, config.hf_assets)
-        and first_weights(drawn) == "weights drawn from debug.seed = 0"
+        model_name(Origin.of(drawn)) == model_name(Origin.of(config))
+        and Origin.of(drawn).title == "weights drawn from debug.seed = 0"
     )
 
 
@@ -579,10 +579,8 @@ def test_an_export_ends_where_its_tokenizer_does(corpus, tmp_path):
     for known, said in ((7, 0), ([7, 9], 0), ([7, 0], [7, 0]), (None, 0)):
         change_json(source / "config.json", {"bos_token_id": 5, "eos_token_id": known})
         write_json(source / "generation_config.json", {"eos_token_id": known, "top_k": 20})
-        _, model, decoder = loaded(source)
-        export.export(
-            out, run, model, build_tokenizer(str(source)), gather(decoder), dtype="source"
-        )
+        _, _, decoder = loaded(source)
+        export.export(out, Origin.of(run), gather(decoder), dtype="source")
         whole, generation = (
             read_json(out / name) for name in ("config.json", "generation_config.json")
         )
@@ -701,7 +699,8 @@ def test_generation_warns_of_a_tokenizer_that_the_weights_do_not_know(tmp_path, 
     bytes_again, their_own = build_tokenizer(None), build_tokenizer(str(other))
 
     def warned(path, asked, tokenizer):
-        return generate.tokenizer_warning(path, path == folder, asked, tokenizer)
+        key = "--tokenizer" if asked else "model.tokenizer_path of its run"
+        return other_tokenizer(path, tokenizer, f"'{path}'", key)
 
     assert generate.main([str(folder), "--prompt", "x", "--max-new-tokens", "1"]) == 2
     assert (
@@ -717,9 +716,10 @@ def test_generation_warns_of_a_tokenizer_that_the_weights_do_not_know(tmp_path, 
     (folder / "tokenizer.json").write_bytes(bytes_again.hugging_face_files()["tokenizer.json"])
     assert generate.main([str(folder), "--prompt", "x", "--max-new-tokens", "1"]) == 0
     assert not capsys.readouterr().err
-    assert f"'{folder}' were trained with another tokenizer than --tokenizer" in warned(
-        folder, "other", their_own
-    )
+    said = f"'{folder}' were trained with another tokenizer than --tokenizer"
+    assert said in warned(folder, "other", their_own)
+    generate.main([str(folder), "--prompt", "x", "--tokenizer", str(other)])
+    assert said in capsys.readouterr().err
 
     (checkpoint / "progress.json").write_text(Progress(step=3).model_dump_json())  # imported
     assert not warned(checkpoint, "", bytes_again)

@@ -24,9 +24,9 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
-from titan_linear.run.build import allocated, family_of, model_without_tokenizer
+from titan_linear.run.build import allocated
+from titan_linear.run.origin import Origin
 from titan_linear.run.preflight import preflight
-from titan_linear.run.reading import config_for
 from titan_linear.storage.hf_writing import write_folder
 from titan_linear.storage.peft import PEFT_CONFIG, PEFT_WEIGHTS, not_served, peft_config
 from titan_linear.storage.tensors import load_weights
@@ -85,14 +85,14 @@ def test_folders_go_out_and_come_back(name, corpus, worlds, tmp_path):
     config = config_of(name, tmp_path, corpus)
     worlds(1).run(train, config)
     folder = tmp_path / "run/checkpoint/step-3-hf"
-    ours = begun(config)
+    ours = begun(Origin.of(config))
     before = logits(ours)
     # some of theirs is in float32 even so
     bound = 1e-6 + relative(logits_of_theirs(theirs), before)
     load_weights(tmp_path / "run/checkpoint/step-3", ours)
     want = logits(ours)
     assert relative(before, want) > 0.01
-    scored = begun(config_for(tmp_path / "run", []))
+    scored = begun(Origin.reading(tmp_path / "run", []))
     assert all(torch.equal(p, ours.get_parameter(n)) for n, p in scored.named_parameters())
 
     assert relative(logits_of_theirs(peft.PeftModel.from_pretrained(theirs, folder)), want) < bound
@@ -103,7 +103,7 @@ def test_folders_go_out_and_come_back(name, corpus, worlds, tmp_path):
             "model__hf_assets_path": tmp_path / f"{source.name}-merged",
             "adapter__enable": "false",
         }
-        merged = begun(config_of(name, tmp_path, corpus, **keys))
+        merged = begun(Origin.of(config_of(name, tmp_path, corpus, **keys)))
         assert all(torch.equal(p, merged.get_parameter(n)) for n, p in summed(ours).items())
     if not name.startswith("Nemotron"):  # which transformers reads with other limits of time steps
         for opened in (folder, tmp_path / "run-merged"):
@@ -118,7 +118,9 @@ def test_folders_go_out_and_come_back(name, corpus, worlds, tmp_path):
         job__dump_folder=tmp_path / "next",
     )
     preflight(again, 1)
-    assert all(torch.equal(p, ours.get_parameter(n)) for n, p in begun(again).named_parameters())
+    assert all(
+        torch.equal(p, ours.get_parameter(n)) for n, p in begun(Origin.of(again)).named_parameters()
+    )
 
 
 def test_what_does_not_fit_is_refused(corpus, worlds, tmp_path, capsys):
@@ -239,8 +241,8 @@ def test_layers_that_predict_further_tokens_go_out_and_come_back(corpus, worlds,
 )
 def test_what_servers_leave_out_is_said(keys, said):
     config = load_config(argv_of({"model.name": "qwen3.5", "adapter.enable": "true"} | keys))
-    model = model_without_tokenizer(config)
-    written = peft_config(model, family_of(model, config), config.adapter, "base")
+    origin = Origin.of(config)
+    written = peft_config(origin.definition, origin.family(), config.adapter, "base")
     line = not_served(written)
     assert line.startswith(said) and bool(line) == bool(said)
     assert "vLLM applies none to Qwen3_5For" in not_served(

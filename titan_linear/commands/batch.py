@@ -29,8 +29,8 @@ from titan_linear.config import load_config
 from titan_linear.data import Stream, Streams, Tokenizer, build_tokenizer
 from titan_linear.data.corpus.tree_records import BACK
 from titan_linear.distributed.process import refusing
-from titan_linear.run.build import tokenizer_path
 from titan_linear.run.data import RunData
+from titan_linear.run.origin import Origin
 from titan_linear.storage.files import Json
 from titan_linear.storage.rundir import SPIKES
 from titan_linear.storage.step_folders import known_progress
@@ -47,7 +47,7 @@ def lines_of(argv: list[str]) -> Iterator[str]:
     """Return the lines that the command prints."""
     args, keys = parse(argv)
     config = load_config(keys)
-    tokenizer = build_tokenizer(tokenizer_path(config))
+    tokenizer = build_tokenizer(Origin.of(config).tokenizer_path)
     # The newest checkpoint knows the state of the mixtures.
     saves = config.checkpoint.enable
     progress = known_progress(config.checkpoint_folder, -1) if saves else None

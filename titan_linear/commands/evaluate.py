@@ -29,10 +29,10 @@ from titan_linear.data import write_corpus
 from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens
 from titan_linear.data.streams.prompts import NONE
 from titan_linear.distributed.process import refusing, run_command, under_launcher
-from titan_linear.run.build import model_config, open_tokenizer
 from titan_linear.run.data import RunData
 from titan_linear.run.evaluate import NUMBERS, Record, examine, means, open_prompts, write_down
 from titan_linear.run.launch import run_workers
+from titan_linear.run.origin import Origin
 from titan_linear.run.preflight import check_evaluation
 from titan_linear.run.reading import open_reader
 
@@ -49,21 +49,26 @@ def main(argv: list[str]) -> int:
     if args.write:
         write_prompts(args.write, load_config(keys))
         return 0
-    config, node, tokenizer, model = checked(args.path, keys)
-    data = RunData(config, tokenizer)
-    check_evaluation(data, model, config.hf_assets)
+    origin, node = checked(args.path, keys)
+    checked_data(origin)
     if args.output:
         # An output that cannot be written is refused here, not after hours.
         write_down([], 0, Path(args.output))
-    return run_workers(config, node, "titan_linear.commands.evaluate", ["--output", args.output])
+    return run_workers(
+        origin.config, node, "titan_linear.commands.evaluate", ["--output", args.output]
+    )
+
+
+def checked_data(origin: Origin) -> RunData:
+    """Return the data of an evaluation, once it is checked."""
+    data = RunData(origin.config, origin.tokenizer)
+    check_evaluation(data, origin.model, origin.assets)
+    return data
 
 
 def write_prompts(folder: str, config: Config) -> None:
     """Write a corpus whose labels are the answers of the prompts."""
-    tokenizer = open_tokenizer(config)
-    data = RunData(config, tokenizer)
-    model = model_config(config, tokenizer)
-    check_evaluation(data, model, config.hf_assets)
+    data = checked_data(Origin.of(config))
     prompts = open_prompts(data)
     made = map(prompts.prompt, prompts.samples)
     documents = (
@@ -71,7 +76,7 @@ def write_prompts(folder: str, config: Config) -> None:
         DocumentTokens(rows["token"], {WEIGHTS: np.float32(rows["answer"] != NONE)})
         for rows in made
     )
-    write_corpus(folder, documents, tokenizer, columns={WEIGHTS: COLUMNS[WEIGHTS]})
+    write_corpus(folder, documents, data.tokenizer, columns={WEIGHTS: COLUMNS[WEIGHTS]})
     print(f"{len(prompts.samples):,} prompts in '{folder}'")
 
 

@@ -24,19 +24,16 @@ from pathlib import Path
 import torch
 
 from titan_linear.commands import command_parser
-from titan_linear.data import Tokenizer, build_tokenizer
+from titan_linear.data import Tokenizer
 from titan_linear.data.corpus.chat import Conversations
-from titan_linear.data.corpus.tokenizer import TOKENIZER
 from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.hf_mapping import mtp_depth
-from titan_linear.run.build import DTYPES, allocated, model_config, open_tokenizer
-from titan_linear.run.data import other_tokenizer
+from titan_linear.run.build import DTYPES, allocated
 from titan_linear.run.generate import Drafts, Sampling, continuations, generate
-from titan_linear.run.reading import config_for
-from titan_linear.run.start import set_first_weights
+from titan_linear.run.origin import Origin, other_tokenizer
 from titan_linear.storage.hf_io import CONFIG, read_config
-from titan_linear.storage.step_folders import read_progress, verify
+from titan_linear.storage.step_folders import verify
 
 
 @refusing
@@ -137,38 +134,22 @@ def load(
     # A Hugging Face folder says itself how many layers predict further tokens.
     in_hf = (path / CONFIG).is_file()
     keys = ["--model.mtp_layers", str(mtp_depth(read_config(path)))] if in_hf and draft else []
-    run = config_for(path, [*keys, *(("--model.tokenizer_path", tokenizer) if tokenizer else ())])
-    if draft and not run.model.mtp_layers:
+    keys += ["--model.tokenizer_path", tokenizer] if tokenizer else []
+    origin = Origin.reading(path, keys)
+    if draft and not origin.config.model.mtp_layers:
         raise ValueError(
             f"--draft: '{path}' has no layers that predict further tokens; leave it out"
         )
     # Check the checkpoint and the tokenizer before the model is allocated.
-    weights = Path(run.checkpoint.initial_load_path)
-    text = open_tokenizer(run)
+    weights, text = Path(origin.config.checkpoint.initial_load_path), origin.tokenizer
     if not in_hf:
         verify(weights)
-    if warning := tokenizer_warning(weights, in_hf, tokenizer, text):
+    key = "--tokenizer" if tokenizer else "model.tokenizer_path of its run"
+    if warning := other_tokenizer(weights, text, f"'{weights}'", key):
         print(warning, file=sys.stderr)
-    model = allocated(model_config(run, text), dtype, device)
-    set_first_weights(run, model)
+    model = allocated(origin.model, dtype, device)
+    origin.load(model)
     return model, text
-
-
-def tokenizer_warning(path: Path, in_hf: bool, asked: str, tokenizer: Tokenizer) -> str:
-    """Return a warning if the tokenizer may not be the one the weights were trained with,
-    else "".
-
-    It also warns if the weights' tokenizer is not known. asked: --tokenizer.
-    """
-    own = path / TOKENIZER
-    if not in_hf:
-        content = read_progress(path).content
-        known = content.tokenizer if content else None
-    else:
-        known = build_tokenizer(str(own)).fingerprint if own.is_file() else None
-    return other_tokenizer(
-        known, tokenizer, f"'{path}'", "--tokenizer" if asked else "model.tokenizer_path of its run"
-    )
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -61,13 +61,13 @@ def main(argv: list[str]) -> int:
     args, options = parser.parse_known_args(options)
     if not find_spec("lm_eval"):
         raise ValueError("lm-evaluation-harness is not installed; pip install 'titan_linear[eval]'")
-    config, node, tokenizer, _ = checked(args.path, keys)
+    origin, node = checked(args.path, keys)
     given = {option.partition("=")[0] for option in options}
     if given & {"--model_args", "-a"}:
         raise ValueError("--model_args: PATH and keys say what is evaluated; leave it out")
     if CHAT in given:
-        Conversations(tokenizer, CHAT)
-    return run_workers(config, node, "titan_linear.commands.lm_eval", options)
+        Conversations(origin.tokenizer, CHAT)
+    return run_workers(origin.config, node, "titan_linear.commands.lm_eval", options)
 
 
 def parted(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -30,7 +30,7 @@ from collections import Counter
 from pathlib import Path
 
 from titan_linear.commands import command_parser, table
-from titan_linear.config import Config, Training, load_config
+from titan_linear.config import Training, load_config
 from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.distributed.process import refusing
 from titan_linear.models.config import ModelConfig
@@ -39,9 +39,9 @@ from titan_linear.planner.machine import Machine, read_rates, shipped
 from titan_linear.planner.memory import GIB, PARTS, SPARE, Mean, PlannedRank, parameters
 from titan_linear.planner.splits import GPUs, PlannedSplit, check, fitting, longest, refuse
 from titan_linear.planner.timing import PlannedStep, step
-from titan_linear.run.build import model_config, model_without_tokenizer, tokenizer_path
 from titan_linear.run.console import model_name
 from titan_linear.run.data import RunData
+from titan_linear.run.origin import Origin
 from titan_linear.storage.files import progress
 
 # Number of splits to print.
@@ -98,11 +98,12 @@ def plan(args: argparse.Namespace, keys: list[str]) -> None:
     budget = _tokens(" ".join(args.tokens))
     machine = machine_of(args)
     config = load_config(keys, cuda=True)
-    model = planned_model(config)
+    origin = Origin.of(config)
+    model = planned_model(origin)
     room = (1 - SPARE) * machine.rates.memory_gib * GIB
     rank = PlannedRank(config, model, args.gpus, mean)
     check(rank)
-    check_corpus(config)
+    check_corpus(origin)
     if config.training.seq_len_schedule:
         print(of_whole_length(config.training))
     # Print the plan of the configuration that was given.
@@ -131,30 +132,30 @@ def of_whole_length(t: Training) -> str:
     )
 
 
-def planned_model(config: Config) -> ModelConfig:
+def planned_model(origin: Origin) -> ModelConfig:
     """Return the run's model.
 
     If its tokenizer's file is missing, the model's vocabulary is assumed to be large
     enough.
     """
-    path = tokenizer_path(config)
+    path = origin.tokenizer_path
     if tokenizer := _tokenizer_here(path):
-        return model_config(config, tokenizer)
-    model = model_without_tokenizer(config)
+        return origin.model_for(tokenizer)
+    model = origin.definition
     print(
         f"model.tokenizer_path = {path!r} is not here: a vocabulary of {model.vocab_size} is assumed"
     )
     return model
 
 
-def check_corpus(config: Config) -> None:
+def check_corpus(origin: Origin) -> None:
     """Check the size of the run's corpus, if its tokens are cached.
 
     Raises:
         ValueError: the corpus has fewer tokens than a step takes.
     """
-    if tokenizer := _tokenizer_here(tokenizer_path(config)):
-        data = RunData(config, tokenizer)
+    if tokenizer := _tokenizer_here(origin.tokenizer_path):
+        data = RunData(origin.config, tokenizer)
         corpora = data.cached_corpora()
         if None not in corpora:
             data.check_size(sum(corpus.num_tokens for corpus in corpora))
@@ -225,7 +226,7 @@ def describe(rank: PlannedRank) -> str:
     config = rank.config
     t = rank.training
     sharers = rank.parallelism.copies
-    name = model_name(config.model, config.hf_assets)
+    name = model_name(Origin.of(config))
     return (
         f"{name}: {parameters(rank.model):,} parameters, {rank.model.composition}\n"
         f"{t.local_batch_size} x {t.seq_len} tokens in a micro-step on {sharers} GPU{'s' if sharers > 1 else ''}; "

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from titan_linear.commands import command_parser
 from titan_linear.config import Comm, Config, check_config, load_config
-from titan_linear.data import PackedStreams, Streams, Targets, Tokenizer, split_corpus, streams_of
+from titan_linear.data import PackedStreams, Streams, Targets, split_corpus, streams_of
 from titan_linear.data.corpus.corpus import PLACE
 from titan_linear.data.corpus.scores import Scores, begin, differences, keep, put, read_scores
 from titan_linear.distributed.ending import report
@@ -42,13 +42,13 @@ from titan_linear.distributed.groups import on_rank_0, process_group
 from titan_linear.distributed.process import refusing, run_command, under_launcher
 from titan_linear.losses.distillation import MOST_IDS
 from titan_linear.losses.loss import logprobs
-from titan_linear.models.config import ModelConfig, fingerprint
+from titan_linear.models.config import fingerprint
 from titan_linear.ops.cross_entropy import ChunkedLogits
-from titan_linear.run.build import model_config, open_tokenizer
-from titan_linear.run.data import RunData, first_weights_of
+from titan_linear.run.data import RunData
 from titan_linear.run.launch import Node, run_workers, this_node
 from titan_linear.run.model_checks import check_model
-from titan_linear.run.reading import Reader, config_for, open_reader
+from titan_linear.run.origin import Origin
+from titan_linear.run.reading import Reader, open_reader
 
 # Seconds of scoring that a kill costs.
 SAVED = 30.0
@@ -70,31 +70,30 @@ def main(argv: list[str]) -> int:
             "give PATH, what scores, and -o, a folder for the scores; or --compare and two folders"
         )
     # Weights from elsewhere have no texts of their own to score.
-    config, node, tokenizer, _ = checked(args.path, keys)
+    origin, node = checked(args.path, keys)
+    config = origin.config
     texts_named = config.training.dataset != "stdlib" or "stdlib" in str(keys)
-    if config.hf_weights and not texts_named:
+    if origin.folder and not texts_named:
         raise ValueError(
             f"{args.path} is not a run, whose texts would be scored; give --training.dataset and "
             "--training.dataset_path"
         )
-    begin(Path(args.output), *scores_of(args, config, tokenizer))
+    begin(Path(args.output), *scores_of(args, origin))
     return run_workers(config, node, "titan_linear.commands.score", ["--output", args.output])
 
 
-def checked(path: str, keys: list[str]) -> tuple[Config, Node, Tokenizer, ModelConfig]:
-    """Return the configuration, node, tokenizer and model for reading these weights."""
-    config = config_for(Path(path), keys)
-    node = this_node()
+def checked(path: str, keys: list[str]) -> tuple[Origin, Node]:
+    """Return the origin that reads these weights, and this node."""
+    origin, node = Origin.reading(Path(path), keys), this_node()
     world_size = node.count * node.processes
-    check_config(config, world_size)
-    tokenizer = open_tokenizer(config)
-    model = model_config(config, tokenizer)
-    check_model(model, config, world_size, node.processes)
-    return config, node, tokenizer, model
+    check_config(origin.config, world_size)
+    check_model(origin.model, origin.config, world_size, node.processes)
+    return origin, node
 
 
-def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) -> tuple[Scores, int]:
+def scores_of(args: argparse.Namespace, origin: Origin) -> tuple[Scores, int]:
     """Return the columns that the arguments ask for, and the corpus's number of tokens."""
+    config, tokenizer = origin.config, origin.tokenizer
     if args.top_k > (words := tokenizer.vocab_size):
         raise ValueError(
             f"--top-k {args.top_k} is above the {words} tokens of the tokenizer; give {words} at most"
@@ -111,8 +110,8 @@ def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) ->
         corpus=corpus.fingerprint,
         tokenizer=corpus.info["tokenizer"]["fingerprint"],
         by={
-            "weights": first_weights_of(config),
-            "model": fingerprint(model_config(config, tokenizer)),
+            "weights": origin.fingerprint,
+            "model": fingerprint(origin.model),
             "temperature": str(args.temperature),
             "streams": f"{type(streams).__name__} {config.training.seq_len}",
         },

@@ -866,22 +866,6 @@ class Config(Section):
     def checkpoint_folder(self) -> Path:
         return Path(self.job.dump_folder) / self.checkpoint.folder
 
-    @property
-    def hf_assets(self) -> str:
-        """The Hugging Face folder that defines the model and its tokenizer; "" if none."""
-        loaded = self.checkpoint.initial_load_path if self._starts_in_hf else ""
-        return self.model.hf_assets_path or loaded
-
-    @property
-    def hf_weights(self) -> str:
-        """The Hugging Face folder whose weights start the run; "" if none."""
-        folder = self.checkpoint.initial_load_path or self.model.hf_assets_path
-        return folder if self._starts_in_hf else ""
-
-    @property
-    def _starts_in_hf(self) -> bool:
-        return self.checkpoint.enable and self.checkpoint.initial_load_in_hf
-
 
 SECTIONS: dict[str, type[Section]] = {
     name: field.annotation for name, field in Config.model_fields.items()

@@ -23,6 +23,7 @@ from titan_linear.distributed.tensor_parallel import apply_tp
 from titan_linear.models.config import MixerOptions
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.float8 import use_float8
+from titan_linear.models.lora import frozen_names
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.ops.runtime.operators import contexts
 
@@ -181,10 +182,10 @@ def set_dtype(model: Decoder, dtype: torch.dtype, frozen: torch.dtype | None = N
     Parameters that adapters leave frozen are converted to `frozen`, and parameters that are
     kept whole to float32 or wider.
     """
-    frozen = frozen or dtype
     whole = set(replicated_parameters(model))
-    for p in model.parameters():
-        own = frozen if model.config.adapter and not p.requires_grad else dtype
+    names = frozen_names(model)
+    for name, p in model.named_parameters():
+        own = (frozen or dtype) if name in names else dtype
         p.data = p.data.to(torch.promote_types(own, torch.float32) if p in whole else own)
 
 

@@ -268,6 +268,11 @@ class ModelConfig(Factors):
         return replace(self, adapter=None)
 
     @property
+    def base_is_reference(self) -> bool:
+        """Whether the model without its adapters is the loss's reference."""
+        return self.adapter is not None and self.adapter.base_is_reference
+
+    @property
     def layers(self) -> tuple[Layer, ...]:
         """Composition of every layer.
 

@@ -62,6 +62,23 @@ def _add(model: nn.Module, name: str, first: str, options: LoraConfig) -> None:
         module.lora[leaf] = options.factor
 
 
+def is_lora(name: str) -> bool:
+    """Whether this is the name of an adapter's A or B."""
+    return "lora_" in name
+
+
+def frozen_names(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that adapters leave frozen.
+
+    The storage, the dtype and the export of parameters depend on these names. A model
+    without adapters has no such parameters.
+    """
+    parameters = dict(model.named_parameters())
+    if not any(map(is_lora, parameters)):
+        return set()
+    return {name for name, p in parameters.items() if not p.requires_grad}
+
+
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Make the model compute the same as its base inside this context."""
@@ -105,9 +122,15 @@ def fitting(names: Iterable[str], patterns: Collection[str]) -> list[str]:
 
 
 def described(model: nn.Module) -> str:
-    """Describe what is adapted, trained or out of reach, by share of the base."""
+    """Describe what is adapted, trained or out of reach, by share of the base.
+
+    The text is "" for a model without adapters.
+    """
+    options = model.config.adapter
+    if options is None:
+        return ""
     own = dict(model.named_parameters())
-    base = {name: p for name, p in own.items() if "lora_" not in name}
+    base = {name: p for name, p in own.items() if not is_lora(name)}
     total = sum(p.numel() for p in base.values())
     # Elements of the base's parameters, by kind and by name without the layer's number.
     kinds: dict[str, Counter[str]] = {
@@ -123,7 +146,7 @@ def described(model: nn.Module) -> str:
     # One line for the totals, then one for each kind.
     trained = sum(p.numel() for p in own.values() if p.requires_grad)
     lines = [
-        f"adapters of rank {model.config.adapter.rank}: {trained:,} parameters are trained; of the base's {total:,}"
+        f"adapters of rank {options.rank}: {trained:,} parameters are trained; of the base's {total:,}"
     ]
     for kind, sizes in kinds.items():
         named = ", ".join(f"{name} {n / total:.2%}" for name, n in sizes.most_common())
@@ -131,7 +154,7 @@ def described(model: nn.Module) -> str:
     return "\n".join(lines)
 
 
-def check_adapters(base: nn.Module, options: LoraConfig, multiple: int = 1) -> None:
+def check_adapters(base: nn.Module, options: LoraConfig | None, multiple: int = 1) -> None:
     """Raise ValueError if a pattern matches nothing, or the rank is too high.
 
     The rank must not exceed a projection's number of inputs.
@@ -139,6 +162,8 @@ def check_adapters(base: nn.Module, options: LoraConfig, multiple: int = 1) -> N
     Args:
         multiple: the rank must be a multiple of this for adapters of experts.
     """
+    if options is None:
+        return
     weights, others = adaptable(base)
     # Every pattern must match something.
     for key, patterns, names in (

@@ -316,7 +316,7 @@ def step(rank: PlannedRank, machine: Machine) -> PlannedStep:
     # Layers; the frozen base as reference adds a forward pass.
     passes = passes_of(clock, rank)
     everything = [p for pair in passes for p in pair]
-    if model.adapter and model.adapter.base_is_reference:
+    if model.base_is_reference:
         everything += [forward for forward, _ in passes[: model.num_layers]]
     parts = {part: times * sum(p.parts[part] for p in everything) for part in PARTS}
     # Head and optimizer.
@@ -400,8 +400,7 @@ def _readings(rank: PlannedRank) -> int:
 
     It does for a base that is the reference, and for a loss of sums over documents.
     """
-    adapter = rank.model.adapter
-    return bool(adapter and adapter.base_is_reference) + rank.loss.reads_twice
+    return rank.model.base_is_reference + rank.loss.reads_twice
 
 
 def _optimizer(rank: PlannedRank, machine: Machine) -> float:

@@ -16,6 +16,7 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.proof.findings import Finding, Findings, Note, bound_of_model, off
 from titan_linear.proof.subject import ROOM, ProofSubject
 from titan_linear.run.build import allocated
+from titan_linear.run.origin import Origin
 from titan_linear.storage.hf_io import load_weights, read_config, read_model
 
 # Number of tokens that are compared, as one document.
@@ -40,13 +41,14 @@ def logits(subject: ProofSubject) -> Findings:
 
     It must fit, and transformers must support it.
     """
-    folder = subject.run.hf_weights or subject.run.hf_assets
-    if not folder or not any(Path(folder).glob("*.safetensors")):
+    origin = Origin.of(subject.run)
+    folder = origin.folder or origin.assets
+    if not folder or not any(folder.glob("*.safetensors")):
         return
     # Say why logits cannot be compared, if they cannot.
-    family, config = read_model(Path(folder))
+    family, config = read_model(folder)
     departs, (option, value) = DEPARTURES.get(family, ("", ("", None)))
-    reason = _reason_against(Path(folder), 2 * 4 * count_parameters(config), subject.device)
+    reason = _reason_against(folder, 2 * 4 * count_parameters(config), subject.device)
     if any(getattr(mixer, option, value) != value for mixer in config.mixers):
         reason = f"transformers {departs}"
     if reason:
@@ -64,7 +66,7 @@ def logits(subject: ProofSubject) -> Findings:
     # Compute the same tokens with both.
     tokens = subject.batch.tokens[:, :TOKENS].to(subject.device) % config.vocab_size
     ours = allocated(config, torch.float32, subject.device)
-    load_weights(Path(folder), ours)
+    load_weights(folder, ours)
     T = tokens.shape[1]
     ours.use("torch", subject.device, torch.float32)
     bounds = torch.tensor([0, T], dtype=torch.int32, device=subject.device)

@@ -29,16 +29,10 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
 from titan_linear.models.init import count_parameters, initialise
 from titan_linear.ops.layout.boundaries import CHUNK
-from titan_linear.run.build import (
-    DTYPES,
-    allocated,
-    implementations,
-    model_config,
-    open_tokenizer,
-    unallocated,
-)
+from titan_linear.run.build import DTYPES, allocated, implementations
 from titan_linear.run.data import RunData, tokens_of
 from titan_linear.run.model_checks import check_float8, check_float8_device, check_splits
+from titan_linear.run.origin import Origin
 
 # Least number of tokens of a stream.
 LENGTH = {"cpu": 256, "cuda": 2048}
@@ -191,8 +185,8 @@ def subject_of(config: Config) -> ProofSubject:
     # With one token, softmax attention's gradients are 0, and no error is a share of them.
     if t.seq_len == 1:
         raise ValueError("training.seq_len = 1: streams of one token prove nothing; use 2 or more")
-    tokenizer = open_tokenizer(config)
-    full = model_config(config, tokenizer)
+    origin = Origin.of(config)
+    tokenizer, full = origin.tokenizer, origin.model
     check_splits(full, config.model, p)
     check_float8(full, config.model, config.float8)
     check_float8_device(config.float8, t.mixed_precision_param)
@@ -274,12 +268,11 @@ def _one_period(model: ModelConfig) -> ModelConfig:
     if n == len(layers):
         n = max(layers.index(kind) for kind in set(layers)) + 1
     cut = replace(model.first_layers(n), mtp_layers=model.mtp_layers)
-    if model.adapter and not any(
-        p.requires_grad for p in unallocated(cut, torch.float32).parameters()
-    ):
-        # The run's adapters are all in later layers, so adapt every layer that is left.
-        return replace(cut, adapter=replace(model.adapter, targets=()))
-    return cut
+    if count_parameters(cut):
+        return cut
+    assert model.adapter
+    # The run's adapters are all in later layers, so adapt every layer that is left.
+    return replace(cut, adapter=replace(model.adapter, targets=()))
 
 
 def fitting(

@@ -21,17 +21,12 @@ from titan_linear.models.mixers.recurrent import RecurrentOptions
 from titan_linear.ops.layout.fragments import cut_streams
 from titan_linear.ops.layout.tree_tables import exchanged, tree_of
 from titan_linear.ops.registry import start_lines
-from titan_linear.run.build import (
-    VOCAB_MULTIPLE,
-    follows_tokenizer,
-    model_without_tokenizer,
-    unallocated,
-)
+from titan_linear.run.build import unallocated
 from titan_linear.run.export import is_exported
 from titan_linear.run.folder import RunFolder
+from titan_linear.run.origin import VOCAB_MULTIPLE, Origin
 from titan_linear.run.session import Session
 from titan_linear.step.flops import no_peak, peak_tflops
-from titan_linear.storage.hf_io import read_model
 from titan_linear.storage.run_manifest import write_manifest
 from titan_linear.storage.rundir import BOARD
 from titan_linear.storage.tensors import named_parameters
@@ -40,13 +35,14 @@ from titan_linear.storage.tensors import named_parameters
 ROOT = Path(__file__).parents[2]
 
 
-def write_down(config: Config, session: Session, step: int) -> None:
+def write_down(origin: Origin, session: Session, step: int) -> None:
     """Write and print what the run consists of, on rank 0.
 
     Args:
         step: number of the run's steps before this start.
     """
-    model, device = session.model, session.device
+    config, model, device = origin.config, session.model, session.device
+    config = origin.config
     folder = RunFolder(config)
     if folder.starts_anew:
         folder.set_run_aside()
@@ -62,34 +58,31 @@ def write_down(config: Config, session: Session, step: int) -> None:
     # Lines that do not apply are empty.
     parameters = sum(p.numel() for p in named_parameters(model).values())
     lines = [
-        f"model {model_name(config.model, config.hf_assets)}: {parameters:,} parameters, {model.config.composition}",
+        f"model {model_name(origin)}: {parameters:,} parameters, {model.config.composition}",
         *start_lines(model.implementations),
-        described(unallocated(model.config, torch.float32)) if model.config.adapter else "",
+        described(unallocated(model.config, torch.float32)),
         float8_line(model),
         uncompiled(config.compile.enable, device),
         unbalanced(model.config),
         unwarmed(config.training.steps, config.lr_scheduler.warmup_steps),
         f"mesh {session.dims.description}",
         session.sharding.uneven(config.training.local_batch_size * config.training.seq_len),
-        f"resuming from step {step}" if step else first_weights(config),
+        f"resuming from step {step}" if step else origin.title,
         no_peak(compute, device) if peak is None else "",
     ]
     print("\n".join(filter(None, lines)))
 
 
-def model_name(m: Model, folder: str) -> str:
+def model_name(origin: Origin) -> str:
     """Return a readable name of the model.
 
     It is the name and flavor, or architecture and folder, with the keys that change the
     model's sizes.
-
-    folder: the Hugging Face folder that defines the model, or "".
     """
-    default = Model()
+    m, default = origin.config.model, Model()
     name = f"{m.name}/{m.flavor}"
     if m.flavor == "hf":
-        architecture, _ = read_model(Path(folder))
-        name = f"{architecture} of '{folder}'"
+        name = f"{origin.family()} of '{origin.assets}'"
     sizes = ("dim", "num_layers", "hidden_dim", "pattern", "moe")
     changed_keys = {
         key: getattr(m, key) for key in sizes if getattr(m, key) != getattr(default, key)
@@ -98,24 +91,17 @@ def model_name(m: Model, folder: str) -> str:
     return name + (f" with {', '.join(changes)}" if changes else "")
 
 
-def first_weights(config: Config) -> str:
-    """Return a console line that names the source of a new run's weights."""
-    path = config.hf_weights or (config.checkpoint.enable and config.checkpoint.initial_load_path)
-    return (
-        f"weights of '{path}'" if path else f"weights drawn from debug.seed = {config.debug.seed}"
-    )
-
-
-def vocabulary(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> str:
+def vocabulary(origin: Origin, model: ModelConfig, tokenizer: Tokenizer) -> str:
     """Return a console line about an unusual vocabulary, else "".
 
     The size differs from the preset's, or is far larger than the tokenizer's.
     """
     rows, used = model.vocab_size, tokenizer.vocab_size
-    if not follows_tokenizer(config):
+    own, flavor = origin.definition.vocab_size, origin.config.model.flavor
+    if not origin.follows_tokenizer:
         return ""
-    if rows != (own := model_without_tokenizer(config).vocab_size):
-        return f"model.vocab_size = {rows}: the tokenizer's {used}, rounded up; {config.model.flavor!r} alone has {own}"
+    if rows != own:
+        return f"model.vocab_size = {rows}: the tokenizer's {used}, rounded up; {flavor!r} alone has {own}"
     if rows > 2 * max(used, VOCAB_MULTIPLE) and rows - used > 1024:
         return f"model.vocab_size = {rows} is the preset's; the tokenizer uses {used}: a new run can set fewer"
     return ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -41,13 +40,10 @@ from titan_linear.data.corpus.scores import content_of_scores, with_scores
 from titan_linear.data.corpus.tree_records import BACK
 from titan_linear.distributed.groups import of_all_ranks
 from titan_linear.losses import build_loss
-from titan_linear.models.config import ModelConfig, fingerprint
+from titan_linear.models.config import fingerprint
 from titan_linear.run.build import under_key
-from titan_linear.storage.hf_io import open_folder
-from titan_linear.storage.manifest import read_manifest
-from titan_linear.storage.rundir import config_of
-from titan_linear.storage.step_folders import Content, Progress, weights_path
-from titan_linear.storage.tensors import holds_adapters
+from titan_linear.run.origin import Origin
+from titan_linear.storage.step_folders import Content, Progress
 
 
 class RunData:
@@ -316,52 +312,23 @@ def tokens_of(streams: Streams) -> int:
 # --- What identifies it -----------------------------------------------------------------------------------------------
 
 
-def content_of(
-    config: Config,
-    tokenizer: Tokenizer,
-    model: ModelConfig,
-    streams: Streams,
-    held_out: Streams | None,
-    base: str,
-) -> Content:
+def content_of(origin: Origin, streams: Streams, held_out: Streams | None, base: str) -> Content:
     """Return what a checkpoint records to identify data and model by their content.
 
     Args:
-        base: a fingerprint, as `base_of` returns it.
+        base: the fingerprint of the adapters' base.
     """
+    config = origin.config
     own = config.validation.enable and config.validation.dataset_path
     return Content(
-        tokenizer=tokenizer.fingerprint,
-        model=fingerprint(model),
+        tokenizer=origin.tokenizer.fingerprint,
+        model=fingerprint(origin.model),
         corpora=streams.fingerprints,
         mixture=streams.phases if isinstance(streams, MixedStreams) else [],
         validation=held_out.corpus.fingerprint if own else "",
         base=base,
         scores=content_of_scores(config.loss.scores),
     )
-
-
-def base_of(config: Config) -> str:
-    """Return a fingerprint of the weights that adapters leave frozen.
-
-    It is "" without adapters, or if these weights are drawn.
-    """
-    return first_weights_of(config) if config.adapter.enable else ""
-
-
-def first_weights_of(config: Config) -> str:
-    """Return a fingerprint of the weights that the run begins from; "" if they are drawn.
-
-    A Hugging Face folder is read as a whole; a checkpoint has its checksum.
-    """
-    c = config.checkpoint
-    if config.hf_weights:
-        return open_folder(Path(config.hf_weights)).fingerprint
-    if c.enable and c.initial_load_path:
-        saved = weights_path(Path(c.initial_load_path))
-        base = base_of(config_of(saved)) if holds_adapters(saved) else ""
-        return f"{read_manifest(saved).checksum:08x}{base}"
-    return ""
 
 
 def check_content(config: Config, known: Content, given: Content) -> None:
@@ -415,21 +382,3 @@ def check_alike(keys: Mapping[str, Any], content: Content, host: dist.ProcessGro
                     f"{name} is {value!r} on rank {rank} and {ranks[0].get(name)!r} on rank 0; start every node with "
                     "the same keys, on the same texts"
                 )
-
-
-def other_tokenizer(
-    known: str | None, tokenizer: Tokenizer, weights: str, key: str = "model.tokenizer_path"
-) -> str:
-    """Return a warning if weights were trained with another tokenizer than `key`'s, or "".
-
-    This may be intended.
-
-    Args:
-        known: the fingerprint of the weights' tokenizer, or None if it is unknown.
-    """
-    if known in (None, tokenizer.fingerprint):
-        return ""
-    return (
-        f"warning: the weights of {weights} were trained with another tokenizer than {key} gives (fingerprints {known} "
-        f"and {tokenizer.fingerprint})"
-    )

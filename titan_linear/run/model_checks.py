@@ -31,7 +31,7 @@ def check_model(model: ModelConfig, config: Config, world_size: int, node_size: 
     chosen = implementations(
         config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     )
-    if model.adapter and any(choice.implementation == "grouped_mm" for choice in chosen.values()):
+    if any(choice.implementation == "grouped_mm" for choice in chosen.values()):
         check_adapters(unallocated(model.base, torch.float32), model.adapter, 8)
     check_float8(model, config.model, config.float8)
     check_float8_device(config.float8, config.training.mixed_precision_param)

@@ -27,31 +27,22 @@ from titan_linear.data import (
 )
 from titan_linear.data.tasks import LOSS, TASKS
 from titan_linear.models.config import ModelConfig
-from titan_linear.run.build import family_of, model_config, open_tokenizer, unallocated, under_key
+from titan_linear.run.build import unallocated
 from titan_linear.run.console import exchanged_of_trees, finished, vocabulary
-from titan_linear.run.data import (
-    RunData,
-    base_of,
-    check_content,
-    content_of,
-    other_tokenizer,
-    tokens_of,
-)
+from titan_linear.run.data import RunData, check_content, content_of, tokens_of
 from titan_linear.run.evaluate import open_prompts
-from titan_linear.run.export import destination, is_exported, lacks_export, not_exported
+from titan_linear.run.export import check_exports, is_exported, lacks_export, not_exported
 from titan_linear.run.folder import RunFolder
 from titan_linear.run.model_checks import check_model
+from titan_linear.run.origin import Origin
 from titan_linear.step.optimizer import learning_rate
-from titan_linear.storage.hf_io import CONFIG as HF_CONFIG
-from titan_linear.storage.hf_io import POSITIONS, check_folder, read_config
-from titan_linear.storage.peft import check_peft, keys_of, read_peft
+from titan_linear.storage.hf_io import read_config
 from titan_linear.storage.step_folders import (
     REWOUND,
     Progress,
     find_step,
     read_progress,
     verify,
-    weights_path,
     whole_steps,
 )
 from titan_linear.storage.tensors import check_weights, holds_optimizer
@@ -114,26 +105,26 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
             "to false"
         )
     # The model and its tokenizer.
-    tokenizer = open_tokenizer(config)
+    origin = Origin.of(config)
+    tokenizer = origin.tokenizer
     print(tokenizer.summary)
-    model = model_config(config, tokenizer)
-    if line := vocabulary(config, model, tokenizer):
+    model = origin.model
+    if line := vocabulary(origin, model, tokenizer):
         print(line)
     check_prompts(config.validation, config.sample, tokenizer)
     if warning := check_model(model, config, world_size, node_size or world_size):
         print(warning)
     # The checkpoint comes before the corpus, which may take hours to tokenise.
-    _check_hugging_face(config, model, tokenizer)
-    progress = _check_checkpoint(config, model, tokenizer) if config.checkpoint.enable else None
+    progress = _check_checkpoint(origin)
     folder.check_writable()
     check_mixture_step(config.training.mixture_from_step, config.job.dump_folder, progress)
     data = RunData(config, tokenizer)
     streams, held_out = _check_data(data, model, progress)
     if progress:
-        content = content_of(config, tokenizer, model, streams, held_out, base_of(config))
+        content = content_of(origin, streams, held_out, origin.base_fingerprint)
         check_content(config, progress.content, content)
     if config.evaluation.freq:
-        check_evaluation(data, model, config.hf_assets)
+        check_evaluation(data, model, origin.assets)
 
 
 def _check_data(
@@ -169,47 +160,21 @@ def _check_data(
     return streams, held_out
 
 
-def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Check that the folder of the first weights, and an export, can hold the model."""
-    c = config.checkpoint
-    exports = c.last_save_in_hf or c.export_interval > 0
-    if exports:
-        key = (
-            "last_save_in_hf = true"
-            if c.last_save_in_hf
-            else f"export_interval = {c.export_interval}"
-        )
-        family = under_key(f"checkpoint.{key}", destination, config, model, tokenizer).family
-        if model.adapter:
-            under_key(f"checkpoint.{key}", check_peft, model, family)
-    # Adapters to begin with are read now; a resumed run does not need them.
-    path = config.adapter.initial_load_path
-    if path and find_step(config.checkpoint_folder, c.load_step) is None:
-        theirs = (Path(path), model, family_of(model, config), config.adapter, base_of(config))
-        under_key("adapter.initial_load_path", read_peft, *theirs)
-        if keys := keys_of(Path(path)):
-            print(f"the adapters of '{path}' were trained with {' '.join(keys)}")
-    if config.hf_weights and (exports or find_step(config.checkpoint_folder, c.load_step) is None):
-        free = POSITIONS if config.model.flavor == "hf" else ()
-        under_key(
-            "checkpoint.initial_load_in_hf", check_folder, Path(config.hf_weights), model, free
-        )
-
-
-def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> Progress | None:
+def _check_checkpoint(origin: Origin) -> Progress | None:
     """Check that the run's checkpoint, or its first weights, are whole and fit this model.
 
-    This comes before the corpus, which may take hours to tokenise.
+    Exports must fit the model, too.
 
     Returns:
         The progress saved in the checkpoint that the run resumes from; None for a new run.
     """
+    config = origin.config
     c, folder = config.checkpoint, config.checkpoint_folder
-    step = find_step(folder, c.load_step)
-    # A new run: check the weights that it begins from.
+    exports = check_exports(origin)
+    step = find_step(folder, c.load_step) if c.enable else None
+    # A new run begins from these weights, and exports may be like them.
+    origin.check(new=step is None, exports=exports)
     if step is None:
-        if c.initial_load_path and not c.initial_load_in_hf:
-            _check_initial(Path(c.initial_load_path), model, tokenizer)
         return None
     verify(folder / f"step-{step}")
     # Say where a resumed run stands, and end here if it is finished.
@@ -239,26 +204,10 @@ def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) 
             f"'{folder}/step-{step}' holds weights only (checkpoint.last_save_model_only): no run can resume from it; "
             "start a new run with checkpoint.initial_load_path, or resume from an earlier checkpoint.load_step"
         )
-    check_weights(folder / f"step-{step}", unallocated(model, torch.float32))
+    check_weights(folder / f"step-{step}", unallocated(origin.model, torch.float32))
     progress = read_progress(folder / f"step-{step}")
     check_schedule(config.training.steps, config.optimizer.lr, config.lr_scheduler, progress)
     return progress
-
-
-def _check_initial(given: Path, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Check that a new run begins from the weights of a whole checkpoint of this model."""
-    if (given / HF_CONFIG).is_file():
-        raise ValueError(
-            f"checkpoint.initial_load_path = '{given}' is a Hugging Face folder; set checkpoint.initial_load_in_hf = "
-            "true"
-        )
-    path = weights_path(given)
-    verify(path)
-    check_weights(path, unallocated(model.base, torch.float32))
-    content = read_progress(path).content
-    known = content.tokenizer if content else None
-    if warning := other_tokenizer(known, tokenizer, f"checkpoint.initial_load_path = '{path}'"):
-        print(warning)
 
 
 def check_schedule(steps: int, lr: float, schedule: LRScheduler, progress: Progress) -> None:
@@ -346,13 +295,13 @@ def prove(argv: list[str], world_size: int) -> None:
         raise SystemExit(code)
 
 
-def check_evaluation(data: RunData, model: ModelConfig, folder: str) -> None:
+def check_evaluation(data: RunData, model: ModelConfig, folder: Path | None) -> None:
     """Raise ValueError for an unknown task or an unfit length.
 
     A length may be unfit for a task, for the texts or for the model.
 
     Args:
-        folder: the Hugging Face folder that defines the model, or "".
+        folder: the Hugging Face folder that defines the model, if there is one.
     """
     e, known = data.evaluation, (*TASKS, LOSS)
     if unknown := [task for task in e.tasks if task not in known]:
@@ -361,7 +310,7 @@ def check_evaluation(data: RunData, model: ModelConfig, folder: str) -> None:
         )
     # The model's positions: as extended by rope_scaling, else as trained.
     longest = max(e.lengths)
-    trained = read_config(Path(folder)).get("max_position_embeddings") if folder else None
+    trained = read_config(folder).get("max_position_embeddings") if folder else None
     scalings = [getattr(mixer, "rope_scaling", None) for mixer in model.mixers if mixer.rotary]
     limits = [scaling.reached if scaling else trained for scaling in scalings]
     if past := [limit for limit in limits if limit and limit < longest]:

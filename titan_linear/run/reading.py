@@ -10,17 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_linear.config import Config, Optimizer, load_config
+from titan_linear.config import Config, Optimizer
 from titan_linear.data import Batch, Streams, Tokenizer, validation_batches
 from titan_linear.distributed.groups import gathered
 from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits
-from titan_linear.run.build import model_config, open_tokenizer, tokenizer_path
+from titan_linear.run.origin import Origin
 from titan_linear.run.session import Session, join_group, session_of
-from titan_linear.run.start import set_first_weights
 from titan_linear.step.optimizer import Moment
-from titan_linear.storage.hf_io import CONFIG
-from titan_linear.storage.rundir import config_of, config_path
-from titan_linear.storage.step_folders import weights_path
 
 # Keys that replace the degrees of the run that saved a checkpoint.
 ALL_RANKS_SHARD = (
@@ -115,48 +111,13 @@ def load(folder: str | Path, *keys: str) -> Session:
         ValueError: the folder has no weights, or a key is wrong.
     """
     join_group()
-    config = config_for(Path(folder), [*ALL_RANKS_SHARD, *keys])
+    config = Origin.reading(Path(folder), [*ALL_RANKS_SHARD, *keys]).config
     return open_reader(config, config.optimizer).session
 
 
 def open_reader(config: Config, optimizer: Optimizer | None = None) -> Reader:
     """Open a reader with the weights that the configuration begins from."""
-    tokenizer = open_tokenizer(config)
-    session = session_of(config, model_config(config, tokenizer), optimizer=optimizer)
-    set_first_weights(config, session.model, session.host)
-    return Reader(config, tokenizer, session)
-
-
-def config_for(path: Path, keys: list[str]) -> Config:
-    """Return the configuration of the run that made these weights, with these keys changed.
-
-    A run with this configuration begins from these weights.
-    """
-    # Options for a Hugging Face folder, or for a checkpoint of a run.
-    if (path / CONFIG).is_file():
-        first = ["--model.flavor", "hf", "--checkpoint.initial_load_in_hf", "true"]
-    else:
-        path = weights_path(path, key="PATH")
-        run = config_of(path)
-        first = [
-            "--job.config_file",
-            str(config_path(path)),
-            "--checkpoint.initial_load_in_hf",
-            "false",
-        ]
-        # The run may have begun from a folder that gave its model and tokenizer. Name it
-        # here, because weights no longer come from it.
-        first += ["--model.hf_assets_path", run.hf_assets] if run.model.flavor == "hf" else []
-        first += ["--model.tokenizer_path", path_of] if (path_of := tokenizer_path(run)) else []
-    first += ["--checkpoint.enable", "true", "--checkpoint.initial_load_path", str(path)]
-    # The adapters that the run began from are part of its weights.
-    first += ["--adapter.initial_load_path", ""]
-    # A reader neither trains nor exports.
-    others = {"loss.scores": "", "checkpoint.export_dtype": "float32"}
-    config = load_config([*first, *keys]).changed(others)
-    if adapters := config.adapter.initial_load_path:
-        raise ValueError(
-            f"adapter.initial_load_path = {adapters!r} is for runs that train; titan-linear convert merge "
-            "adds adapters to their base, for commands that read"
-        )
-    return config
+    origin = Origin.of(config)
+    session = session_of(config, origin.model, optimizer=optimizer)
+    origin.load(session.model, session.host)
+    return Reader(config, origin.tokenizer, session)

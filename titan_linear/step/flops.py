@@ -47,26 +47,31 @@ PEAK_TFLOPS = {
 
 def training_flops(model: ModelConfig, documents: Documents) -> int:
     """Return the FLOPs of forward and backward over these documents, of the whole run."""
-    flops = 3 * forward_flops(model, documents)
-    if model.adapter:
-        flops -= documents.tokens * _with_weights(model, frozen=True)
-    if model.adapter and model.adapter.base_is_reference:
+    # Frozen weights have no gradients.
+    _, frozen = _with_weights(model)
+    flops = 3 * forward_flops(model, documents) - documents.tokens * frozen
+    if model.base_is_reference:
         flops += forward_flops(replace(model.base, mtp_layers=0), documents)
     return flops
 
 
 def forward_flops(model: ModelConfig, documents: Documents) -> int:
     mixers = sum(mixer.flops(documents) for layer in model.layers for mixer in layer.mixers)
-    return mixers + documents.tokens * _with_weights(model)
+    weights, _ = _with_weights(model)
+    return mixers + documents.tokens * weights
 
 
 @cache
-def _with_weights(model: ModelConfig, frozen: bool = False) -> int:
-    """Return the FLOPs per token of all products with weights."""
+def _with_weights(model: ModelConfig) -> tuple[int, int]:
+    """Return the FLOPs per token of products with weights: with all, and with frozen ones."""
     with torch.device("meta"):
         decoder = Decoder(model)
-    heads = (1 + model.mtp_layers) * token_flops(decoder.head, frozen)
-    return token_flops(decoder.layers, frozen) + heads
+
+    def counted(frozen: bool) -> int:
+        heads = (1 + model.mtp_layers) * token_flops(decoder.head, frozen)
+        return token_flops(decoder.layers, frozen) + heads
+
+    return counted(False), counted(True)
 
 
 def token_flops(module: nn.Module, frozen: bool = False) -> int:

@@ -72,7 +72,7 @@ def with_reference(
     model: Decoder, batch: LocalBatch, precision: AbstractContextManager[object]
 ) -> LocalBatch:
     """Add the base model's log-probability of each label as a column, if the loss reads it."""
-    if not (model.config.adapter and model.config.adapter.base_is_reference):
+    if not model.config.base_is_reference:
         return batch
     of_labels = partial(logprobs, ids=batch.labels.flatten())
     with precision, torch.no_grad(), without_adapters(model):

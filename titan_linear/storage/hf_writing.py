@@ -60,6 +60,18 @@ class UnfitTokenizer(ValueError):
     """`transformers` would read another tokenizer from a folder than the folder has."""
 
 
+class Destination(NamedTuple):
+    """Everything that an export writes besides tensors."""
+
+    family: str
+    # The folder whose tensor names are kept.
+    like: Path | None
+    # Files of the tokenizer, and generation_config.json.
+    files: Files
+    # Special tokens, in config.json.
+    tokens: Json
+
+
 class Planned(NamedTuple):
     """A tensor to be written."""
 

@@ -34,7 +34,7 @@ from titan_linear.models.layers import lora_name
 from titan_linear.models.lora import adaptable
 from titan_linear.storage.files import Json, json_bytes, read_json
 from titan_linear.storage.hf_io import HEAD, read_header
-from titan_linear.storage.hf_writing import Files, plan_tensors, write_tensors
+from titan_linear.storage.hf_writing import Destination, plan_tensors, write_tensors
 
 PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -97,17 +97,6 @@ class PeftTensor(NamedTuple):
     def lifted(self, x: Tensor) -> Tensor:
         """Convert from the layout in the file to `shape`."""
         return x.unflatten(1, (-1, self.shape[0])).permute(2, 0, 1) if self.stacked else x
-
-    def gathered(self, get: Callable[[str], Tensor]) -> Tensor:
-        """Return the tensor, given a function from a name to the whole parameter."""
-        # Place the rows of our parameters as the folder has them.
-        parts = [(get(part.name), part) for part in self.parts]
-        whole = parts[0][0].new_zeros(self.shape)
-        for ours, part in parts:
-            rows = ours.reshape(-1, part.width)
-            for _, start, stop, row in part.pieces():
-                whole.view(-1, part.width)[start:stop] = rows[row : row + stop - start]
-        return self.laid(whole)
 
 
 def contents(model: ModelConfig, family: str) -> list[PeftTensor]:
@@ -175,7 +164,6 @@ def peft_config(model: ModelConfig, family: str, options: Options, base: str) ->
     Args:
         base: the folder or name of the adapted model.
     """
-    check_peft(model, family)
     held = contents(model, family)
     # An adapter is named by its module, or by its weight for stacked experts and
     # peft_weights.
@@ -236,37 +224,60 @@ def _short(names: list[str]) -> list[str]:
     return [name[name.index("layers.") :] if "layers." in name else name for name in names]
 
 
+def placed(
+    model: ModelConfig, family: str, get: Callable[[str], Tensor]
+) -> tuple[list[Placement], Callable[[str], Tensor]]:
+    """Return the placements of a folder's tensors, and a function to our parameters.
+
+    Args:
+        get: returns the whole parameter of a name.
+    """
+    stacks: dict[str, PeftTensor] = {}
+    parts: list[Placement] = []
+    for held in contents(model, family):
+        source = StoredTensor(held.name, held.on_disk)
+        if held.stacked:
+            # B of experts is one parameter of ours, in another layout.
+            (part,) = held.parts
+            stacks[part.name] = held
+            parts.append(Placement(part.name, source.shape, (source,), rows=None))
+        else:
+            parts += [replace(part, sources=(source,)) for part in held.parts]
+
+    def laid(name: str) -> Tensor:
+        if name not in stacks:
+            return get(name)
+        held = stacks[name]
+        return held.laid(get(name).reshape(held.shape))
+
+    return parts, laid
+
+
 def write_peft(
     path: Path,
     config: Json,
     model: ModelConfig,
-    family: str,
+    to: Destination,
     get: Callable[[str], Tensor],
     dtype: torch.dtype | None,
-    files: Files,
     base: str,
     keys: list[str],
 ) -> None:
     """Write a PEFT folder as `write_folder` does.
 
     Args:
+        config: adapter_config.json.
         dtype: None stands for float32.
         base: the base's fingerprint.
         keys: the run's keys that change the base's config.json, as arguments (KEPT).
     """
-    held = contents(model, family)
-    by_parameter = {x.parts[0].name: x for x in held}
-
-    parts = [
-        Placement(x.parts[0].name, x.on_disk, (StoredTensor(x.name, x.on_disk),), rows=None)
-        for x in held
-    ]
+    parts, laid = placed(model, to.family, get)
     write_tensors(
         path,
-        plan_tensors(parts, family, dtype or torch.float32),
+        plan_tensors(parts, to.family, dtype or torch.float32),
         parts,
-        lambda name: by_parameter[name].gathered(get),
-        {PEFT_CONFIG: json_bytes(config), **files},
+        laid,
+        {PEFT_CONFIG: json_bytes(config), **to.files},
         single=PEFT_WEIGHTS,
         header={BASE: base, KEYS: "\n".join(keys)},
         shard_bytes=math.inf,
@@ -417,15 +428,27 @@ def _ours(path: Path, contents: list[PeftTensor], tensors: dict[str, Tensor]) ->
     return found
 
 
-def _check_copies(path: Path, contents: list[PeftTensor], tensors: Mapping[str, Tensor]) -> None:
-    """Refuse copies of an embedding and its tied head that differ, or a single copy.
+def _check_copies(path: Path, contents: list[PeftTensor], tensors: dict[str, Tensor]) -> None:
+    """Check that the copies of an embedding and its tied head are one matrix.
 
-    One matrix cannot be both.
+    The one copy of a folder whose weights peft has tied is made two.
     """
     names = [x.name for x in contents if not x.lora and x.parts[0].name == "embedding.weight"]
-    copies = [tensors[name] for name in names if name in tensors]
-    if copies and not (len(copies) == len(names) and torch.equal(copies[0], copies[-1])):
-        raise ValueError(
-            f"'{path / PEFT_WEIGHTS}': {' and '.join(names)} are not equal, and the base has one matrix for both "
-            "(tie_word_embeddings = true); train them with peft's ensure_weight_tying, or on a base that has two"
-        )
+    present = [name for name in names if name in tensors]
+    # The embedding is not trained, or not tied.
+    if len(names) < 2 or not present:
+        return
+    if len(present) == 2:
+        if torch.equal(*(tensors[name] for name in names)):
+            return
+        problem = f"{' and '.join(names)} are not equal"
+    else:
+        if settings_of(path).get("ensure_weight_tying"):
+            tensors |= {name: tensors[present[0]].clone() for name in names}
+            return
+        (absent,) = set(names).difference(present)
+        problem = f"{present[0]} was trained apart from {absent} (ensure_weight_tying = false)"
+    raise ValueError(
+        f"'{path / PEFT_WEIGHTS}': {problem}, and the base has one matrix for both "
+        "(tie_word_embeddings = true); train them with peft's ensure_weight_tying, or on a base that has two"
+    )

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from titan_linear.distributed.groups import on_rank_0
 from titan_linear.distributed.parts import whole
+from titan_linear.models.lora import frozen_names, is_lora
 from titan_linear.storage.files import progress
 from titan_linear.storage.manifest import REMEDY, CheckpointReader, read_manifest
 from titan_linear.storage.step_folders import describe, weights_path
@@ -111,8 +112,9 @@ def holds_optimizer(path: Path) -> bool:
     return any(name.startswith("optimizer.") for name in read_manifest(path).tensors)
 
 
-def holds_adapters(path: Path) -> bool:
-    return any(map(is_adapter, read_manifest(path).tensors))
+def lacks_base(path: Path) -> bool:
+    """Whether a checkpoint holds adapters, and not the weights that they leave frozen."""
+    return any(map(is_lora, read_manifest(path).tensors))
 
 
 # --- What is saved ---------------------------------------------------------------------------------------------------
@@ -141,12 +143,8 @@ def _plain(name: str) -> str:
 
 def saved_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters to save: all, or with adapters only the trained ones."""
-    state = named_parameters(model)
-    if not any(map(is_adapter, state)):
-        return state
-    return {
-        _plain(name): state[_plain(name)] for name, p in model.named_parameters() if p.requires_grad
-    }
+    frozen = {_plain(name) for name in frozen_names(model)}
+    return {name: p for name, p in named_parameters(model).items() if name not in frozen}
 
 
 def parameters_in(path: Path, model: nn.Module) -> dict[str, Tensor]:
@@ -154,13 +152,9 @@ def parameters_in(path: Path, model: nn.Module) -> dict[str, Tensor]:
 
     Of a run with adapters, it holds the trained ones; else all but adapters.
     """
-    if holds_adapters(path):
+    if lacks_base(path):
         return saved_parameters(model)
-    return {name: p for name, p in named_parameters(model).items() if not is_adapter(name)}
-
-
-def is_adapter(name: str) -> bool:
-    return "lora_" in name
+    return {name: p for name, p in named_parameters(model).items() if not is_lora(name)}
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[State, State]:
