@@ -1,7 +1,5 @@
 """Events of a torch.profiler trace: how many ran on a GPU, and how long."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterable

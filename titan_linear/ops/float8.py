@@ -10,8 +10,6 @@ largest. The scaling is plain code, which the compiler fuses with the code that 
 only the product is an operator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -21,8 +21,6 @@ Not modeled: kernels that slow down during a collective, other jobs, input, chec
 validation.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ python -m titan_linear.run.export CHECKPOINT FOLDER DTYPE      an export during 
 (hooks/exports.py)
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

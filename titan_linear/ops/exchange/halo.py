@@ -5,8 +5,6 @@ tokens come from several fragments. The routes follow from the fragments, once p
 (ops/layout/fragments.py).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

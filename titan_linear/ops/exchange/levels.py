@@ -1,7 +1,5 @@
 """Exchange of KCP's states across many ranks, level by level (layout/levels.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

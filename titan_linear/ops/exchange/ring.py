@@ -7,8 +7,6 @@ straight to its owner. A rank holds two packed buffers of K|V (and three of dK|d
 backward) of its own length, whatever the number of ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -6,8 +6,6 @@ single-device operation that treats heads independently runs unchanged: softmax 
 here, and the linear layers, where this method serves for comparison.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ Each kernel returns o and its log-sum-exp and, in backward, dq, dk and dv from t
 and lse. Shapes are as in attention.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 

@@ -15,8 +15,6 @@ A row that is not finite also spoils neighboring documents: masked keys have wei
 0 · NaN is NaN.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import warnings
