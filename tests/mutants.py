@@ -187,8 +187,8 @@ MUTANTS = [
     ),
     Mutant("[pull, -pull]", "[pull, pull]", "test_losses.py: defined and SimPO"),
     Mutant(
-        "known.logprobs[:, 0] - batch",
-        "known.logprobs[:, 0] + batch",
+        "first_pass.logprobs[:, 0] - batch",
+        "first_pass.logprobs[:, 0] + batch",
         "test_losses.py: defined and GSPO",
     ),
     Mutant(

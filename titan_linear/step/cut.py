@@ -22,13 +22,13 @@ from titan_linear.data import IGNORE, Batch
 from titan_linear.data.corpus.tree_records import BACK, SHARE
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.options import SessionOptions
-from titan_linear.losses.function import of_fragments
 from titan_linear.losses.loss import LocalBatch
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.layers import widened
 from titan_linear.models.plan import BatchPlan, Later, Rotary
 from titan_linear.ops import CPContext, build_cp_context
 from titan_linear.ops.attention import choose_method, pairs_computed
+from titan_linear.ops.exchange.stream import take_fragments
 from titan_linear.ops.layout.build_context import ranks_per_node
 from titan_linear.ops.layout.prefix_trees import PrefixTrees
 from titan_linear.ops.layout.tables import to_device
@@ -218,13 +218,13 @@ def build_sharding(
 def cut(batch: Batch, context: CPContext) -> LocalBatch:
     """Take this rank's fragments of tokens, labels and columns."""
     columns = {
-        name: of_fragments(column, context)
+        name: take_fragments(column, context)
         for name, column in batch.columns.items()
         if name not in (BACK, SHARE)
     }
     return LocalBatch(
-        of_fragments(batch.tokens, context),
-        of_fragments(batch.labels, context),
+        take_fragments(batch.tokens, context),
+        take_fragments(batch.labels, context),
         columns,
         batch.streams,
         batch.num_documents,
@@ -254,9 +254,9 @@ def later_of(batch: Batch, depth: int) -> Later:
 def cut_later(later: Later, context: CPContext) -> Later:
     """Take this rank's fragments of the result of `later_of`."""
     return Later(
-        of_fragments(later.tokens, context),
-        of_fragments(later.labels, context),
-        of_fragments(later.weights, context),
+        take_fragments(later.tokens, context),
+        take_fragments(later.labels, context),
+        take_fragments(later.weights, context),
     )
 
 

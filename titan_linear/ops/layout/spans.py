@@ -18,7 +18,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from titan_linear.ops.layout.fragments import Cut, Fragments
+from titan_linear.ops.layout.fragments import Cut
 from titan_linear.ops.layout.tables import OnHost, table, two_or_more
 
 # --- The queries of each rank ----------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def entries(cut: Cut) -> QueryRuns:
     fragment, in global order."""
     fragments = cut.fragments
     documents, begins = cut.trees.chains
-    size = fragments[0].end
+    size = cut.fragment_length
     cuts = np.arange(len(fragments)) * size
     at = np.searchsorted(documents, cuts)
     inside = np.flatnonzero(documents[at] != cuts)  # cuts inside a document
@@ -168,7 +168,7 @@ def gathered_spans(cut: Cut, rank: int, world_size: int, *, causal: bool) -> Gat
     _, *keys = cut.trees.ranges(runs.start[here], after[here])
     return GatheredSpans(
         table(Spans, q=q, k=k, q_cpu=q, k_cpu=k, **longest),
-        _key_routes(cut, _blocks(cut.fragments, world_size), needed, rank, *keys),
+        _key_routes(cut, _blocks(cut, world_size), needed, rank, *keys),
         torch.from_numpy(pairs_by_rank(runs, world_size, causal)),
     )
 
@@ -209,11 +209,10 @@ def _sums_below(edges: ndarray, x: ndarray) -> ndarray:
     return count * x - _bounds(edges)[count]
 
 
-def _blocks(fragments: Fragments, world_size: int) -> ndarray:
+def _blocks(cut: Cut, world_size: int) -> ndarray:
     """Return the ranks' tokens [W, slots, 2]: start and end of each fragment."""
-    owners = np.array([f.rank for f in fragments])
-    size = fragments[0].end
-    return np.argsort(owners, kind="stable").reshape(world_size, -1, 1) * size + [0, size]
+    size = cut.fragment_length
+    return np.argsort(cut.owners, kind="stable").reshape(world_size, -1, 1) * size + [0, size]
 
 
 def _key_routes(
@@ -232,7 +231,7 @@ def _key_routes(
     world_size, slots, _ = blocks.shape
     fragments = cut.fragments
     owners = cut.owners
-    size = fragments[0].end
+    size = cut.fragment_length
     tokens = slots * size
     received, sent = needed.traffic(blocks)
     # If no document enters a fragment, the spans' keys are the rank's rows, each once and
