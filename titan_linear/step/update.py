@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,13 @@ class Watcher(Protocol):
     def sums(self, numbers: StepNumbers, optimizer: AdamW) -> Tensor: ...
 
 
+class GradientSum(NamedTuple):
+    """Parameters whose gradients are summed over the ranks of a group."""
+
+    parameters: list[nn.Parameter]
+    group: dist.ProcessGroup
+
+
 class Update:
     """Ends every step of a model on this rank.
 
@@ -63,7 +70,7 @@ class Update:
         self.max_norm = max_norm
         self.copies = precision if isinstance(precision, ComputeCopies) else None
         self.telemetry: Watcher | None = None
-        self.sums = gradient_sums(self.model, dims)
+        self.gradient_sums = gradient_sums(self.model, dims)
         self.counted = counted_parameters(self.model, dims)
 
     def run(self, losses: Tensor, lr: float, signal: int = 0) -> HostCopy:
@@ -82,7 +89,7 @@ class Update:
             Loss, 2-norm of the gradients, signal and the numbers of telemetry, in transit
             to the host.
         """
-        sum_gradients(self.sums)
+        sum_gradients(self.gradient_sums)
         # The signal goes with the loss, so that all ranks stop at the same step.
         numbers = step_numbers(losses.sum(0), self.counted, signal)
         # Telemetry reads the gradients before the update scales them.
@@ -99,33 +106,30 @@ class Update:
         return reading
 
 
-def gradient_sums(
-    model: nn.Module, dims: ParallelDims
-) -> list[tuple[list[nn.Parameter], dist.ProcessGroup]]:
-    """Return the parameters whose gradients FSDP does not sum, by the group that does.
+def gradient_sums(model: nn.Module, dims: ParallelDims) -> list[GradientSum]:
+    """Return the sums of gradients that FSDP does not take.
 
-    The first list holds parameters left out of FSDP, summed over the ranks that FSDP would
-    have used. The second holds parameters that every tp rank has whole, summed over tp.
+    The first is of parameters left out of FSDP, over the ranks that FSDP would have used.
+    The second is of parameters that every tp rank has whole, over tp.
     """
-    sums = [(replicated_parameters(model), dims.data_group)]
+    sums = [GradientSum(replicated_parameters(model), dims.data_group)]
     if dims.tp > 1:
         splits = model.parts.splits
-        sums.append(
-            ([p for name, p in model.named_parameters() if name not in splits], dims.tp_group)
-        )
+        unsplit = [p for name, p in model.named_parameters() if name not in splits]
+        sums.append(GradientSum(unsplit, dims.tp_group))
     return sums
 
 
-def sum_gradients(sums: list[tuple[list[nn.Parameter], dist.ProcessGroup]]) -> None:
+def sum_gradients(sums: list[GradientSum]) -> None:
     """Sum the gradients listed by `gradient_sums`.
 
     Each group takes one collective; with offload, tp takes two.
     """
     for parameters, group in sums:
-        _sum(parameters, group)
+        _all_reduce_gradients(parameters, group)
 
 
-def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+def _all_reduce_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Sum the gradients of these parameters.
 
     Gradients in host memory are summed on the device of their mesh.
