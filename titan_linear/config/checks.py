@@ -10,7 +10,7 @@ from titan_linear.config.reading import on_cuda, toml_value
 from titan_linear.config.schema import (
     COLUMNS,
     KEYS,
-    LOSSES,
+    LOSS_NAMES,
     OTHER,
     RECORDS,
     SMALLEST_EPS,
@@ -53,7 +53,7 @@ EFFECTIVE_WITH = {
     ("float8.enable", True): ("float8.filter_fqns", "float8.emulate"),
     **{
         ("loss.name", name): tuple(key for key in KEYS if key.startswith(f"{name}."))
-        for name in LOSSES
+        for name in LOSS_NAMES
     },
     ("optimizer.name", "muon"): ("optimizer.momentum",),
     ("validation.enable", True): ("validation.sample_tokens",),

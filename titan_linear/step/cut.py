@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -33,6 +34,15 @@ from titan_linear.ops.layout.build_context import ranks_per_node
 from titan_linear.ops.layout.prefix_trees import PrefixTrees
 from titan_linear.ops.layout.tables import to_device
 from titan_linear.step.branches import has_trees, later_in_trees, with_branches
+
+
+class SoftmaxShape(NamedTuple):
+    """Sizes of a softmax layer on one tp rank."""
+
+    query_heads: int
+    key_heads: int
+    # D + Dv of a head.
+    width: int
 
 
 @dataclass(frozen=True)
@@ -56,8 +66,8 @@ class BatchSharding:
     # without such scans.
     stream_programs: tuple[int, ...] | None
     mtp_layers: int
-    # Hq, Hkv and D + Dv on one tp rank, for each kind of softmax layer.
-    softmax: tuple[tuple[int, int, int], ...]
+    # One shape for each kind of softmax layer.
+    softmax: tuple[SoftmaxShape, ...]
 
     @classmethod
     def of(
@@ -94,7 +104,7 @@ class BatchSharding:
             programs=() if over_heads else programs,
             stream_programs=programs if over_heads else None,
             mtp_layers=model.mtp_layers,
-            softmax=_softmax(model, dims.tp),
+            softmax=_softmax_shapes(model, dims.tp),
         )
 
     def __call__(self, batch: Batch) -> LocalBatch:
@@ -173,10 +183,18 @@ class BatchSharding:
             return ()
         if self.softmax_method != "auto":
             return (self.softmax_method,) if self.softmax else ()
-        ranks = self.dims.cp, self.node_size
         chosen = (
-            choose_method(*ranks, tokens, *sizes, self.compute_dtype, branches)
-            for sizes in self.softmax
+            choose_method(
+                self.dims.cp,
+                self.node_size,
+                tokens,
+                shape.query_heads,
+                shape.key_heads,
+                shape.width,
+                self.compute_dtype,
+                branches,
+            )
+            for shape in self.softmax
         )
         return tuple(dict.fromkeys(chosen))
 
@@ -274,11 +292,12 @@ def _programs(model: ModelConfig, ranks: int, device: torch.device) -> tuple[int
     return tuple(dict.fromkeys(n for n in of if n is not None))
 
 
-def _softmax(model: ModelConfig, tp: int) -> tuple[tuple[int, int, int], ...]:
-    sizes = []
+def _softmax_shapes(model: ModelConfig, tp: int) -> tuple[SoftmaxShape, ...]:
+    shapes = []
     for mixer in model.mixers:
         if "attention" in mixer.ops:
             # Head counts of the queries, then of the keys if there are fewer.
             heads = [count // tp for count in mixer.head_counts.values()]
-            sizes.append((heads[0], heads[-1], sum(mixer.ops["attention"].values())))
-    return tuple(dict.fromkeys(sizes))
+            width = sum(mixer.ops["attention"].values())
+            shapes.append(SoftmaxShape(heads[0], heads[-1], width))
+    return tuple(dict.fromkeys(shapes))

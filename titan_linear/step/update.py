@@ -123,26 +123,18 @@ def gradient_sums(model: nn.Module, dims: ParallelDims) -> list[GradientSum]:
 def sum_gradients(sums: list[GradientSum]) -> None:
     """Sum the gradients listed by `gradient_sums`.
 
-    Each group takes one collective; with offload, tp takes two.
+    Each group takes one collective; with offload, tp takes two. Gradients in host memory
+    are summed on the device of their mesh.
     """
     for parameters, group in sums:
-        _all_reduce_gradients(parameters, group)
-
-
-def _all_reduce_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of these parameters.
-
-    Gradients in host memory are summed on the device of their mesh.
-    """
-    for alike in by_kind(gradients(parameters)):
-        # Flatten the gradients of one dtype and device, sum them, and copy the sums back.
-        grads = list(map(local_tensor, alike))
-        flat = torch.cat([g.flatten() for g in grads]).to(exchange_device(alike[0]))
-        dist.all_reduce(flat, group=group)
-        flat = flat.to(alike[0].device)
-        torch._foreach_copy_(
-            grads, [x.view_as(g) for x, g in zip(flat.split([g.numel() for g in grads]), grads)]
-        )
+        for alike in by_kind(gradients(parameters)):
+            # Flatten the gradients of one dtype and device, sum them, and copy the sums
+            # back.
+            grads = list(map(local_tensor, alike))
+            flat = torch.cat([g.flatten() for g in grads]).to(exchange_device(alike[0]))
+            dist.all_reduce(flat, group=group)
+            parts = flat.to(alike[0].device).split([g.numel() for g in grads])
+            torch._foreach_copy_(grads, [x.view_as(g) for x, g in zip(parts, grads)])
 
 
 def counted_parameters(model: nn.Module, dims: ParallelDims) -> list[nn.Parameter]:
@@ -151,12 +143,12 @@ def counted_parameters(model: nn.Module, dims: ParallelDims) -> list[nn.Paramete
     All ranks together thus count each parameter once.
     """
     splits = model.parts.splits if dims.tp > 1 else {}
-    whole = dims.data_group.rank()
-    of_tp = dims.mesh.get_local_rank("tp")
+    data_rank = dims.data_group.rank()
+    tp_rank = dims.mesh.get_local_rank("tp")
 
     def counts(name: str, p: nn.Parameter) -> bool:
-        copy = dims.replica if isinstance(p, DTensor) else whole
-        return copy == 0 and (name in splits or of_tp == 0)
+        copy = dims.replica if isinstance(p, DTensor) else data_rank
+        return copy == 0 and (name in splits or tp_rank == 0)
 
     return [p for name, p in model.named_parameters() if counts(name, p)]
 

@@ -216,11 +216,11 @@ def read_progress(path: Path) -> Progress:
 
 
 def _step_folders(folder: Path, suffix: str = "") -> dict[int, Path]:
-    matches = [
-        (re.fullmatch(rf"step-(0|[1-9]\d*){suffix}", path.name), path)
+    return {
+        int(match[1]): path
         for path in folder.glob("step-*")
-    ]
-    return {int(match[1]): path for match, path in matches if match}
+        if (match := re.fullmatch(rf"step-(0|[1-9]\d*){suffix}", path.name))
+    }
 
 
 def _is_complete(path: Path) -> bool:

@@ -43,10 +43,9 @@ class QueryRuns(NamedTuple):
 def entries(cut: Cut) -> QueryRuns:
     """Cut documents at fragment boundaries. Returns the part of each document in each
     fragment, in global order."""
-    fragments = cut.fragments
     documents, begins = cut.trees.chains
     size = cut.fragment_length
-    cuts = np.arange(len(fragments)) * size
+    cuts = np.arange(len(cut.fragments)) * size
     at = np.searchsorted(documents, cuts)
     inside = np.flatnonzero(documents[at] != cuts)  # cuts inside a document
     at = at[inside]
@@ -228,17 +227,16 @@ def _key_routes(
     blocks: [W, slots, 2], the ranks' tokens. start, end: [.] key ranges of the rank's
     spans, in order.
     """
-    world_size, slots, _ = blocks.shape
-    fragments = cut.fragments
+    world_size = len(blocks)
     owners = cut.owners
     size = cut.fragment_length
-    tokens = slots * size
+    tokens = cut.tokens
     received, sent = needed.traffic(blocks)
     # If no document enters a fragment, the spans' keys are the rank's rows, each once and
     # in order. A document may also continue in the same rank's next fragment, as across the
     # middle of zig-zag. It needs no rows of other ranks, but some of its rows are keys of
     # two spans. In trees any row may be a key of several spans.
-    apart = not cut.trees.joined and not any(f.enters for f in fragments)
+    apart = not cut.trees.joined and not any(f.enters for f in cut.fragments)
     travel = SOME if received.any() or not apart else NOTHING
     if travel and max(received.max(), sent.max()) > GATHER_FROM * (world_size - 1) * tokens:
         travel = ALL
