@@ -255,8 +255,9 @@ class Trainer:
         hooks: list[Hook] = [MemorySnapshots(folder, config.profiling)]
         if first:
             write_down(self.origin, self.session, self.step)
-            numbers = self.compilation.numbers
-            hooks.append(Report(config, self.session, self.step, self.telemetry, numbers))
+            hooks.append(
+                Report(config, self.session, self.step, self.telemetry, self.compilation.numbers)
+            )
         if first and config.checkpoint.export_interval:
             self.exports = Exports(config, self.step, self.checkpointer.in_use)
             hooks.append(self.exports)

@@ -225,8 +225,9 @@ def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
         print(f"warning: {error}; the folder gets no tokenizer")
         to = destination(source_origin, None, files={})
     with ExitStack() as opened:
-        weights = adapted.origin.weights(opened)
-        source_origin.write(folder, adapted.model.base, weights, to, EXPORT_DTYPES[dtype])
+        source_origin.write(
+            folder, adapted.model.base, adapted.origin.weights(opened), to, EXPORT_DTYPES[dtype]
+        )
 
 
 def _adapters_of_folder(source: Path, base: str) -> AdaptedModel:

@@ -515,8 +515,7 @@ class Adapters(Origin):
     def weights(self, files: ExitStack) -> Weights:
         """Return a function that reads merged tensors, W + s B A in float64."""
         base = self.base.weights(files)
-        checkpoint = self.checkpoint or self._source_checkpoint
-        if checkpoint:
+        if checkpoint := self.checkpoint or self._source_checkpoint:
             trained = stored_weights(checkpoint)
         else:
             trained = self.of_peft(self.definition, self.base_fingerprint).__getitem__
