@@ -215,10 +215,10 @@ class Trainer:
         """Whether a save, a validation and an evaluation follow this step, if no signal
         comes.
         """
-        c = self.config.checkpoint
-        v = self.config.validation
-        e = self.config.evaluation
-        frequencies = c.interval, v.freq if v.enable else 0, e.freq
+        config = self.config
+        v = config.validation
+        validations = v.freq if v.enable else 0
+        frequencies = config.checkpoint.interval, validations, config.evaluation.freq
         return tuple(freq > 0 and (self.step % freq == 0 or self._ended) for freq in frequencies)
 
     # --- The loop -------------------------------------------------------------------------
@@ -358,8 +358,9 @@ class Trainer:
             self.exports.report(self.stop)
         if dist.get_rank() == 0:
             folder = self.config.checkpoint_folder if self.checkpointer else None
-            stops = self.stop.agreed
-            print(stopped(self.step, folder) if stops else finished(self.config, self.step))
+            print(
+                stopped(self.step, folder) if self.stop.agreed else finished(self.config, self.step)
+            )
 
 
 # --- One process of a run -----------------------------------------------------------------
