@@ -5,7 +5,6 @@
     python -m tools.bench_train --models qwen3.5/9B --documents 4096 -- --model.num_layers 4
     python -m tools.bench_train --models hybrid/340M --documents run -- --training.dataset stdlib
     python -m tools.bench_train --losses ce weights dpo policy sequence distillation mtp --documents 4096
-    python -m tools.bench_train --score --models qwen3.5/9B --seq-len 131072 -- --training.dtype bfloat16
     torchrun --nproc-per-node 4 -m tools.bench_train --models hybrid/1.3B kda/1.3B --seq-len 131072 -- \\
         --parallelism.context_parallel_degree 4 --parallelism.context_parallel_layout zigzag
 
@@ -27,10 +26,6 @@ With several losses all documents have that many tokens: so they fill streams, a
 --fla: also FLA's own model of the same configuration, eager and compiled, with the kernels that FLA takes on this chip
 (tools/peers.py), if flash-linear-attention is installed; on one GPU. If FLA refuses or runs out of memory, its reason
 stands below the table's other rows. On the CPU only times are measured.
-
---score: instead of steps, tokens/s of all GPUs in forward passes of a model with drawn weights: of its layers alone,
-with the head, of evaluation.tasks at evaluation.lengths, and of titan-linear score, which takes the likeliest 64 tokens
-too and writes them.
 """
 
 from __future__ import annotations
@@ -52,14 +47,12 @@ from statistics import mean, median
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from titan_linear.commands import command_parser, score
+from titan_linear.commands import command_parser
 from titan_linear.config import COLUMNS as DTYPES
 from titan_linear.config import Config, check_config, load_config
-from titan_linear.data import Streams, build_tokenizer, write_corpus
+from titan_linear.data import build_tokenizer, write_corpus
 from titan_linear.data.corpus.columns import DocumentTokens
-from titan_linear.data.corpus.scores import begin
 from titan_linear.distributed.groups import on_rank_0, process_group
 from titan_linear.distributed.process import (
     ignore_warnings_of_torch,
@@ -70,13 +63,8 @@ from titan_linear.distributed.process import (
 from titan_linear.hooks import Hook, StepResult
 from titan_linear.hooks.report import clock_and_power, peak_memory_gib
 from titan_linear.losses import build_loss
-from titan_linear.losses.loss import logprobs
 from titan_linear.models.config import Documents, ModelConfig
-from titan_linear.ops.cross_entropy import ChunkedLogits
-from titan_linear.run.data import RunData
-from titan_linear.run.evaluate import examine, open_prompts
 from titan_linear.run.origin import Origin
-from titan_linear.run.reading import Columns, open_reader
 from titan_linear.step.feed import FeedStats
 from titan_linear.step.flops import peak_tflops, training_flops
 from titan_linear.step.optimizer import HostCopy
@@ -110,7 +98,6 @@ COLUMNS = {
     "idle": ".1%",
     "first_step_seconds": ".1f",
 }
-SCORED = {"model": "", **dict.fromkeys(("layers", "forward", "evaluate", "score"), ",.0f")}
 
 
 # --- Random tokens ---------------------------------------------------------------------------------------------------
@@ -317,15 +304,10 @@ def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row | str]:
     ranks = dist.get_world_size()
     every = configurations(args, keys, ranks, {})
     streams = 4 * max(config.training.global_batch_size for *_, config in every)
-    if args.score:
-        streams = args.steps * ranks
     random = nullcontext({}) if args.documents == "run" else random_corpora(args, streams)
     with random as corpora, tempfile.TemporaryDirectory() as folder:
         keys = [*keys, f"--job.dump_folder={folder}"]
         for name, loss, config in configurations(args, keys, ranks, corpora):
-            if args.score:
-                yield {"model": name} | scored(config)
-                continue
             # Ours, and FLA's where it has this model.
             kinds: list[Kind] = [Ours]
             has_mode = config.activation_checkpoint.mode in FLA_MODES
@@ -376,43 +358,6 @@ def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row
     }
 
 
-# --- Scoring ---------------------------------------------------------------------------------------------------------
-
-
-def scored(config: Config) -> Row:
-    """Tokens per second of all GPUs in passes without gradients."""
-    # The streams that each pass reads.
-    reader = open_reader(config)
-    size = config.training.local_batch_size
-    data = RunData(config, reader.tokenizer)
-    streams, prompts = score.streams_to_score(data), open_prompts(data)
-
-    def of_layers(logits: ChunkedLogits, labels: Tensor, _: object) -> tuple[Tensor, ...]:
-        return (logits.x[:, 0].float(),)
-
-    def with_head(logits: ChunkedLogits, labels: Tensor, _: object) -> tuple[Tensor, ...]:
-        return (logprobs(logits, labels),)
-
-    def read(columns: Columns) -> object:
-        return list(reader.read(streams, columns, 0, size))
-
-    def rate(work: Callable[[], object], of: Streams = streams) -> float:
-        return len(of) * of.seq_len / seconds(work)
-
-    read(with_head)  # compiles
-    rates = {
-        "layers": rate(lambda: read(of_layers)),
-        "forward": rate(lambda: read(with_head)),
-        "evaluate": rate(lambda: examine(reader, prompts), prompts),
-    }
-    with tempfile.TemporaryDirectory() as own:
-        folder = Path(on_rank_0(lambda: own, reader.session.host))
-        asked, _ = score.parse(["PATH", "--output", str(folder), "--top-k", str(TOP)])
-        scores = score.scores_of(asked, Origin.of(config))
-        on_rank_0(lambda: begin(folder, *scores), reader.session.host)
-        return rates | {"score": rate(lambda: score.score(folder, reader, streams))}
-
-
 # --- The command -----------------------------------------------------------------------------------------------------
 
 
@@ -428,7 +373,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     option("--steps", type=int, default=10, help="timed steps (default: 10)")
     option("--warmup", type=int, default=3, help="untimed steps after the first (default: 3)")
     option("--fla", action="store_true", help="also time flash-linear-attention's models")
-    option("--score", action="store_true", help="time titan-linear score and evaluate instead")
     option("--out", default="", help="JSON file to write all numbers to")
     return parser.parse_args(arguments), keys
 
@@ -467,7 +411,7 @@ def main(argv: list[str]) -> int:
     be_alone()
     check(args, keys, int(os.environ["WORLD_SIZE"]))
     with process_group(timedelta(minutes=30)):
-        table = Table(SCORED if args.score else COLUMNS)
+        table = Table(COLUMNS)
         for row in measured(args, keys):
             if isinstance(row, str):
                 say(row)

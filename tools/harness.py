@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import partial
 from importlib.metadata import distributions
@@ -128,14 +128,13 @@ class TimedFunction:
 
     Args:
         fn: called with the inputs by name; gives a tensor.
-        parameters: get gradients too, as all inputs that are not integers do.
     """
 
-    def __init__(self, fn: Callable[..., Tensor], x: Inputs, parameters: Iterable[Tensor] = ()):
+    def __init__(self, fn: Callable[..., Tensor], x: Inputs):
         # Inputs are leaves; the output's gradient is drawn once.
-        inputs = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in x.items()}
+        inputs = {name: t.detach().requires_grad_() for name, t in x.items()}
         self.fn = partial(fn, **inputs)
-        self.leaves = [t for t in (*inputs.values(), *parameters) if t.requires_grad]
+        self.leaves = [*inputs.values()]
         self.output = self.fn().detach()
         self.dy = torch.randn_like(self.output)
 

@@ -102,14 +102,6 @@ def test_losses_are_timed_on_the_same_documents(worlds):
     assert {row["in_step"] for row in rows} == {Documents(128, 8 * 16 * 17 / 2, 8 * 16**2)}
 
 
-def test_scoring_is_timed(worlds):
-    keys = ['--evaluation.tasks=["mqar"]', "--evaluation.lengths=[256]", "--evaluation.samples=2"]
-    argv = [*SMALL, "--models", "gdn/debug", "--documents", "one", "--score", "--", *keys]
-    (row,) = worlds(1).run(measured_on_rank, argv)[0]
-    assert len(cells(bench_train.SCORED, row)) == 5
-    assert all(row[what] > 0 for what in ("layers", "forward", "evaluate", "score"))
-
-
 def test_a_refusal_of_fla_is_said_and_the_others_go_on():
     def refuse(config, model):
         raise RuntimeError(f"{model.num_layers} layers\nare too many")
