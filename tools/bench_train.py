@@ -18,8 +18,6 @@ With several losses all documents have that many tokens: so they fill streams, a
                                  docs/telemetry.md
     memory_gib                   the most that PyTorch allocated in those steps, on the rank that had most
     sm_clock_mhz, power_watts    of the first rank's GPU, means over those steps (nvidia-ml-py)
-    launches, idle               kernels and copies of one more step, under the profiler, and the share of the median
-                                 step in which none of them would run
     first_step_seconds           compilation included; the first row's belongs to a new process. For empty
                                  caches set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR to an empty folder
 
@@ -69,7 +67,6 @@ from titan_linear.step.feed import FeedStats
 from titan_linear.step.flops import peak_tflops, training_flops
 from titan_linear.step.optimizer import HostCopy
 from titan_linear.train import Trainer
-from tools import traces
 from tools.harness import Row, Table, be_alone, largest, require_fla, say, split_keys, synchronise
 from tools.peers import Peer, fla_has, fla_loss, fla_model
 
@@ -94,8 +91,6 @@ COLUMNS = {
     "memory_gib": ".1f",
     "sm_clock_mhz": ".0f",
     "power_watts": ".0f",
-    "launches": "",
-    "idle": ".1%",
     "first_step_seconds": ".1f",
 }
 
@@ -163,13 +158,6 @@ class Ours(Hook):
     def step(self) -> None:
         self.trainer.train_step()
 
-    def last_step(self) -> None:
-        """Do a step and end all work in the background: if it ends on gloo's threads after a profiler has stopped, it
-        writes into freed memory."""
-        self.step()
-        self.trainer.passes.drop()
-        self.trainer.feed.settle()
-
     def after_step(self, done: StepResult) -> None:
         self.fed += done.fed
 
@@ -200,8 +188,6 @@ class Fla(Peer):
             if not math.isfinite(numbers.loss + numbers.grad_norm):
                 raise RuntimeError("the loss or a gradient is not finite")
 
-    last_step = step
-
 
 Kind = Callable[[Config, ModelConfig], Ours | Fla]
 
@@ -219,8 +205,8 @@ def seconds(work: Callable[[], object]) -> float:
 def measure(
     subject: Ours | Fla, args: argparse.Namespace, device: torch.device
 ) -> tuple[Row, Documents]:
-    """Fields of a row, of the slowest or fullest rank, and the mean documents of a step. Launches, clock and power
-    are this rank's."""
+    """Fields of a row, of the slowest or fullest rank, and the mean documents of a step. Clock and power are this
+    rank's."""
     # The first step compiles; the others warm up.
     first = seconds(subject.step)
     for _ in range(args.warmup):
@@ -243,12 +229,9 @@ def measure(
     # Of all ranks, the slowest and the fullest.
     steps, documents = subject.documents()
     step, memory, first = largest(median(times), peak_memory_gib(), first)
-    launches, busy = profiled(subject.last_step) if device.type == "cuda" else (None, step)
     row: Row = {
         "step_ms": 1e3 * step,
         "memory_gib": memory,
-        "launches": launches,
-        "idle": None if launches is None else max(1 - busy / step, 0.0),
         "first_step_seconds": first,
         "sm_clock_mhz": None,
         "power_watts": None,
@@ -256,14 +239,6 @@ def measure(
     for name in readings[0]:
         row[name] = mean(reading[name] for reading in readings)
     return row, Documents(*(total / steps for total in documents))
-
-
-def profiled(step: Callable[[], None]) -> tuple[int, float]:
-    """Number of launches of a step, and the seconds in which one of them ran."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        seconds(step)
-    ran = traces.events_of(profile)
-    return len(ran), traces.busy(ran)
 
 
 # --- Rows ------------------------------------------------------------------------------------------------------------
@@ -285,7 +260,7 @@ def configurations(
             f"--activation_checkpoint.mode={mode}",
             "--checkpoint.enable=false",
             # the last one is not done: a step always follows
-            f"--training.steps={args.steps + args.warmup + 3}",
+            f"--training.steps={args.steps + args.warmup + 2}",
             *LOSSES[loss],
             *corpora.get(loss, []),
         ]

@@ -7,19 +7,21 @@ in the run's type. The host waits for the device nowhere inside a step. One proc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from titan_linear.config import Config
-from titan_linear.data import IGNORE, Batch, StreamLoader, build_tokenizer
+from titan_linear.data import IGNORE, Batch, build_tokenizer
+from titan_linear.distributed.one_process import LocalDims
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.hf_mapping import config_to_hf
+from titan_linear.ops.layout.tables import to_device
 from titan_linear.run.build import DTYPES, rate_at
 from titan_linear.run.data import RunData
 from titan_linear.run.origin import Origin
+from titan_linear.run.start import build_loader
 from titan_linear.step.optimizer import HostCopy, StepNumbers, build_optimizer
 from titan_linear.storage.hf_writing import find_family
 
@@ -95,17 +97,6 @@ def fla_loss(model: nn.Module, batch: Batch) -> Tensor:
     return criterion(hidden, labels, model.lm_head.weight)
 
 
-def moved(batch: Batch, device: torch.device) -> Batch:
-    """The batch on the device; the host does not wait for it."""
-    if device.type == "cpu":
-        return batch
-    names = ("tokens", "labels", "cu_seqlens", "position_ids")
-    tensors = {
-        name: getattr(batch, name).pin_memory().to(device, non_blocking=True) for name in names
-    }
-    return replace(batch, **tensors)
-
-
 class Peer:
     """A model on the streams of a run.
 
@@ -115,21 +106,15 @@ class Peer:
     """
 
     def __init__(self, config: Config, model: nn.Module, loss: Loss, device: torch.device):
-        t = config.training
-        self.config, self.model, self.loss, self.device = config, model, loss, device
+        self.config = config
+        self.model = model
+        self.loss = loss
+        self.device = device
         self.done = 0
         streams, _ = RunData(config, build_tokenizer(Origin.of(config).tokenizer_path)).streams(
             None
         )
-        loader = StreamLoader(
-            streams,
-            global_batch_size=t.global_batch_size,
-            local_batch_size=t.local_batch_size,
-            dp_rank=0,
-            dp_degree=1,
-            num_workers=t.num_workers,
-        )
-        self.batches = iter(loader)
+        self.batches = iter(build_loader(config, streams, LocalDims()))
         self.optimizer = torch.optim.AdamW(build_optimizer(model, config.optimizer).param_groups)
         self.fed: list[Documents] = []  # of all batches since `documents` was called
         self.begun = 0  # steps that were done then
@@ -154,7 +139,8 @@ class Peer:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in batches:
             with torch.autocast(self.device.type, dtype, enabled=dtype == torch.bfloat16):
-                loss = self.loss(self.model, moved(batch, self.device)) / valid
+                # The host does not wait for the copy.
+                loss = self.loss(self.model, to_device(batch, self.device)) / valid
             loss.backward()
             total += loss.detach()
         # Clip, and step with the run's learning rate.

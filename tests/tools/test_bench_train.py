@@ -49,7 +49,6 @@ def test_steps_of_two_ranks(worlds):
             and row["first_step_seconds"] > 0
             and row["memory_gib"] > 0
         )
-        assert row["launches"] is row["idle"] is None  # of kernels: none are launched here
         assert theirs["step_ms"] == row["step_ms"]  # the slowest rank's
     assert len(cells(COLUMNS, rows[0])) == len(COLUMNS)
 
@@ -120,7 +119,7 @@ def test_a_row_of_a_gpu(worlds):
         measured_on_rank,
         ["--models", "gdn/340M", "--seq-len", "4096", "--", "--model.num_layers=2"],
     )[0]
-    assert row["launches"] > 100 and 0 <= row["idle"] < 1 and row["memory_gib"] < 20
+    assert 0 < row["memory_gib"] < 20
     assert (row["sm_clock_mhz"] is None) == (find_spec("pynvml") is None)
 
 

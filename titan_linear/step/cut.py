@@ -112,7 +112,9 @@ class BatchSharding:
             shorter = (batch.trees.after(k) for k in range(1, self.mtp_layers + 1))
             later_contexts = [self._context(batch, each, methods) for each in shorter]
         elif self.mtp_layers:
-            local = replace(local, later=cut_later(later_of(batch, self.mtp_layers), local.context))
+            rows = later_of(batch, self.mtp_layers)
+            later = Later(*(of_fragments(row, local.context) for row in rows))
+            local = replace(local, later=later)
 
         # Move everything to the device at once, then plan there.
         local, later_contexts = to_device([local, later_contexts], self.device)
@@ -248,15 +250,6 @@ def later_of(batch: Batch, depth: int) -> Later:
         batch.tokens[0, at].where(inside, 0),
         batch.labels[0, at].where(inside, IGNORE),
         batch.columns["weights"][0, at].where(inside, 0),
-    )
-
-
-def cut_later(later: Later, context: CPContext) -> Later:
-    """Take this rank's fragments of the result of `later_of`."""
-    return Later(
-        of_fragments(later.tokens, context),
-        of_fragments(later.labels, context),
-        of_fragments(later.weights, context),
     )
 
 

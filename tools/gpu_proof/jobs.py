@@ -190,19 +190,18 @@ def jobs(setting: Setting) -> list[Job]:
 def run(setting: Setting, name: str, about: str, keys: str, **more: Any) -> Job:
     """A run that is killed after a save and resumed."""
     small = setting.tiny if EXPORTED in keys else setting.debug
-    folder = f"@{name}"
+    folder = setting.folder / name
     kill = Kill(
-        save=f"{folder}/checkpoint/step-{SAVED}/manifest.json",
-        metrics=f"{folder}/{METRICS}",
+        save=folder / f"checkpoint/step-{SAVED}/manifest.json",
+        metrics=folder / METRICS,
         steps=LOGGED,
-        copy=f"{folder}.killed.jsonl",
+        copy=setting.folder / f"{name}.killed.jsonl",
     )
-    files = setting.folder / f"{name}.killed.jsonl", setting.folder / name / METRICS
     return Job(
         name,
         f"{about}: killed after a save and resumed",
-        [f"{RUN} {keys} {small} --job.dump_folder={folder}"] * 2,
-        partial(resumed, *files),
+        [f"{RUN} {keys} {small} --job.dump_folder=@{name}"] * 2,
+        partial(resumed, kill.copy, kill.metrics),
         kill=kill,
         **more,
     )
