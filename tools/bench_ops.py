@@ -261,10 +261,8 @@ def shapes(args: argparse.Namespace) -> Iterator[tuple[str, int, tuple[int, int]
 
 def head_dims(text: str) -> tuple[int, int]:
     """K and V from text such as 96x192."""
-    K, _, V = text.partition("x")
-    if not (K.isdigit() and V.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} must be K and V of a head, such as 96x192")
-    return int(K), int(V)
+    K, V = map(int, text.split("x"))
+    return K, V
 
 
 def head_counts(text: str) -> tuple[int, int]:

@@ -4,15 +4,13 @@
     python -m tools.bench_train --models kda/340M gdn/340M --fla -- --compile.enable true
     python -m tools.bench_train --models qwen3.5/9B --documents 4096 -- --model.num_layers 4
     python -m tools.bench_train --models hybrid/340M --documents run -- --training.dataset stdlib
-    python -m tools.bench_train --losses ce weights dpo policy sequence distillation mtp --documents 4096
     torchrun --nproc-per-node 4 -m tools.bench_train --models hybrid/1.3B kda/1.3B --seq-len 131072 -- \\
         --parallelism.context_parallel_degree 4 --parallelism.context_parallel_layout zigzag
 
-A row per model, loss and mode of checkpointing, stepped by the trainer. Keys after `--` are the run's, as
+A row per model and mode of checkpointing, stepped by the trainer. Keys after `--` are the run's, as
 for run_train.sh, and hold for all rows (`--metrics.telemetry_freq 1`: the cost of a step with telemetry). A step has
 training.local_batch_size streams on each data-parallel rank, unless keys say otherwise. Streams are random bytes, in a
 temporary folder that all ranks can read, or with `--documents run` of the keys' corpus. Nothing is saved.
-With several losses all documents have that many tokens: so they fill streams, and pairs and single ones pack alike.
 
     tokens_per_second, tflops    of a GPU: median of --steps steps after --warmup, of the slowest rank; FLOPs and mfu:
                                  docs/telemetry.md
@@ -34,7 +32,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -47,7 +45,6 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.commands import command_parser
-from titan_linear.config import COLUMNS as DTYPES
 from titan_linear.config import Config, check_config, load_config
 from titan_linear.data import build_tokenizer, write_corpus
 from titan_linear.data.corpus.columns import DocumentTokens
@@ -60,7 +57,6 @@ from titan_linear.distributed.process import (
 )
 from titan_linear.hooks import Hook, StepResult
 from titan_linear.hooks.report import clock_and_power, peak_memory_gib
-from titan_linear.losses import build_loss
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.run.origin import Origin
 from titan_linear.step.feed import FeedStats
@@ -71,19 +67,9 @@ from tools.harness import Row, Table, be_alone, largest, require_fla, say, split
 from tools.peers import Peer, fla_has, fla_loss, fla_model
 
 FLA_MODES = ("none", "full")  # of activation checkpointing
-LOSSES = {  # keys of each; its corpus has the columns that it reads
-    "ce": [],
-    "weights": [],
-    "dpo": ["--loss.name=dpo"],
-    "policy": ["--loss.name=policy"],
-    "sequence": ["--loss.name=policy", "--policy.level=sequence"],
-    "distillation": ["--loss.name=distillation"],
-    "mtp": ["--model.mtp_layers=1"],
-}
-TOP = 64  # of the teacher's tokens
 # fields of a row → format; what a CPU does not tell is None
 COLUMNS = {
-    **dict.fromkeys(("model", "layers", "by", "loss", "checkpointing"), ""),
+    **dict.fromkeys(("model", "layers", "by", "checkpointing"), ""),
     **dict.fromkeys(("tokens", "documents", "gpus"), ""),
     "tokens_per_second": ",.0f",
     "tflops": ".3g",
@@ -99,47 +85,24 @@ COLUMNS = {
 
 
 @contextmanager
-def random_corpora(args: argparse.Namespace, streams: int) -> Iterator[dict[str, list[str]]]:
-    """For each loss the keys of a corpus of random bytes for so many streams, which is there inside `with`. Every rank
-    calls it."""
+def random_corpus(args: argparse.Namespace, streams: int) -> Iterator[list[str]]:
+    """The keys of a corpus of random bytes for so many streams, which is there inside `with`. Every rank calls it."""
     with tempfile.TemporaryDirectory() as own:
-        folder = Path(on_rank_0(lambda: own, dist.group.WORLD))
-        keys = {}
-        for loss in args.losses:
-            on_rank_0(partial(write_random, folder / loss, args, streams, loss), dist.group.WORLD)
-            keys[loss] = ["--training.dataset=tokens", f"--training.dataset_path={folder / loss}"]
-        yield keys
+        corpus = Path(on_rank_0(lambda: own, dist.group.WORLD)) / "corpus"
+        on_rank_0(partial(write_random, corpus, args, streams), dist.group.WORLD)
+        yield ["--training.dataset=tokens", f"--training.dataset_path={corpus}"]
         dist.barrier()
 
 
-def write_random(corpus: Path, args: argparse.Namespace, streams: int, loss: str) -> None:
+def write_random(corpus: Path, args: argparse.Namespace, streams: int) -> None:
     draw = np.random.default_rng(0)
-    tokens = streams * args.seq_len
-    length = args.seq_len if args.documents == "one" else int(args.documents)
-    # Several losses have the same documents, all of one length.
-    lengths = np.full(tokens // length, length)
-    if args.documents != "one" and len(args.losses) == 1:
-        lengths = 1 + draw.exponential(length, size=2 + 2 * tokens // length).astype(int)
-    config = load_config(LOSSES[loss])
-    read = build_loss(config.loss.name, config.objective)
-    names = ["weights"] * (loss == "weights") + [*read.columns]
-
-    def document(n: int) -> DocumentTokens:
-        # Log-probabilities; and advantages for which no policy of random bytes is clipped, which would save power.
-        middles = {name: 5.5 if name in ("advantages", "weights") else -5.5 for name in names}
-        columns = {name: draw.normal(middle, 0.1, n) for name, middle in middles.items()}
-        if "teacher_ids" in columns:
-            columns["teacher_ids"] = draw.random((n, 256)).argsort(1)[:, :TOP]
-            columns["teacher_logprobs"] = np.full((n, TOP), math.log(0.9 / TOP))
-        return DocumentTokens(draw.integers(256, size=n), columns)
-
-    write_corpus(
-        corpus,
-        map(document, lengths),
-        build_tokenizer(None),
-        columns={name: DTYPES[name] for name in names},
-        pairs=read.group == 2,
-    )
+    lengths = np.full(streams, args.seq_len)
+    if args.documents != "one":
+        mean = int(args.documents)
+        count = 2 + 2 * streams * args.seq_len // mean
+        lengths = 1 + draw.exponential(mean, size=count).astype(int)
+    documents = (DocumentTokens(draw.integers(256, size=n), {}) for n in lengths)
+    write_corpus(corpus, documents, build_tokenizer(None))
 
 
 # --- What is measured ------------------------------------------------------------------------------------------------
@@ -248,10 +211,10 @@ def configurations(
     args: argparse.Namespace,
     keys: list[str],
     ranks: int,
-    corpora: Mapping[str, list[str]],
-) -> Iterator[tuple[str, str, Config]]:
-    """(model, loss, configuration) of each row. ValueError: keys that do not fit together."""
-    for model, mode, loss in product(args.models, args.checkpointing, args.losses):
+    corpus: Sequence[str] = (),
+) -> Iterator[tuple[str, Config]]:
+    """(model, configuration) of each row. ValueError: keys that do not fit together."""
+    for model, mode in product(args.models, args.checkpointing):
         name, _, flavor = model.partition("/")
         argv = [
             f"--model.name={name}",
@@ -261,8 +224,7 @@ def configurations(
             "--checkpoint.enable=false",
             # the last one is not done: a step always follows
             f"--training.steps={args.steps + args.warmup + 2}",
-            *LOSSES[loss],
-            *corpora.get(loss, []),
+            *corpus,
         ]
         config = load_config([*argv, *keys])
         if not any(key.startswith("--training.global_batch_size") for key in keys):
@@ -270,27 +232,26 @@ def configurations(
             streams = math.prod(degrees) * config.training.local_batch_size
             config = load_config([*argv, f"--training.global_batch_size={streams}", *keys])
         check_config(config, ranks)
-        yield model, loss, config
+        yield model, config
 
 
 def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row | str]:
     """The rows, one after the other; where FLA gives none, its reason. Every rank calls this, in a process group."""
     # A corpus of enough streams for the largest batch.
     ranks = dist.get_world_size()
-    every = configurations(args, keys, ranks, {})
-    streams = 4 * max(config.training.global_batch_size for *_, config in every)
-    random = nullcontext({}) if args.documents == "run" else random_corpora(args, streams)
-    with random as corpora, tempfile.TemporaryDirectory() as folder:
+    every = configurations(args, keys, ranks)
+    streams = 4 * max(config.training.global_batch_size for _, config in every)
+    random = nullcontext(()) if args.documents == "run" else random_corpus(args, streams)
+    with random as corpus, tempfile.TemporaryDirectory() as folder:
         keys = [*keys, f"--job.dump_folder={folder}"]
-        for name, loss, config in configurations(args, keys, ranks, corpora):
+        for name, config in configurations(args, keys, ranks, corpus):
             # Ours, and FLA's where it has this model.
             kinds: list[Kind] = [Ours]
             has_mode = config.activation_checkpoint.mode in FLA_MODES
             if args.fla and has_mode and fla_has(Origin.of(config).definition):
                 kinds += [partial(Fla, compiled=compiled) for compiled in (False, True)]
             for kind in kinds:
-                row = _row_or_reason(args, name, config, kind)
-                yield row if isinstance(row, str) else row | {"loss": loss}
+                yield _row_or_reason(args, name, config, kind)
                 gc.collect()
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
@@ -344,7 +305,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     option("--seq-len", type=int, default=32768, help="tokens per stream (default: 32768)")
     option("--documents", default="one", help='(above; or "run": the keys\')')
     option("--checkpointing", nargs="+", default=["none"], help="activation_checkpoint.mode")
-    option("--losses", nargs="+", choices=LOSSES, default=["ce"], help="of each row (default: ce)")
     option("--steps", type=int, default=10, help="timed steps (default: 10)")
     option("--warmup", type=int, default=3, help="untimed steps after the first (default: 3)")
     option("--fla", action="store_true", help="also time flash-linear-attention's models")
@@ -354,16 +314,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def check(args: argparse.Namespace, keys: list[str], ranks: int) -> None:
     """ValueError: arguments or configurations that cannot be measured."""
-    # Documents and losses.
+    # Documents.
     length = int(args.documents) if args.documents.isdigit() else 0
     if args.documents not in ("one", "run") and not length:
         raise ValueError(
             f"--documents {args.documents!r} must be 'one', 'run', or a mean length in tokens"
-        )
-    if len(args.losses) > 1 and (not length or args.seq_len % (2 * length)):
-        raise ValueError(
-            f"--losses: on the same tokens all documents are of --documents {args.documents!r} tokens, an even number "
-            "in a stream; give a divisor of half of --seq-len"
         )
     if args.steps < 1 or args.warmup < 0:
         raise ValueError(
@@ -375,7 +330,7 @@ def check(args: argparse.Namespace, keys: list[str], ranks: int) -> None:
         raise ValueError(
             "--fla times its models on one GPU; start one process, where there is a GPU"
         )
-    for *_, config in configurations(args, keys, ranks, {}):
+    for _, config in configurations(args, keys, ranks):
         _ = Origin.of(config).definition  # refuses a model that does not exist
 
 

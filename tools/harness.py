@@ -27,8 +27,10 @@ ROOT = Path(__file__).parents[1]
 COMMIT = "TITAN_LINEAR_COMMIT"  # environment variable: the commit, where there is no git
 PACKAGES = ("torch", "triton", "flash-attn-4", "fla-core", "tilelang", "flash-qla")
 GIB = 2**30
-ROUNDS, WARMUP = 40, 2
-FORWARD, BOTH = "forward", "forward + backward"
+ROUNDS = 40
+WARMUP = 2
+FORWARD = "forward"
+BOTH = "forward + backward"
 TIMES = dict.fromkeys((FORWARD, BOTH, "host"), ".2f")  # columns
 Inputs = dict[str, Tensor]
 Row = dict[str, Any]
@@ -148,7 +150,8 @@ class TimedFunction:
 
     def times(self, watch: Stopwatch) -> Row:
         """Milliseconds on the GPU, and of the host to queue both passes."""
-        forward, both = watch.time(self.forward), watch.time(self.both)
+        forward = watch.time(self.forward)
+        both = watch.time(self.both)
         times = {FORWARD: forward.device, BOTH: both.device, "host": both.host}
         return {name: 1e3 * seconds for name, seconds in times.items()}
 

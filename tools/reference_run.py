@@ -71,13 +71,15 @@ def train_peer(
         while peer.done < t.steps:
             line = timed_step(peer)
             print(json.dumps(line), file=file, flush=True)
-            loss, norm = line["loss"], line["grad_norm"]
+            loss = line["loss"]
+            norm = line["grad_norm"]
             print(f"step {peer.done}/{t.steps}  loss {loss:.4f}  grad {norm:.3g}")
 
 
 def timed_step(peer: Peer) -> dict[str, float]:
     """Do a step; its line of metrics.jsonl."""
-    config, t = peer.config, peer.config.training
+    config = peer.config
+    t = peer.config.training
     # The device's work is included.
     then = time.perf_counter()
     numbers = peer.train_step().wait()

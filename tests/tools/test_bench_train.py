@@ -7,7 +7,6 @@ from importlib.util import find_spec
 import pytest
 
 from tests.refusals import is_refused
-from titan_linear.models.config import Documents
 from tools import bench_train, harness
 from tools.bench_train import COLUMNS
 from tools.harness import cells
@@ -94,19 +93,12 @@ def test_streams_of_the_keys(worlds, tmp_path):
     assert row["in_step"].pairs == 2 * 31 * 32 / 2  # a document is its 30 bytes and an end
 
 
-def test_losses_are_timed_on_the_same_documents(worlds):
-    argv = [*SMALL, "--documents", "16", "--steps", "1", "--losses", *bench_train.LOSSES]
-    rows = worlds(1).run(measured_on_rank, argv)[0]
-    assert [row["loss"] for row in rows] == list(bench_train.LOSSES)
-    assert {row["in_step"] for row in rows} == {Documents(128, 8 * 16 * 17 / 2, 8 * 16**2)}
-
-
 def test_a_refusal_of_fla_is_said_and_the_others_go_on():
     def refuse(config, model):
         raise RuntimeError(f"{model.num_layers} layers\nare too many")
 
     args, keys = bench_train.parse(SMALL)
-    ((name, _, config),) = bench_train.configurations(args, keys, 1, {})
+    ((name, config),) = bench_train.configurations(args, keys, 1)
     assert (
         bench_train._row_or_reason(args, name, config, refuse)
         == "hybrid/debug: no row of FLA: 3 layers"
@@ -127,10 +119,6 @@ def test_a_row_of_a_gpu(worlds):
     ("argv", "message"),
     [
         (["--documents", "few"], "--documents 'few' must be 'one', 'run', or"),
-        (
-            ["--losses", "ce", "dpo"],
-            "--losses: on the same tokens all documents are of --documents 'one' tokens",
-        ),
         (["--steps", "0"], "--steps 0 must be 1 or more"),
         (["--", "--model.num_layers=-1"], "command line: model.num_layers = -1 must be"),
         (["--models", "kda/7B"], "model.flavor = '7B' is unknown"),

@@ -186,7 +186,8 @@ def subject_of(config: Config) -> ProofSubject:
     if t.seq_len == 1:
         raise ValueError("training.seq_len = 1: streams of one token prove nothing; use 2 or more")
     origin = Origin.of(config)
-    tokenizer, full = origin.tokenizer, origin.model
+    tokenizer = origin.tokenizer
+    full = origin.model
     check_splits(full, config.model, p)
     check_float8(full, config.model, config.float8)
     check_float8_device(config.float8, t.mixed_precision_param)

@@ -17,7 +17,9 @@ from titan_linear.storage.rundir import METRICS, json_lines
 from tools.gpu_proof.schedule import Failed, Figure, Job, Kill
 
 # A run has 8 steps and is saved after 4. It is killed when step 6 is logged and the save is complete.
-STEPS, SAVED, LOGGED = 8, 4, 6
+STEPS = 8
+SAVED = 4
+LOGGED = 6
 # Relative error of log p of a merged model, computed in float32: 2 units of 2^-17 for each of 20 roundings in each of
 # 24 layers and the head, which add up at random (as the doctor bounds a model).
 MERGED = 2 * 2**-17 * sqrt(20 * 25)
@@ -109,7 +111,8 @@ def resumed(before: Path, after: Path, outputs: list[str]) -> Figure:
     """
     if f"resuming from step {SAVED}" not in outputs[-1]:
         raise Failed(f"the second start does not resume from step {SAVED}")
-    first, second = steps_of(before), steps_of(after)
+    first = steps_of(before)
+    second = steps_of(after)
     if max(second, default=0) != STEPS:
         raise Failed(f"the run ends at step {max(second, default=0)}, not {STEPS}")
     repeated = [step for step in first if step > SAVED]

@@ -195,7 +195,8 @@ class Runner:
                 kill = None
             figure = job.check(outputs)
         except Failed as failed:
-            figure, passed = Figure(str(failed)), False
+            figure = Figure(str(failed))
+            passed = False
         figure = figure._replace(text=figure.text.replace(f"{self.folder}/", "@"))
         return Result(job, passed, figure, time.monotonic() - begun, log)
 
