@@ -1,7 +1,7 @@
 """Whole training steps: how fast, how much memory, and where the time goes.
 
     python -m tools.bench_train --models kda/340M gdn/340M hybrid/340M --checkpointing none selective full
-    python -m tools.bench_train --models kda/340M gdn/340M --fla -- --compile.enable true
+    python -m tools.bench_train --models kda/340M gdn/340M -- --compile.enable true
     python -m tools.bench_train --models qwen3.5/9B --documents 4096 -- --model.num_layers 4
     python -m tools.bench_train --models hybrid/340M --documents run -- --training.dataset stdlib
     torchrun --nproc-per-node 4 -m tools.bench_train --models hybrid/1.3B kda/1.3B --seq-len 131072 -- \\
@@ -19,9 +19,7 @@ temporary folder that all ranks can read, or with `--documents run` of the keys'
     first_step_seconds           compilation included; the first row's belongs to a new process. For empty
                                  caches set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR to an empty folder
 
---fla: also FLA's own model of the same configuration, eager and compiled, with the kernels that FLA takes on this chip
-(tools/peers.py), if flash-linear-attention is installed; on one GPU. If FLA refuses or runs out of memory, its reason
-stands below the table's other rows. On the CPU only times are measured.
+tools/reference_run.py trains FLA's own models on a run's streams, and reports each step's speed.
 """
 
 from __future__ import annotations
@@ -57,19 +55,16 @@ from titan_linear.distributed.process import (
 )
 from titan_linear.hooks import Hook, StepResult
 from titan_linear.hooks.report import clock_and_power, peak_memory_gib
-from titan_linear.models.config import Documents, ModelConfig
+from titan_linear.models.config import Documents
 from titan_linear.run.origin import Origin
 from titan_linear.step.feed import FeedStats
 from titan_linear.step.flops import peak_tflops, training_flops
-from titan_linear.step.optimizer import HostCopy
 from titan_linear.train import Trainer
-from tools.harness import Row, Table, be_alone, largest, require_fla, say, split_keys, synchronise
-from tools.peers import Peer, fla_has, fla_loss, fla_model
+from tools.harness import Row, Table, be_alone, largest, split_keys, synchronise
 
-FLA_MODES = ("none", "full")  # of activation checkpointing
 # fields of a row → format; what a CPU does not tell is None
 COLUMNS = {
-    **dict.fromkeys(("model", "layers", "by", "checkpointing"), ""),
+    **dict.fromkeys(("model", "layers", "checkpointing"), ""),
     **dict.fromkeys(("tokens", "documents", "gpus"), ""),
     "tokens_per_second": ",.0f",
     "tflops": ".3g",
@@ -108,12 +103,10 @@ def write_random(corpus: Path, args: argparse.Namespace, streams: int) -> None:
 # --- What is measured ------------------------------------------------------------------------------------------------
 
 
-class Ours(Hook):
+class Subject(Hook):
     """The trainer of a run."""
 
-    name = "titan_linear"
-
-    def __init__(self, config: Config, _: ModelConfig):
+    def __init__(self, config: Config):
         self.trainer = Trainer(config)
         self.fed = FeedStats()
         self.trainer.hooks.append(self)
@@ -131,30 +124,6 @@ class Ours(Hook):
         return fed.steps, fed.documents
 
 
-class Fla(Peer):
-    """FLA's model on the same streams."""
-
-    def __init__(self, config: Config, model: ModelConfig, compiled: bool):
-        device = own_device()
-        checkpointing = config.activation_checkpoint.mode == "full"
-        self.name = "FLA, compiled" if compiled else "FLA"
-        network = fla_model(model, device, compiled=compiled, checkpointing=checkpointing)
-        super().__init__(config, network, fla_loss, device)
-        self.reading: HostCopy | None = None  # of the last step
-
-    def step(self) -> None:
-        """A step; the host then waits for the one before, so that it is never more than a step ahead."""
-        before = self.reading
-        self.reading = self.train_step()
-        if before:
-            numbers = before.wait()
-            if not math.isfinite(numbers.loss + numbers.grad_norm):
-                raise RuntimeError("the loss or a gradient is not finite")
-
-
-Kind = Callable[[Config, ModelConfig], Ours | Fla]
-
-
 # --- Measuring -------------------------------------------------------------------------------------------------------
 
 
@@ -166,7 +135,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def measure(
-    subject: Ours | Fla, args: argparse.Namespace, device: torch.device
+    subject: Subject, args: argparse.Namespace, device: torch.device
 ) -> tuple[Row, Documents]:
     """Fields of a row, of the slowest or fullest rank, and the mean documents of a step. Clock and power are this
     rank's."""
@@ -235,8 +204,8 @@ def configurations(
         yield model, config
 
 
-def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row | str]:
-    """The rows, one after the other; where FLA gives none, its reason. Every rank calls this, in a process group."""
+def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row]:
+    """The rows, one after the other. Every rank calls this, in a process group."""
     # A corpus of enough streams for the largest batch.
     ranks = dist.get_world_size()
     every = configurations(args, keys, ranks)
@@ -245,34 +214,18 @@ def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row | str]:
     with random as corpus, tempfile.TemporaryDirectory() as folder:
         keys = [*keys, f"--job.dump_folder={folder}"]
         for name, config in configurations(args, keys, ranks, corpus):
-            # Ours, and FLA's where it has this model.
-            kinds: list[Kind] = [Ours]
-            has_mode = config.activation_checkpoint.mode in FLA_MODES
-            if args.fla and has_mode and fla_has(Origin.of(config).definition):
-                kinds += [partial(Fla, compiled=compiled) for compiled in (False, True)]
-            for kind in kinds:
-                yield _row_or_reason(args, name, config, kind)
-                gc.collect()
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
+            yield _row(args, name, config)
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
 
-def _row_or_reason(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row | str:
-    try:
-        return _row(args, name, config, kind)
-    except RuntimeError as error:
-        if kind is Ours:
-            raise
-        return f"{name}: no row of FLA: {str(error).partition(chr(10))[0]}"
-
-
-def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row:
+def _row(args: argparse.Namespace, name: str, config: Config) -> Row:
     model = Origin.of(config).definition
     device = own_device()
     # torch compiles a function only a few times, fewer than there may be rows
     torch.compiler.reset()
-    subject = kind(config, model)
-    figures, documents = measure(subject, args, device)
+    figures, documents = measure(Subject(config), args, device)
     gpus = dist.get_world_size()
     gpu_seconds = figures["step_ms"] / 1e3 * gpus
     tflops = training_flops(model, documents) / gpu_seconds / 1e12
@@ -281,7 +234,6 @@ def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row
     return {
         "model": name,
         "layers": model.num_layers,
-        "by": subject.name,
         "checkpointing": config.activation_checkpoint.mode,
         "tokens": args.seq_len,
         "documents": args.documents,
@@ -307,7 +259,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     option("--checkpointing", nargs="+", default=["none"], help="activation_checkpoint.mode")
     option("--steps", type=int, default=10, help="timed steps (default: 10)")
     option("--warmup", type=int, default=3, help="untimed steps after the first (default: 3)")
-    option("--fla", action="store_true", help="also time flash-linear-attention's models")
     option("--out", default="", help="JSON file to write all numbers to")
     return parser.parse_args(arguments), keys
 
@@ -324,12 +275,6 @@ def check(args: argparse.Namespace, keys: list[str], ranks: int) -> None:
         raise ValueError(
             f"--steps {args.steps} must be 1 or more, --warmup {args.warmup} 0 or more"
         )
-    if args.fla:
-        require_fla("--fla")
-    if args.fla and (ranks > 1 or not torch.cuda.is_available()):
-        raise ValueError(
-            "--fla times its models on one GPU; start one process, where there is a GPU"
-        )
     for _, config in configurations(args, keys, ranks):
         _ = Origin.of(config).definition  # refuses a model that does not exist
 
@@ -343,10 +288,7 @@ def main(argv: list[str]) -> int:
     with process_group(timedelta(minutes=30)):
         table = Table(COLUMNS)
         for row in measured(args, keys):
-            if isinstance(row, str):
-                say(row)
-            else:
-                table.add(row)
+            table.add(row)
     if args.out:
         table.write(args.out, keys=keys)
     return 0

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.refusals import is_refused
-from tools import bench_train, harness
+from tools import bench_train
 from tools.bench_train import COLUMNS
 from tools.harness import cells
 
@@ -35,9 +35,8 @@ def test_steps_of_two_ranks(worlds):
     rows, other = worlds(2).run(measured_on_rank, argv)
     assert [row["checkpointing"] for row in rows] == ["none", "selective"]
     for row, theirs in zip(rows, other, strict=True):
-        assert (row["model"], row["by"], row["tokens"], row["gpus"]) == (
+        assert (row["model"], row["tokens"], row["gpus"]) == (
             "hybrid/debug",
-            "titan_linear",
             128,
             2,
         )
@@ -93,18 +92,6 @@ def test_streams_of_the_keys(worlds, tmp_path):
     assert row["in_step"].pairs == 2 * 31 * 32 / 2  # a document is its 30 bytes and an end
 
 
-def test_a_refusal_of_fla_is_said_and_the_others_go_on():
-    def refuse(config, model):
-        raise RuntimeError(f"{model.num_layers} layers\nare too many")
-
-    args, keys = bench_train.parse(SMALL)
-    ((name, config),) = bench_train.configurations(args, keys, 1)
-    assert (
-        bench_train._row_or_reason(args, name, config, refuse)
-        == "hybrid/debug: no row of FLA: 3 layers"
-    )
-
-
 @pytest.mark.cuda
 def test_a_row_of_a_gpu(worlds):
     (row,) = worlds(1, "nccl").run(
@@ -124,11 +111,9 @@ def test_a_row_of_a_gpu(worlds):
         (["--models", "kda/7B"], "model.flavor = '7B' is unknown"),
         (["--checkpointing", "some"], "command line: activation_checkpoint.mode = 'some' must be"),
         (["--seq-len", "30", "--", "--parallelism.context_parallel_degree=4"], "parallelism: "),
-        (["--fla"], "--fla needs flash-linear-attention, which is not installed"),
     ],
 )
 def test_what_is_refused(argv, message, capsys, monkeypatch):
-    monkeypatch.setattr(harness, "find_spec", lambda name: None)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     assert is_refused(bench_train.main, argv, capsys).startswith(message)
