@@ -111,9 +111,6 @@ class Subject(Hook):
         self.fed = FeedStats()
         self.trainer.hooks.append(self)
 
-    def step(self) -> None:
-        self.trainer.train_step()
-
     def after_step(self, done: StepResult) -> None:
         self.fed += done.fed
 
@@ -139,10 +136,11 @@ def measure(
 ) -> tuple[Row, Documents]:
     """Fields of a row, of the slowest or fullest rank, and the mean documents of a step. Clock and power are this
     rank's."""
+    step = subject.trainer.train_step
     # The first step compiles; the others warm up.
-    first = seconds(subject.step)
+    first = seconds(step)
     for _ in range(args.warmup):
-        subject.step()
+        step()
     synchronise()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -151,7 +149,7 @@ def measure(
     readings = []
     begin = time.perf_counter()
     for _ in range(args.steps):
-        subject.step()
+        step()
         # while the device works: the next forward is queued
         readings.append(clock_and_power(device))
         end = time.perf_counter()
@@ -160,9 +158,9 @@ def measure(
     synchronise()
     # Of all ranks, the slowest and the fullest.
     steps, documents = subject.documents()
-    step, memory, first = largest(median(times), peak_memory_gib(), first)
+    slowest, memory, first = largest(median(times), peak_memory_gib(), first)
     row: Row = {
-        "step_ms": 1e3 * step,
+        "step_ms": 1e3 * slowest,
         "memory_gib": memory,
         "first_step_seconds": first,
         "sm_clock_mhz": None,

@@ -16,7 +16,6 @@ from titan_linear.config import Config
 from titan_linear.data import IGNORE, Batch, build_tokenizer
 from titan_linear.distributed.one_process import LocalDims
 from titan_linear.models.config import Documents, ModelConfig
-from titan_linear.models.hf_mapping import config_to_hf
 from titan_linear.ops.layout.tables import to_device
 from titan_linear.run.build import DTYPES, rate_at
 from titan_linear.run.data import RunData
@@ -27,16 +26,6 @@ from titan_linear.storage.hf_writing import find_family
 
 # FLA's, among the families that we export
 FAMILIES = ("KDAForCausalLM", "GatedDeltaNetForCausalLM", "RWKV7ForCausalLM")
-# Keys of an exported config.json that are not FLA's, and one of which its default is faster.
-OURS = (
-    "architectures",
-    "auto_map",
-    "fuse_norm",
-    "model_type",
-    "pattern",
-    "post_norm",
-    "zero_centred_norm",
-)
 Loss = Callable[[nn.Module, Batch], Tensor]
 
 
@@ -47,31 +36,23 @@ def fla_has(model: ModelConfig) -> bool:
 
 def fla_model(
     model: ModelConfig,
+    weights: Path,
     device: torch.device,
     *,
     compiled: bool,
     checkpointing: bool,
-    weights: Path | None = None,
 ) -> nn.Module:
     """FLA's model of this configuration, float32, ready to train.
 
     Args:
-        weights: a Hugging Face folder; None: FLA draws them.
+        weights: a Hugging Face folder.
         compiled: torch.compile each layer, the embedding and the last norm, as flame does.
     """
     import fla.models as peers
 
-    # Its class and its configuration; weights from a folder or drawn.
-    family = find_family(model)
-    kind = getattr(peers, family)
-    if weights is None:
-        fields = config_to_hf(family, model)
-        fields = {key: value for key, value in fields.items() if key not in OURS}
-        options = getattr(peers, family.replace("ForCausalLM", "Config"))
-        with device:  # RWKV-7 draws orthogonal matrices, which takes minutes on a CPU
-            network = kind(options(**fields))
-    else:
-        network = kind.from_pretrained(weights, dtype=torch.float32)
+    kind = getattr(peers, find_family(model))
+    # Fused norms are its default, and faster; our folders turn them off.
+    network = kind.from_pretrained(weights, dtype=torch.float32, fuse_norm=True)
     network = network.to(device).train()
     if checkpointing:
         network.gradient_checkpointing_enable()
@@ -103,6 +84,7 @@ class Peer:
     Args:
         loss: the sum of a batch's cross-entropies.
         done: number of steps.
+        documents: of the last step.
     """
 
     def __init__(self, config: Config, model: nn.Module, loss: Loss, device: torch.device):
@@ -116,16 +98,6 @@ class Peer:
         )
         self.batches = iter(build_loader(config, streams, LocalDims()))
         self.optimizer = torch.optim.AdamW(build_optimizer(model, config.optimizer).param_groups)
-        self.fed: list[Documents] = []  # of all batches since `documents` was called
-        self.begun = 0  # steps that were done then
-
-    def documents(self) -> tuple[int, Documents]:
-        """The number of steps since the last call, and their documents."""
-        steps = self.done - self.begun
-        seen = self.fed
-        self.begun = self.done
-        self.fed = []
-        return steps, Documents(*map(sum, zip(*seen)))
 
     def train_step(self) -> HostCopy:
         """Do a step; its loss (nats per token) and gradient norm are on their way to the host."""
@@ -133,7 +105,8 @@ class Peer:
         self.done += 1
         t = self.config.training
         batches = [next(self.batches) for _ in range(t.global_batch_size // t.local_batch_size)]
-        self.fed += [Documents.of(batch.cu_seqlens.numpy()) for batch in batches]
+        documents = [Documents.of(batch.cu_seqlens.numpy()) for batch in batches]
+        self.documents = Documents(*map(sum, zip(*documents)))
         valid = sum(int((batch.labels != IGNORE).sum()) for batch in batches)
         dtype = DTYPES[t.mixed_precision_param]
         total = torch.zeros((), dtype=torch.float64, device=self.device)

@@ -16,6 +16,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -84,7 +85,6 @@ def timed_step(peer: Peer) -> dict[str, float]:
     then = time.perf_counter()
     numbers = peer.train_step().wait()
     seconds = time.perf_counter() - then
-    _, documents = peer.documents()
     tokens = t.global_batch_size * t.seq_len
     line = {
         "step": peer.done,
@@ -98,7 +98,7 @@ def timed_step(peer: Peer) -> dict[str, float]:
     }
     if peak := peak_tflops(config.metrics.peak_tflops, t.mixed_precision_param, peer.device):
         model = Origin.of(config).model
-        line["mfu"] = training_flops(model, documents) / seconds / 1e12 / peak
+        line["mfu"] = training_flops(model, peer.documents) / seconds / 1e12 / peak
     return line
 
 
@@ -114,15 +114,12 @@ def train_fla(args: argparse.Namespace, keys: list[str]) -> None:
             "checkpoint.initial_load_path is set; leave it out: both models begin from drawn weights"
         )
 
-    def build(weights: Path, device: torch.device) -> nn.Module:
-        return fla_model(
-            model,
-            device,
-            weights=weights,
-            compiled=args.compiled,
-            checkpointing=config.activation_checkpoint.mode == "full",
-        )
-
+    build = partial(
+        fla_model,
+        model,
+        compiled=args.compiled,
+        checkpointing=config.activation_checkpoint.mode == "full",
+    )
     train_peer(config, args.folder, build, fla_loss)
 
 
