@@ -3,8 +3,6 @@
 `python -m titan_linear COMMAND …` does the same where the package is not installed.
 """
 
-from __future__ import annotations
-
 import sys
 from difflib import get_close_matches
 from importlib import import_module

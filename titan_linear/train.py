@@ -6,8 +6,6 @@ step    batch → forward → backward, summed over micro-batches → update: su
 loop    steps, saves and validations until the last step or a signal; everything else is a hook (hooks/)
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -25,8 +25,6 @@ without its guard against wrong numbers on Hopper: times only.
 --node-size: the ranks that count as a node, instead of all that are on one.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Callable, Iterator, Sequence

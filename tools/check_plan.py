@@ -4,8 +4,6 @@ python -m tools.check_plan
 python -m tools.check_plan --rates mine.json      # by rates that tools/bench_rates.py measured
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import NamedTuple

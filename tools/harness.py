@@ -1,7 +1,5 @@
 """Shared parts of the benchmarks: processes, timing, tables, and where and when figures are measured."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -5,8 +5,6 @@
 Tokens are Python's NAME, OP, NUMBER and STRING (tokenize): independent of how code is laid out.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

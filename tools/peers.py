@@ -4,8 +4,6 @@ AdamW and its parameter groups, the learning rate and clipping are the run's; pa
 in the run's type. The host waits for the device nowhere inside a step. One process, one device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

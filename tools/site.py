@@ -1,7 +1,5 @@
 """What MkDocs does beside mkdocs.yml: pages of the root belong to the site, and where a page names one it is a link."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

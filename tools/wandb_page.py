@@ -4,8 +4,6 @@ pip install wandb-workspaces && wandb login
 python -m tools.wandb_page ENTITY PROJECT
 """
 
-from __future__ import annotations
-
 import sys
 
 from titan_linear.hooks.metrics import CHARTS

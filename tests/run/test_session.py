@@ -20,7 +20,7 @@ from titan_linear.models.config import LoraConfig
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.run.session import Session, mesh
-from titan_linear.storage.hf_writing import find_family, gather, write_folder
+from titan_linear.storage.hf_writing import Destination, find_family, gather, write_folder
 from titan_linear.storage.peft import write_peft
 
 MODEL = replace(preset("hybrid", "debug"), num_layers=4, vocab_size=64)
@@ -206,7 +206,8 @@ def adapted(rank, world_size, folder):
     session = Session(model, mesh(tensor_parallel_degree=world_size))
     session.initialise(seed=0)
     get, family = gather(session.model), find_family(MODEL)
-    write_peft(folder, {}, model, family, get, torch.float32, {}, "", [])
+    to = Destination(family, None, {}, {})
+    write_peft(folder, {}, model, to, get, torch.float32, "", [])
     return dict(session.weights()), load_file(folder / "adapter_model.safetensors")
 
 

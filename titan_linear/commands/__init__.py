@@ -3,8 +3,6 @@
 The doctor is in proof/, and `titan-linear train` is in run/launch.py.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from typing import Any

@@ -14,8 +14,6 @@ context, and so is the first token of every document; if a document continues fr
 stream before, that stream learns the token.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator

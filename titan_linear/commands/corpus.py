@@ -15,8 +15,6 @@ prune     removes caches, which runs make again from their texts. It removes not
           cache that is being written.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -12,8 +12,6 @@ a line for each prompt. --write makes prompts to train on instead: a folder
 evaluation's.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from functools import partial

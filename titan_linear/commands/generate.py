@@ -11,8 +11,6 @@ printed with its prompt. With --chat, the prompts and then lines of the terminal
 of one conversation, until Ctrl-D. It uses the chat template of the tokenizer's folder.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -6,8 +6,6 @@ them is readable there and several columns fit a monitor or paper. Ink has the c
 page's text, which is light on dark if the reader's browser is.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import re

@@ -21,8 +21,6 @@ own vocabulary), and nothing is written. The command prints
 the package. docs/planning.md explains what is modeled, and how accurate it is.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -6,8 +6,6 @@ titan-linear report outputs/kda outputs/gdn outputs/hybrid --html report.html
 With --html, a page shows also their curves and spikes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path

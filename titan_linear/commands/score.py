@@ -18,8 +18,6 @@ for which a Hugging Face folder is read once more. It takes the disk space for a
 at the start. --compare prints the largest differences between two such folders.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable

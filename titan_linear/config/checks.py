@@ -1,7 +1,5 @@
 """Checks of a configuration by itself, before anything is read or started."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -4,8 +4,6 @@ A parser calls itself for each bracket, and the depth that it can reach depends 
 recursion limit, which other code changes. So depth is measured before a text is parsed.
 """
 
-from __future__ import annotations
-
 import re
 from itertools import accumulate
 

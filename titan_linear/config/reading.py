@@ -1,7 +1,5 @@
 """Configurations from TOML files and the command line, and back to TOML; `--help`."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import inspect

@@ -166,7 +166,13 @@ def variables(draw: Draw, text: Iterator[str], depth: float) -> Question:
 
 
 def counted(
-    draw: Draw, text: Iterator[str], depth: float, *, counts: list[int], rare: int, order: str
+    draw: Draw,
+    text: Iterator[str],
+    depth: float,
+    *,
+    counts: list[int],
+    rare: int,
+    order: str,
 ) -> Question:
     """Ask for the words that are most frequent in each line of words.
 

@@ -8,8 +8,6 @@ the interpreter would destroy at its end. The other ranks, whose hosts may wait 
 device, learn of the failure from the store (`Watch` in hangs.py) and leave too.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

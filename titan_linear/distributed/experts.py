@@ -1,7 +1,5 @@
 """Expert parallelism: tokens travel to the ranks that have their experts."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Process groups: their time-outs, and work that rank 0 does for all ranks."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator

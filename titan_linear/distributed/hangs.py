@@ -11,8 +11,6 @@ of its time-out, every rank writes its recorders into the run's folder (`torchfr
 to the backend: gloo raises an error in the rank that waits, and NCCL aborts its process.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

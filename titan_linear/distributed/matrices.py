@@ -8,8 +8,6 @@ to one rank, so that ranks have about the same work. Matrices that ranks hold wh
 which the receiving rank belongs, and go back to all copies.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

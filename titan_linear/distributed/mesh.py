@@ -4,8 +4,6 @@ The DeviceMesh is `dp_replicate, dp_shard, cp, tp`. FSDP2 and experts see the sa
 other meshes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any

@@ -1,7 +1,5 @@
 """How a model is computed on its ranks: precision, implementations, methods and memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -4,8 +4,6 @@ In order: float8, expert and tensor parallelism, context parallelism, torch.comp
 activation checkpointing, then FSDP2.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -3,8 +3,6 @@
 Checkpoints, initial weights and Hugging Face folders use them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

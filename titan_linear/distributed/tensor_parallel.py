@@ -23,8 +23,6 @@ Without gradients (validation, generation), every rank keeps all tokens and rece
 whole of each sum, so tp need not divide the number of tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import MethodType
 from typing import Any

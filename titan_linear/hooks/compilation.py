@@ -3,8 +3,6 @@
 They may take longer than the other steps, which should compile nothing.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager

@@ -10,8 +10,6 @@ start, as long as the checkpoint is there. If the run is finished, that start on
 export.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tempfile

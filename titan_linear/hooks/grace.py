@@ -14,8 +14,6 @@ Python handles a signal only when the host is done waiting for the device. So th
 counts from when the ranks last asked and there was no signal.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ All of them show the same numbers; TensorBoard lays them out in groups (`TAGS`).
 the only logger.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import math

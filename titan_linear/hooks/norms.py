@@ -1,7 +1,5 @@
 """Squared norms of each parameter's gradient, weight and update, for telemetry."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -2,8 +2,6 @@
 telemetry.
 """
 
-from __future__ import annotations
-
 import resource
 import sys
 from collections.abc import Callable

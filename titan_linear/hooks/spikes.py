@@ -4,8 +4,6 @@ commands/batch.py reads that file. A step that is not finite ends the run, or is
 training.on_nonfinite.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence

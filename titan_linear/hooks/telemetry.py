@@ -29,8 +29,6 @@ ranks, and its result is read with the step's numbers. The step itself computes 
 without telemetry.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace

@@ -8,8 +8,6 @@ from them in float64 differ in the last place between mathematical libraries, wh
 survives rounding to float32.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Choice of the products that a model computes in float8."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch.nn.functional as F

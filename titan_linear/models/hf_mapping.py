@@ -13,8 +13,6 @@ use the same table, and a test can prove that the table is a bijection.
         Layout(("gate_up_proj",), ("{e}.gate_proj", "{e}.up_proj"))
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

@@ -6,8 +6,6 @@ drawn. Other parameters are normal, and biases of linear layers are zero, as in
 flash-linear-attention's layers and models.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

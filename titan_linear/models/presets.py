@@ -4,8 +4,6 @@ There are our own models, in the sizes of FLA's 340M and 1.3B configurations, an
 ones.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace

@@ -3,8 +3,6 @@
 Types and fields have the names of transformers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields

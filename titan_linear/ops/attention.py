@@ -1,7 +1,5 @@
 """Softmax attention: dense, packed, decoding, and under context parallelism."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -3,8 +3,6 @@
 This file has the public function and its implementation in plain PyTorch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -214,7 +214,13 @@ def _row_statistics(logits: Tensor, more: bool) -> Tensor:
 
 
 def _logits_gradient(
-    d: Tensor, logits: Tensor, lse: Tensor, target: Tensor, a: Tensor, b: Tensor | None, c: Tensor
+    d: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    target: Tensor,
+    a: Tensor,
+    b: Tensor | None,
+    c: Tensor,
 ) -> None:
     """Write d = a · softmax + b, plus c in the target's column; a, b and c are [n].
 

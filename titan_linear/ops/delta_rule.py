@@ -21,8 +21,6 @@ All raise ValueError if an argument does not fit the others or is not supported;
 names the argument.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

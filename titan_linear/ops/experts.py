@@ -178,7 +178,14 @@ class _Pass(torch.autograd.Function):
     """Apply `collect` if `sums`, else `spread`: each is the other's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: Tensor, rows: int, name: str, sums: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        slots: Tensor,
+        rows: int,
+        name: str,
+        sums: bool,
+    ) -> Tensor:
         ctx.save_for_backward(slots)
         ctx.how = rows, name, sums
         return _pass(x, slots, rows, name, sums)
@@ -203,7 +210,13 @@ def _pass(x: Tensor, slots: Tensor, rows: int, name: str, sums: bool) -> Tensor:
 class _Activate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, weights: Tensor, slots: Tensor, order: Tensor, gated: bool, name: str
+        ctx: Any,
+        y: Tensor,
+        weights: Tensor,
+        slots: Tensor,
+        order: Tensor,
+        gated: bool,
+        name: str,
     ) -> Tensor:
         y = y.contiguous()
         of_rows = weights.flatten()[order]
@@ -325,7 +338,12 @@ def _product_fake(
 
 
 def _product(
-    x: Tensor, weight: Tensor, counts: Tensor, slots: Tensor | None, products: str, passes: str
+    x: Tensor,
+    weight: Tensor,
+    counts: Tensor,
+    slots: Tensor | None,
+    products: str,
+    passes: str,
 ) -> Tensor:
     """Compute `grouped_linear`; the rows [M, O] before the sum exist only in this call."""
     y = GROUPED_LINEAR.load(products).linear(x, weight, counts)

@@ -10,8 +10,6 @@ largest. The scaling is plain code, which the compiler fuses with the code that 
 only the product is an operator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +52,12 @@ def _cost(outputs: costs.Outputs, a: Tensor, b: Tensor, **_: Any) -> costs.Produ
     fake=lambda a, b, scale_a, scale_b, dtype, emulate: a.new_empty(len(a), len(b), dtype=dtype),
 )
 def scaled_product(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, emulate: bool
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    dtype: torch.dtype,
+    emulate: bool,
 ) -> Tensor:
     """Compute a bᵀ [M, N] in `dtype` from a [M, K] and b [N, K] in e4m3, and scales of
     their rows [M, 1], [N, 1].

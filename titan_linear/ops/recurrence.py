@@ -423,7 +423,13 @@ def check_queries(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, 
 
 
 def _check_state(
-    name: str, states: Tensor | None, N: int, HV: int, K: int, V: int, v_first: bool
+    name: str,
+    states: Tensor | None,
+    N: int,
+    HV: int,
+    K: int,
+    V: int,
+    v_first: bool,
 ) -> None:
     dims, shape = ("V, K", (N, HV, V, K)) if v_first else ("K, V", (N, HV, K, V))
     if states is not None and states.shape != shape:

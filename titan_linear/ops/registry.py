@@ -1,7 +1,5 @@
 """Table of all ops whose implementation a run chooses. A new op adds its line here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

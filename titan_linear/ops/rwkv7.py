@@ -1,7 +1,5 @@
 """Public function of RWKV-7's recurrence, whose transition is diagonal plus rank one."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Linear attention with one log decay per head (RetNet, Lightning Attention, Simple GLA)."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from titan_linear.ops.layout.context import CPContext

@@ -1,7 +1,5 @@
 """Public function of Mamba-2's state-space recurrence (SSD)."""
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor

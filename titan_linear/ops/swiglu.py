@@ -5,8 +5,6 @@ computed them. The pass that computes their gradients recomputes the input of th
 projection.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Rates are a JSON file that `tools/bench_rates.py` wrote on the machine, or a fil
 package (rates/).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

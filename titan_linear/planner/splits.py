@@ -1,7 +1,5 @@
 """Splits of a step over GPUs that can run and fit, and the longest stream that fits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple

@@ -18,8 +18,6 @@ Not modeled: kernels that slow down during a collective, other jobs, input, chec
 validation. With training.enable_cpu_offload, copies from and to the host, and the update there.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A finding: a figure, its bound, and the place of the worst error."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeVar

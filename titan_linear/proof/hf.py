@@ -1,7 +1,5 @@
 """Logits of the run's Hugging Face folder against transformers' logits."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -3,8 +3,6 @@
 They prove FSDP2, the mesh and the collectives of the devices.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """A save and a resume: state and next step are the same as without them."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -3,8 +3,6 @@
 The trainer, preflight and tools share these functions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Console lines: what a run consists of (also written into its folder), and what it leaves."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -14,8 +14,6 @@ state is kept and nothing is decoded: greedy decoding writes an answer exactly i
 its tokens is likeliest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path

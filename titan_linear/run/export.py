@@ -4,8 +4,6 @@ python -m titan_linear.run.export CHECKPOINT FOLDER DTYPE      an export during 
 (hooks/exports.py)
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -145,7 +143,13 @@ def check_exports(origin: Origin) -> bool:
 
 
 def export(
-    path: Path, origin: Origin, get: Weights, *, dtype: str, like: str = "", base: str = ""
+    path: Path,
+    origin: Origin,
+    get: Weights,
+    *,
+    dtype: str,
+    like: str = "",
+    base: str = "",
 ) -> None:
     """Write a run's weights as a Hugging Face folder, or its adapters as a PEFT folder.
 

@@ -253,7 +253,13 @@ class Workers(threading.Thread):
     """
 
     def __init__(
-        self, node: Node, folder: str, command: list[str], *, max_restarts: int, saves: bool
+        self,
+        node: Node,
+        folder: str,
+        command: list[str],
+        *,
+        max_restarts: int,
+        saves: bool,
     ):
         """Prepare torchrun's `run`.
 

@@ -3,8 +3,6 @@
 `model` is the model; `keys` are the keys that name it, for messages.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

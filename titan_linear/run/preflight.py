@@ -3,8 +3,6 @@
 Checks of the keys alone are in config/checks.py.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

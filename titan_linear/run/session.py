@@ -44,7 +44,7 @@ from titan_linear.step.passes import Forward, Passes, with_reference
 from titan_linear.step.update import Update
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.hf_writing import find_family, gather, tied_head
-from titan_linear.storage.peft import contents
+from titan_linear.storage.peft import placed
 from titan_linear.storage.step_folders import Progress, weights_path
 from titan_linear.storage.tensors import named_parameters
 
@@ -322,10 +322,9 @@ class Session:
         get = gather(self.model)
         family = family or find_family(model.base)
         if model.adapter:
-            for adapter in contents(model, family):
-                yield adapter.name, adapter.gathered(get).detach()
-            return
-        parts = placements(model, family) + tied_head(model, family)
+            parts, get = placed(model, family, get)
+        else:
+            parts = placements(model, family) + tied_head(model, family)
         begun: dict[str, Tensor] = {}
         # A tensor is complete when no piece of it is missing.
         missing = Counter(source.name for part in parts for source, *_ in part.pieces())

@@ -1,7 +1,5 @@
 """How a run starts: what it trains, on which data, and from which weights."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch.distributed as dist

@@ -6,8 +6,6 @@ logits once more for it. Branches stand behind the rows of all tokens, so labels
 have `T_local + branches` entries.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

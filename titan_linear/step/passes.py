@@ -1,7 +1,5 @@
 """Forward and backward passes of micro-batches: a step's loss, part by part, and gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace

@@ -24,8 +24,6 @@ again. DCP notices a truncated file but not an altered one: `verify` reads every
 code in a checkpoint runs: tensors are loaded as weights only, and everything else is JSON.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -13,8 +13,6 @@ moves the bytes. A folder is checked as a whole from its headers (`open_folder`,
 them can run code. hf_writing.py writes such folders.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

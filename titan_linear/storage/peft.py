@@ -98,17 +98,6 @@ class PeftTensor(NamedTuple):
         """Convert from the layout in the file to `shape`."""
         return x.unflatten(1, (-1, self.shape[0])).permute(2, 0, 1) if self.stacked else x
 
-    def gathered(self, get: Callable[[str], Tensor]) -> Tensor:
-        """Return the tensor, given a function from a name to the whole parameter."""
-        # Place the rows of our parameters as the folder has them.
-        parts = [(get(part.name), part) for part in self.parts]
-        whole = parts[0][0].new_zeros(self.shape)
-        for ours, part in parts:
-            rows = ours.reshape(-1, part.width)
-            for _, start, stop, row in part.pieces():
-                whole.view(-1, part.width)[start:stop] = rows[row : row + stop - start]
-        return self.laid(whole)
-
 
 def contents(model: ModelConfig, family: str) -> list[PeftTensor]:
     """Return the tensors of a PEFT folder for a model's adapters."""
@@ -235,6 +224,35 @@ def _short(names: list[str]) -> list[str]:
     return [name[name.index("layers.") :] if "layers." in name else name for name in names]
 
 
+def placed(
+    model: ModelConfig, family: str, get: Callable[[str], Tensor]
+) -> tuple[list[Placement], Callable[[str], Tensor]]:
+    """Return the placements of a folder's tensors, and a function to our parameters.
+
+    Args:
+        get: returns the whole parameter of a name.
+    """
+    stacks: dict[str, PeftTensor] = {}
+    parts: list[Placement] = []
+    for held in contents(model, family):
+        source = StoredTensor(held.name, held.on_disk)
+        if held.stacked:
+            # B of experts is one parameter of ours, in another layout.
+            (part,) = held.parts
+            stacks[part.name] = held
+            parts.append(Placement(part.name, source.shape, (source,), rows=None))
+        else:
+            parts += [replace(part, sources=(source,)) for part in held.parts]
+
+    def laid(name: str) -> Tensor:
+        if name not in stacks:
+            return get(name)
+        held = stacks[name]
+        return held.laid(get(name).reshape(held.shape))
+
+    return parts, laid
+
+
 def write_peft(
     path: Path,
     config: Json,
@@ -253,17 +271,12 @@ def write_peft(
         base: the base's fingerprint.
         keys: the run's keys that change the base's config.json, as arguments (KEPT).
     """
-    held = contents(model, to.family)
-    by_parameter = {x.parts[0].name: x for x in held}
-    parts = [
-        Placement(x.parts[0].name, x.on_disk, (StoredTensor(x.name, x.on_disk),), rows=None)
-        for x in held
-    ]
+    parts, laid = placed(model, to.family, get)
     write_tensors(
         path,
         plan_tensors(parts, to.family, dtype or torch.float32),
         parts,
-        lambda name: by_parameter[name].gathered(get),
+        laid,
         {PEFT_CONFIG: json_bytes(config), **to.files},
         single=PEFT_WEIGHTS,
         header={BASE: base, KEYS: "\n".join(keys)},

@@ -1,7 +1,5 @@
 """Lock of a run's folder: one run at a time writes there."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """manifest.json of a run: software, hardware and mesh of its latest start."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

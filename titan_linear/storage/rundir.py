@@ -14,8 +14,6 @@ Until everything has been checked, only the lock is written, and a refused start
 Only rank 0 writes.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

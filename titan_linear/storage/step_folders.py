@@ -1,7 +1,5 @@
 """Folders step-N of a run: which are whole, which one to resume from, which are damaged."""
 
-from __future__ import annotations
-
 import re
 import zlib
 from concurrent.futures import ThreadPoolExecutor

@@ -17,8 +17,6 @@ side, from empty caches, in a temporary folder.
 docs/results/ to commit it. Exits with 1 if a line failed. Without git, TITAN_LINEAR_COMMIT names the commit.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The lines of a proof: what runs, on which keys, and what must hold. "@" stands for the folder of all files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The record of a proof: for each number of GPUs of a kind, the newest result of each line."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Records that runs of a proof train on, made of the sources of Python's standard library."""
 
-from __future__ import annotations
-
 import json
 import sysconfig
 from itertools import pairwise

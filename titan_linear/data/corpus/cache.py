@@ -16,8 +16,6 @@ Whether bad documents stop the work or are skipped does not enter the name. A co
 the documents that it lacks, and is refused where they should have stopped the work.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -7,8 +7,6 @@ token; without it all count 1. A record's weights multiply the weights of its co
 answers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 

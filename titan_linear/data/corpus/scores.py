@@ -10,8 +10,6 @@ Checksums are compared when scores are opened, at the disk's speed, unless no fi
 changed since the last comparison.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterable

@@ -6,8 +6,6 @@ nothing. They hold no file and end when their pipe does, whatever ended this pro
 leave Ctrl-C to this process.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -16,8 +16,6 @@ each token to its parent token, 0 for a tree's first. Streams also have SHARE: t
 weight of the documents that contain a token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -7,8 +7,6 @@ seconds, the files in `<folder>.tmp` are synced to the disk, and journal.json re
 much of them counts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

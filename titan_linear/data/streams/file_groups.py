@@ -6,8 +6,6 @@ folder: "books/*.jsonl" matches every .jsonl file in a folder named books, "**/*
 .py file.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

@@ -13,8 +13,6 @@ which every source continues after its last stream. The checkpoint stores all ph
 stream i stays a function of i.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from bisect import bisect_right

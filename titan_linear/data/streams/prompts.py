@@ -5,8 +5,6 @@ is read, from (seed, task, length, number), the tokenizer and the text. So it de
 neither on what else is evaluated nor on which rank evaluates it.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence

@@ -14,8 +14,6 @@ token after it, even if that token has another parent: it is then a further labe
 parent.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from functools import lru_cache
 from threading import Lock

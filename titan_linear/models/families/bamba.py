@@ -1,7 +1,5 @@
 """Bamba: Mamba-2 or attention with positions on half of each head, then a SwiGLU."""
 
-from __future__ import annotations
-
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.families.granite_h import EXPAND, MAMBA2
 from titan_linear.models.families.keys import (

@@ -3,8 +3,6 @@
 Some have the MLP alone. Constant factors scale embedding, branches and logits.
 """
 
-from __future__ import annotations
-
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.families.keys import (
     COMMON,

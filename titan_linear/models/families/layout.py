@@ -7,8 +7,6 @@ layer. Folders may spell a part of a model in several ways. It then has several 
 first is written, and any is read.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

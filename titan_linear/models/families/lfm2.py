@@ -1,7 +1,5 @@
 """LFM2: gated short convolutions and attention, each followed by a SwiGLU."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from titan_linear.models.families.keys import (

@@ -1,7 +1,5 @@
 """LFM2-MoE: LFM2's layers, with experts in all but the first ones."""
 
-from __future__ import annotations
-
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.families.keys import (
     HIDDEN_DIM,

@@ -3,8 +3,6 @@
 Latent attention has positions and gated heads.
 """
 
-from __future__ import annotations
-
 from titan_linear.models.families.keys import (
     COMMON,
     Json,

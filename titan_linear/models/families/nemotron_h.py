@@ -3,8 +3,6 @@
 A layer is Mamba-2, attention, a squared-ReLU MLP or experts.
 """
 
-from __future__ import annotations
-
 import sys
 
 from titan_linear.models.config import ModelConfig, MoEConfig

@@ -1,7 +1,5 @@
 """OLMo-Hybrid: Gated DeltaNet, and attention in post-norm blocks."""
 
-from __future__ import annotations
-
 import math
 
 from titan_linear.models.families.keys import (

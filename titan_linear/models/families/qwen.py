@@ -1,7 +1,5 @@
 """Qwen3-Next and Qwen3.5: Gated DeltaNet and gated attention; large models have experts."""
 
-from __future__ import annotations
-
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.families.keys import (
     COMMON,

@@ -1,8 +1,6 @@
 """Keys of a config.json for modeling_titan_linear.py, the file with which transformers
 opens our models with our layers."""
 
-from __future__ import annotations
-
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 

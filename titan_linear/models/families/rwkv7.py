@@ -1,7 +1,5 @@
 """RWKV-7 ("Goose") in folders of flash-linear-attention: time mixing, then channel mixing."""
 
-from __future__ import annotations
-
 from titan_linear.models.families.keys import (
     Json,
     Keys,

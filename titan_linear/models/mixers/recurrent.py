@@ -4,8 +4,6 @@ A mixer computes inputs from x, runs a recurrence over them, and computes an out
 Telemetry is here too.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from dataclasses import dataclass

@@ -240,7 +240,12 @@ class RWKV7(RecurrentOptions):
 
 
 def _channels(
-    width: int, head_dim: int, start: float, rise: float, wave: float = 0.0, power: float = 1.0
+    width: int,
+    head_dim: int,
+    start: float,
+    rise: float,
+    wave: float = 0.0,
+    power: float = 1.0,
 ) -> Draw:
     """Draw start + rise · (0 to 1 over all channels)^power + wave · z |z|.
 

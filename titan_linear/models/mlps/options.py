@@ -1,7 +1,5 @@
 """Interface of MLPs."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import ClassVar
 

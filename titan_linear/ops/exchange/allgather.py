@@ -50,7 +50,12 @@ Arriving = Callable[[], Tensor]  # waits for a tensor in transit and returns it
 
 
 def allgather_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    cp: CPContext,
 ) -> Tensor:
     """Attend over all ranks: q [1, T_local, Hq, D], k [1, T_local, Hkv, D], v
     [1, T_local, Hkv, Dv] → o [1, T_local, Hq, Dv]."""

@@ -5,8 +5,6 @@ it, and TF32's error grows with the chain. M is a matrix [.., K, K], or the diag
 [.., K] or [.., 1].
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import NamedTuple
 

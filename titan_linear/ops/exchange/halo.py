@@ -5,8 +5,6 @@ tokens come from several fragments. The routes follow from the fragments, once p
 (ops/layout/fragments.py).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -35,7 +33,12 @@ def with_halo(
 class _WithHalo(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, routes: list[Tensor], slots: int, width: int, group: str
+        ctx: Any,
+        x: Tensor,
+        routes: list[Tensor],
+        slots: int,
+        width: int,
+        group: str,
     ) -> tuple[Tensor, Tensor]:
         ctx.routes = routes
         ctx.group = group

@@ -10,8 +10,6 @@ for all of it, is exchanged.
 The messages between ranks follow from the fragments, once per batch (ops/layout/chains.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Exchange of KCP's states across many ranks, level by level (layout/levels.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +12,12 @@ from titan_linear.ops.layout.levels import Level
 
 
 def incoming_by_levels(
-    S_ext: Tensor, M: Tensor, c: Chains, levels: Sequence[Level], group: str, reverse: bool
+    S_ext: Tensor,
+    M: Tensor,
+    c: Chains,
+    levels: Sequence[Level],
+    group: str,
+    reverse: bool,
 ) -> Tensor:
     """Return the result of `kcp_incoming` (kcp.py) for the same arguments."""
     # Climb: exchange pairs with the members of each level, and compose them for the next.

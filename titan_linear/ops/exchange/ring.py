@@ -7,8 +7,6 @@ straight to its owner. A rank holds two packed buffers of K|V (and three of dK|d
 backward) of its own length, whatever the number of ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,7 +35,13 @@ from titan_linear.ops.torch.attention_kernels import accumulator_dtype
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext, stride: int = 1
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    cp: CPContext,
+    stride: int = 1,
 ) -> Tensor:
     """Compute o [1, T_local, Hq, Dv] from q [1, T_local, Hq, D], k [1, T_local, Hkv, D] and
     v [1, T_local, Hkv, Dv].
@@ -173,7 +177,14 @@ class _Travelling:
     computed.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, group: str, stride: int, hops: int):
+    def __init__(
+        self,
+        k: Tensor,
+        v: Tensor,
+        group: str,
+        stride: int,
+        hops: int,
+    ):
         self.own = k, v
         self.group = group
         self.stride = stride

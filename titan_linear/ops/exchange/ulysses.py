@@ -6,8 +6,6 @@ single-device operation that treats heads independently runs unchanged: softmax 
 here, and the linear layers, where this method serves for comparison.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -46,7 +44,12 @@ def heads_to_tokens(x: Tensor, cp: CPContext, *, in_node: bool = False) -> Tenso
 
 
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    cp: CPContext,
 ) -> Tensor:
     """Compute o [1, T_local, Hq, Dv] from q [1, T_local, Hq, D], k [1, T_local, Hkv, D] and
     v [1, T_local, Hkv, Dv].
@@ -62,7 +65,12 @@ def ulysses_attention(
 
 
 def ulysses_ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    cp: CPContext,
 ) -> Tensor:
     """Compute attention in two dimensions (USP, Fang & Zhao 2024).
 

@@ -1,7 +1,5 @@
 """Boundaries of the entries of a packed stream, and the tables derived from them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar

@@ -3,8 +3,6 @@
 It cuts the stream among ranks, and computes all tables that layers need.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Collection, Sequence

@@ -8,8 +8,6 @@ The shapes of the tables do not depend on the documents, so that compiled code s
 shape; unused rows are −1.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Checks of document boundaries as users pass them."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Cuts of packed streams among ranks: fragments, their owners, and the tokens before them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

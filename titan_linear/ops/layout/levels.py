@@ -21,8 +21,6 @@ Where chains are short, each rank's pairs go directly to the ranks that fold the
 its bytes, and the products after it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache

@@ -9,8 +9,6 @@ rectangles need no mask, every block has a visible pair, and every row has keys,
 documents and layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Entries cut into chunks, and into segments, which a scan with few heads runs in parallel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

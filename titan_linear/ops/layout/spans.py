@@ -217,7 +217,12 @@ def _blocks(fragments: Fragments, world_size: int) -> ndarray:
 
 
 def _key_routes(
-    cut: Cut, blocks: ndarray, needed: _Needed, rank: int, start: ndarray, end: ndarray
+    cut: Cut,
+    blocks: ndarray,
+    needed: _Needed,
+    rank: int,
+    start: ndarray,
+    end: ndarray,
 ) -> KeyRoutes:
     """Plan how the keys of this rank's spans reach it.
 

@@ -1,7 +1,5 @@
 """Tables of a batch: named tuples made with NumPy and moved to the device in one copy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from functools import cache

@@ -6,8 +6,6 @@ by a fold along the paths (ops/exchange/tree_kcp.py). Points that have entries o
 below them are *shared*: all ranks read their S_ext and M.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -2,8 +2,6 @@
 `causal_conv1d`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -69,7 +69,13 @@ def recurrent_ssd(
 
 
 def recurrent_dplr(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, **sequences: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    gk: Tensor,
+    **sequences: Any,
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence with a transition that is diagonal plus low rank, token by token
     (RWKV-7, eq. 17).

@@ -3,8 +3,6 @@
 A state passes through the tokens of each sequence, in float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 

@@ -4,8 +4,6 @@
 planner multiplies them by rates. A call without a cost counts its bytes.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor

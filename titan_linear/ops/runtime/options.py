@@ -1,7 +1,5 @@
 """Arguments of an op's call: tensors and switches of a recurrence, states, and boundaries."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

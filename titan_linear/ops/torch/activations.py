@@ -1,7 +1,5 @@
 """Activations in plain PyTorch, with the functions of ops/triton/activations.py."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -53,7 +53,14 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, q, k, v, operators: tuple[Operator, Operator], where: tuple, scale: float, causal: bool
+        ctx,
+        q,
+        k,
+        v,
+        operators: tuple[Operator, Operator],
+        where: tuple,
+        scale: float,
+        causal: bool,
     ):
         forward, ctx.gradients = operators
         ctx.how = *where, scale, causal
@@ -133,7 +140,12 @@ def attend_backward(x: AttentionRows, scale: float, causal: bool) -> Triple:
 
 
 def attend_spans(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, spans: Spans | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    spans: Spans | None,
 ) -> Pair:
     """Compute (o, lse) of the spans of a packed stream (B = 1); None: of a whole batch."""
     if spans is None or len(spans.q) == 2:
@@ -225,7 +237,12 @@ class _OnPaths(torch.autograd.Function):
 
 
 def local_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, documents: Boundaries | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    documents: Boundaries | None,
 ) -> Tensor:
     """Compute o [B, Tq, Hq, Dv] from q [B, Tq, Hq, D], k [B, Tk, Hkv, D] and v
     [B, Tk, Hkv, Dv].
@@ -241,7 +258,12 @@ def local_attention(
 
 @operator(fake=empty_output, kept_by=("selective", "attention"), cost=costs.attention)
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, spans: list[Tensor], scale: float, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: list[Tensor],
+    scale: float,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return o, shaped like q with Dv, and lse [B, Hq, Tq].
 

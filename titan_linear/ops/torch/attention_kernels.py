@@ -4,8 +4,6 @@ Each kernel returns o and its log-sum-exp and, in backward, dq, dk and dv from t
 and lse. Shapes are as in attention.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -50,13 +48,28 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 # --- flash4: FlashAttention-4 -------------------------------------------------------------
 
 
-def _flash4_forward(q, k, v, scale: float, causal: bool, varlen: Varlen | None = None) -> Pair:
+def _flash4_forward(
+    q,
+    k,
+    v,
+    scale: float,
+    causal: bool,
+    varlen: Varlen | None = None,
+) -> Pair:
     q, k, v = _two_widths(q, k, v)
     return flash4.forward(q, k, v, scale, causal, varlen)
 
 
 def _flash4_backward(
-    do, q, k, v, o, lse, scale: float, causal: bool, varlen: Varlen | None = None
+    do,
+    q,
+    k,
+    v,
+    o,
+    lse,
+    scale: float,
+    causal: bool,
+    varlen: Varlen | None = None,
 ) -> Triple:
     q, k, v, do, o = _two_widths(q, k, v, do, o)
     return flash4.backward(do, q, k, v, o, lse.contiguous(), scale, causal, varlen)
@@ -80,7 +93,16 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) ->
     return o.transpose(1, 2), lse
 
 
-def _cpu_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
+def _cpu_backward(
+    do,
+    q,
+    k,
+    v,
+    o,
+    lse,
+    scale: float,
+    causal: bool,
+) -> Triple:
     do, q, k, v, o = _heads_first(*_equal_width(do, q, k, v, o))
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, q, k, v, o, lse, 0.0, causal, scale=scale
@@ -99,7 +121,16 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) 
     return o.transpose(1, 2), lse.reshape(q.shape[:3])
 
 
-def _cudnn_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
+def _cudnn_backward(
+    do,
+    q,
+    k,
+    v,
+    o,
+    lse,
+    scale: float,
+    causal: bool,
+) -> Triple:
     Tq = q.shape[1]
     Tk = k.shape[1]
     q, k, v, do, o = _heads_first(*_two_widths(q, k, v, do, o))
@@ -115,7 +146,14 @@ def _cudnn_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
 # --- flash: always by its packed function; a batch is B documents of one length -----------
 
 
-def _flash_forward(q, k, v, scale: float, causal: bool, varlen: Varlen | None = None) -> Pair:
+def _flash_forward(
+    q,
+    k,
+    v,
+    scale: float,
+    causal: bool,
+    varlen: Varlen | None = None,
+) -> Pair:
     B, Tq, Hq = q.shape[:3]
     varlen = varlen or _batch_varlen(q, k)
     q, k, v = (x.flatten(0, 1) for x in _equal_width(q, k, v, multiple=8))  # [B·T, H, D]
@@ -124,7 +162,15 @@ def _flash_forward(q, k, v, scale: float, causal: bool, varlen: Varlen | None = 
 
 
 def _flash_backward(
-    do, q, k, v, o, lse, scale: float, causal: bool, varlen: Varlen | None = None
+    do,
+    q,
+    k,
+    v,
+    o,
+    lse,
+    scale: float,
+    causal: bool,
+    varlen: Varlen | None = None,
 ) -> Triple:
     B = q.shape[0]
     varlen = varlen or _batch_varlen(q, k)
@@ -172,7 +218,16 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bo
     return o.transpose(1, 2), lse[..., :Tq]
 
 
-def _efficient_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
+def _efficient_backward(
+    do,
+    q,
+    k,
+    v,
+    o,
+    lse,
+    scale: float,
+    causal: bool,
+) -> Triple:
     Tq, Hq = q.shape[1:3]
     Hkv = k.shape[2]
     k, v = (x.repeat_interleave(Hq // Hkv, dim=2) for x in (k, v))
@@ -210,7 +265,16 @@ def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) 
 
 
 @without_autocast
-def _tiled_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
+def _tiled_backward(
+    do,
+    q,
+    k,
+    v,
+    o,
+    lse,
+    scale: float,
+    causal: bool,
+) -> Triple:
     acc = accumulator_dtype(q.dtype)
     Hkv = k.shape[2]
     k, v = (x.transpose(1, 2).to(acc) for x in (k, v))
@@ -387,7 +451,12 @@ ATTENTION = Op(
 
 
 def block_kernel(
-    device: torch.device, dtype: torch.dtype, D: int, Dv: int, Tq: int, Tk: int
+    device: torch.device,
+    dtype: torch.dtype,
+    D: int,
+    Dv: int,
+    Tq: int,
+    Tk: int,
 ) -> str:
     """Return the name of the kernel that computes a block of these shapes.
 
@@ -414,7 +483,12 @@ def block_kernel(
 
 
 def attention_kernel(
-    device: torch.device, dtype: torch.dtype, D: int, Dv: int, recurring: bool, square: bool = True
+    device: torch.device,
+    dtype: torch.dtype,
+    D: int,
+    Dv: int,
+    recurring: bool,
+    square: bool = True,
 ) -> Choice:
     """Choose the kernel of a block of attention.
 

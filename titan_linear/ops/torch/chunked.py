@@ -14,8 +14,6 @@ represents it. Everything is computed in float32 (float64 for float64 inputs). A
 differentiates `prepare`; the other stages have explicit adjoints.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ No stage ever computes e^{−G} over a whole chunk, which would overflow: see `p
 GDN is the case of a gate with one channel.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -13,8 +13,6 @@ A chunk then has two rows for each token: what it writes (k, v), and where it wr
 read (b, y).
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

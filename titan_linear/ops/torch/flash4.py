@@ -15,8 +15,6 @@ A row that is not finite also spoils neighboring documents: masked keys have wei
 0 · NaN is NaN.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import warnings
@@ -36,7 +34,12 @@ Varlen = tuple[Tensor, Tensor, int, int]
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, varlen: Varlen | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    varlen: Varlen | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute o and lse."""
     if varlen is None:
@@ -153,7 +156,13 @@ def _errors(device: str, dtype: torch.dtype, D: int, Dv: int) -> dict[str, float
 
 
 def _exact(
-    rows: list[int], keys: list[int], scale: float, q: Tensor, k: Tensor, v: Tensor, do: Tensor
+    rows: list[int],
+    keys: list[int],
+    scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
 ) -> dict[str, Tensor]:
     """Compute the same results from an explicit mask, in the dtype of the inputs.
 

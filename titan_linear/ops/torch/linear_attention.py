@@ -9,8 +9,6 @@ In a chunk with G the cumulative log decay (Transformers are SSMs, section 6):
 w is None, because the state only decays.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
