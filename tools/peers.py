@@ -49,8 +49,7 @@ def fla_model(
     import fla.models as peers
 
     kind = getattr(peers, find_family(model))
-    # Fused norms are its default, and faster; our folders turn them off.
-    network = kind.from_pretrained(weights, dtype=torch.float32, fuse_norm=True)
+    network = kind.from_pretrained(weights, dtype=torch.float32)
     network = network.to(device).train()
     if checkpointing:
         network.gradient_checkpointing_enable()
