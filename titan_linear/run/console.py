@@ -42,7 +42,6 @@ def write_down(origin: Origin, session: Session, step: int) -> None:
     config = origin.config
     model = session.model
     device = session.device
-    config = origin.config
     folder = RunFolder(config)
     if folder.starts_anew:
         folder.set_run_aside()

@@ -122,7 +122,10 @@ class BatchSharding:
             shorter = (batch.trees.after(k) for k in range(1, self.mtp_layers + 1))
             later_contexts = [self._context(batch, each, methods) for each in shorter]
         elif self.mtp_layers:
-            local = replace(local, later=cut_later(later_of(batch, self.mtp_layers), local.context))
+            # All fields but `of_trees`.
+            rows = later_of(batch, self.mtp_layers)[:3]
+            later = Later(*(take_fragments(row, local.context) for row in rows))
+            local = replace(local, later=later)
 
         # Move everything to the device at once, then plan there.
         local, later_contexts = to_device([local, later_contexts], self.device)
@@ -266,15 +269,6 @@ def later_of(batch: Batch, depth: int) -> Later:
         batch.tokens[0, at].where(inside, 0),
         batch.labels[0, at].where(inside, IGNORE),
         batch.columns["weights"][0, at].where(inside, 0),
-    )
-
-
-def cut_later(later: Later, context: CPContext) -> Later:
-    """Take this rank's fragments of the result of `later_of`."""
-    return Later(
-        take_fragments(later.tokens, context),
-        take_fragments(later.labels, context),
-        take_fragments(later.weights, context),
     )
 
 
