@@ -263,9 +263,7 @@ def test_a_run_keeps_its_scores(tmp_path):
     def content(folder):
         config = load_config(["--loss.scores", str(folder)])
         streams = SimpleNamespace(fingerprints={"": "c"})
-        return config, content_of(
-            config, ByteTokenizer(), OWN["hybrid"]["debug"], streams, None, ""
-        )
+        return config, content_of(Origin.of(config), streams, None, "")
 
     _, known = content(tmp_path / "a")
     config, moved = content(tmp_path / "moved")

@@ -64,7 +64,7 @@ def graphs_of(rank, world_size, batches, shortest, pattern=UNEQUAL, adapter=None
         patch.setattr(segments, "SHORTEST", shortest)
         for lengths, grad in batches:
             cp = build_cp_context(
-                boundaries(lengths), rank=0, world_size=1, conv1d_kernel_size=4, programs=(1,)
+                boundaries(lengths), rank=0, world_size=1, conv1d_kernel_size=4, programs=(1, 2)
             )
             cp.mark_dynamic()
             tokens = torch.arange(sum(lengths))[None] % 64

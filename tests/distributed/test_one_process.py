@@ -194,7 +194,7 @@ def wrong(group):
         ),
         (
             too_few,
-            "rank 2 of 3 in one process: AssertionError: rank 0 expects rows .1: 1, 2: 1. by sender, and .0: 1, 1: 1, ",
+            "rank 2 of 3 in one process: AssertionError: rank 0 expects rows .0, 1, 1. by sender, and .1, 1, 1. come",
         ),
         (wrong, "rank 2 of 3 in one process: ValueError: what was wrong"),
     ],

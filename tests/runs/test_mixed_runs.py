@@ -8,7 +8,7 @@ import pytest
 from tests.data.conftest import random_documents
 from tests.keys import argv_of
 from tests.refusals import refused
-from titan_linear.config import check_config, difference, load_config
+from titan_linear.config import Config, check_config, difference, load_config
 from titan_linear.data import ByteTokenizer, Phase, write_corpus
 from titan_linear.run.data import RunData
 from titan_linear.run.folder import RunFolder
@@ -111,11 +111,10 @@ def test_a_change_twice_at_a_step_is_the_last_one():
     progress = Progress(
         step=4, content=Content(tokenizer="t", model="m", corpora={}, mixture=phases)
     )
+    data = RunData(Config(), ByteTokenizer())
     source = SimpleNamespace(name="c", weight=1.0)
-    config = SimpleNamespace(
-        training=SimpleNamespace(mixture=[source], mixture_from_step=4, global_batch_size=4)
-    )
-    assert RunData(config, ByteTokenizer()).mixture_phases(progress) == [
+    data.training = SimpleNamespace(mixture=[source], mixture_from_step=4, global_batch_size=4)
+    assert data.mixture_phases(progress) == [
         Phase(0, {"a": 1}),
         Phase(16, {"c": 1.0}),
     ]

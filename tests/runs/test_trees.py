@@ -38,7 +38,7 @@ from titan_linear.models.presets import OWN
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.layout import fragments, prefix_trees
 from titan_linear.ops.layout.prefix_trees import PrefixTrees
-from titan_linear.proof import data, doctor, ops
+from titan_linear.proof import data, ops
 from titan_linear.proof.subject import subject_of
 from titan_linear.run.preflight import preflight
 from titan_linear.step.branches import branches_of
@@ -691,7 +691,7 @@ def test_the_doctor_finds_leaves_that_continue_each_other(split, files, monkeypa
     cases = [
         case for case in ops.cases(subject) if case.name in ("chunk_kda", "attention", "mixer gdn")
     ]
-    assert len(cases) == 3 and all(f.holds for case in cases for f in doctor.trees(subject, case))
+    assert len(cases) == 3 and all(f.holds for case in cases for f in ops.trees(subject, case))
     assert all(f.holds for check in (data.labels, data.targets, data.cut) for f in check(subject))
 
     def checked_nodes(edges, parents, num_streams):
@@ -700,5 +700,5 @@ def test_the_doctor_finds_leaves_that_continue_each_other(split, files, monkeypa
 
     monkeypatch.setattr(fragments, "checked_nodes", checked_nodes)
     for case in cases:
-        apart, leaves = doctor.trees(subject, case)
+        apart, leaves = ops.trees(subject, case)
         assert not apart.holds and leaves.figure > 1e-3

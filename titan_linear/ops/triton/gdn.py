@@ -180,5 +180,7 @@ def _gradients(
     if HV > H:
         dq = sum_groups(dq, x.q)
         dk = sum_groups(dk, x.k)
-    dA_log, ddt_bias = d_gate.sum(1)
-    return dq, dk, dg, dbeta, gradient_like(x.A_log, dA_log), gradient_like(x.dt_bias, ddt_bias)
+    # Two sums, because outputs of an operator may not share memory.
+    dA_log = gradient_like(x.A_log, d_gate[0].sum(0))
+    ddt_bias = gradient_like(x.dt_bias, d_gate[1].sum(0))
+    return dq, dk, dg, dbeta, dA_log, ddt_bias
