@@ -1,0 +1,88 @@
+"""Context parallelism for `transformers.Trainer`."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_linear.transformers.cut import pack
+from titan_linear.transformers.model import context_parallel
+
+# Options of a Trainer that need whole rows, or a process per GPU.
+REFUSED = "compute_metrics", "compute_loss_func", "label_smoother"
+
+
+class ContextParallelMixin:
+    """Cuts each batch of a Trainer among a group of neighboring ranks.
+
+        class Trainer(ContextParallelMixin, transformers.Trainer): ...
+
+    The ranks of a group read the same batches. The loss is divided by the number of labels in all micro-batches of a
+    step on all ranks.
+
+    Args:
+        context_parallel_degree: ranks per group.
+        context_parallel_layout: "zigzag" or "contiguous".
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        context_parallel_degree: int = 1,
+        context_parallel_layout: str = "zigzag",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        for name in REFUSED:
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} needs whole rows, of which a rank has a part; leave it out"
+                )
+        if not self.args.average_tokens_across_devices or self.args.n_gpu > 1:
+            raise ValueError("use average_tokens_across_devices=True, and one process per GPU")
+        self.cp_degree = context_parallel_degree
+        self.cp_layout = context_parallel_layout
+        self.cp_group = None
+        if context_parallel_degree > 1:
+            self.cp_group, _ = dist.new_subgroups(context_parallel_degree)
+
+    def get_train_dataloader(self) -> Any:
+        return self._by_group(super().get_train_dataloader())
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        return self._by_group(super().get_eval_dataloader(*args, **kwargs))
+
+    def _by_group(self, loader: Any) -> Any:
+        # accelerate's loaders have a shard per rank; here it is a shard per group.
+        for shard in (loader.batch_sampler, loader.dataset):
+            if hasattr(shard, "process_index"):
+                shard.num_processes = self.args.world_size // self.cp_degree
+                shard.process_index = self.args.process_index // self.cp_degree
+                return loader
+        if self.args.world_size > 1:
+            raise ValueError("pass accelerator_config={'dispatch_batches': False}: all ranks read")
+        return loader
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
+        # Labels on all ranks; those of a group are counted once.
+        items = sum(pack(batch).count() for batch in batch_samples).to(device)
+        if self.args.world_size > 1:
+            dist.all_reduce(items)
+        return items / self.cp_degree
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
+        with context_parallel(model, self.cp_group, self.cp_layout) as self.cp:
+            return super().training_step(model, *args, **kwargs)
+
+    def prediction_step(self, model: Any, inputs: Any, only_loss: bool, **kwargs: Any) -> Any:
+        if not only_loss:
+            raise ValueError("a rank has logits of a part of each row; pass prediction_loss_only")
+        with context_parallel(model, self.cp_group, self.cp_layout) as self.cp:
+            return super().prediction_step(model, inputs, only_loss, **kwargs)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the Trainer's loss of this rank's part; the mean over ranks is one process's."""
+        items = kwargs["num_items_in_batch"]
+        cut = self.cp.cut({**inputs, "num_items_in_batch": items})
+        return super().compute_loss(model, cut, *args, **kwargs)
