@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import os
+import sys
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from tests.models import hf_models
-from titan_linear.transformers import context_parallel
+from titan_linear.transformers import ContextParallelMixin, context_parallel
+
+
+class CPTrainer(ContextParallelMixin, Trainer):
+    pass
+
 
 BOUNDS = [0, 37, 38, 101, 120]  # a document of one token; 64 tokens a chunk
 IGNORE = -100
+
+
+class Wide:
+    """torch, but that float32 is float64."""
+
+    def __getattr__(self, name):
+        return torch.float64 if name in ("float32", "float") else getattr(torch, name)
+
+
+@contextmanager
+def in_float64(model):
+    """transformers' modeling file, with float64 where it computes in float32 inside a float64 model."""
+    module = sys.modules[type(model).__module__]
+    with (
+        patch.object(module, "torch", Wide()),
+        patch.object(torch.Tensor, "float", torch.Tensor.double),
+    ):
+        yield
 
 
 def build(name: str):
@@ -67,30 +94,19 @@ def errors(ours, theirs):
     return found
 
 
-class Found(NamedTuple):
-    """Largest relative differences of a case, and what has them."""
-
-    cut: float  # loss and gradients of several ranks, compared with our own of one process
-    alone: float  # the same, compared with transformers alone
-    loss: float  # the loss, compared with transformers alone
-    names: list[str]
-
-
 def compare(rank, world_size, names, layouts):
-    """On rank 0: {(case, layout): Found}."""
+    """On rank 0: {(case, layout): (largest relative difference to transformers alone, its name)}."""
     results = {}
     for name in names:
         model = build(name)
-        if rank == 0:
-            theirs, one = alone(model), trained(model)
-        for layout in layouts:
-            ours = trained(model, dist.group.WORLD, layout)
-            if rank == 0:
-                cut, whole = errors(ours, one), errors(ours, theirs)
-                worst = [max(each, key=each.get) for each in (cut, whole)]
-                results[name, layout] = Found(
-                    cut[worst[0]], whole[worst[1]], whole["loss"], worst
-                )
+        with in_float64(model):
+            theirs = alone(model) if rank == 0 else None
+            for layout in layouts:
+                ours = trained(model, dist.group.WORLD, layout)
+                if rank == 0:
+                    found = errors(ours, theirs)
+                    worst = max(found, key=found.get)
+                    results[name, layout] = found[worst], worst
     return results
 
 
@@ -137,3 +153,44 @@ def different_batches(rank, world_size):
     except ValueError as error:
         return str(error)
     return None
+
+
+def trainer(rank, world_size, folder, degree):
+    """Weights and gradient norms after some steps of transformers' Trainer, and the loss of its evaluation."""
+    os.environ |= {"ACCELERATE_USE_CPU": "true"}
+    draw = torch.Generator().manual_seed(4)
+    rows = [row(draw) for _ in range(16)]
+    args = TrainingArguments(
+        output_dir=folder,
+        max_steps=4,
+        learning_rate=1e-3,
+        logging_steps=1,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        prediction_loss_only=True,
+    )
+    hf = build("Qwen3.5, tied").float().train()
+    run = CPTrainer(
+        hf,
+        args,
+        train_dataset=rows,
+        eval_dataset=rows[:4],
+        data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=False),
+        context_parallel_degree=degree,
+    )
+    run.train()
+    norms = [line["grad_norm"] for line in run.state.log_history if "grad_norm" in line]
+    losses = [line["loss"] for line in run.state.log_history if "loss" in line]
+    weights = torch.cat([p.detach().double().flatten() for p in hf.parameters()])
+    return norms, losses, weights, run.evaluate()["eval_loss"]
+
+
+def row(draw):
+    """A prompt without labels and its answer, of some length."""
+    length = int(torch.randint(40, 70, (), generator=draw))
+    tokens = torch.randint(3, hf_models.VOCAB, (length,), generator=draw).tolist()
+    return {"input_ids": tokens, "labels": [IGNORE] * 9 + tokens[9:]}

@@ -1,0 +1,30 @@
+"""transformers' Trainer with `ContextParallelMixin`, under DDP, beside one process."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import TrainingArguments
+
+from tests.transformers.workers import CPTrainer, build, trainer
+
+
+def test_two_ranks_train_like_one(worlds, tmp_path):
+    """Gradient norms, logged losses, weights and the evaluation, with accumulation and padding-free batches."""
+    (one,) = worlds(1).run(trainer, str(tmp_path / "1"), 1)
+    two = worlds(2).run(trainer, str(tmp_path / "2"), 2)
+    for norms, losses, weights, evaluation in two:
+        assert norms == pytest.approx(one[0], rel=1e-5) and len(norms) == 4
+        assert losses == pytest.approx(one[1], rel=1e-5)
+        assert ((weights - one[2]).norm() / one[2].norm()).item() < 1e-5
+        assert evaluation == pytest.approx(one[3], rel=1e-5)
+    assert (two[0][2] == two[1][2]).all()
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [({"compute_metrics": len}, "compute_metrics needs"), ({"compute_loss_func": len}, "compute_")],
+)
+def test_options_that_need_whole_rows(options, reason, tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match=reason):
+        CPTrainer(build("LFM2"), args, **options)
