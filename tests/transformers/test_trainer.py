@@ -8,21 +8,25 @@ from transformers import TrainingArguments
 from tests.transformers.workers import CPTrainer, build, trainer
 
 
-def test_two_ranks_train_like_one(worlds, tmp_path):
-    """Gradient norms, logged losses, weights and the evaluation, with accumulation and padding-free batches."""
-    (one,) = worlds(1).run(trainer, str(tmp_path / "1"), 1)
-    two = worlds(2).run(trainer, str(tmp_path / "2"), 2)
-    for norms, losses, weights, evaluation in two:
+def test_four_ranks_train_like_one(worlds, tmp_path):
+    """Two groups of two ranks, accumulation 2, and one process, accumulation 4, with packed batches of one epoch:
+    gradient norms, logged losses, weights and the loss of an evaluation."""
+    (one,) = worlds(1).run(trainer, str(tmp_path / "1"), 1, 4)
+    four = worlds(4).run(trainer, str(tmp_path / "4"), 2, 2)
+    for norms, losses, weights, evaluation in four:
         assert norms == pytest.approx(one[0], rel=1e-5) and len(norms) == 4
         assert losses == pytest.approx(one[1], rel=1e-5)
         assert ((weights - one[2]).norm() / one[2].norm()).item() < 1e-5
         assert evaluation == pytest.approx(one[3], rel=1e-5)
-    assert (two[0][2] == two[1][2]).all()
+        assert (weights == four[0][2]).all()
 
 
 @pytest.mark.parametrize(
     "options, reason",
-    [({"compute_metrics": len}, "compute_metrics needs"), ({"compute_loss_func": len}, "compute_")],
+    [
+        ({"compute_metrics": len}, "compute_metrics: "),
+        ({"compute_loss_func": len}, "compute_loss_func: "),
+    ],
 )
 def test_options_that_need_whole_rows(options, reason, tmp_path):
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])

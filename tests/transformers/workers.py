@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from tests.models import hf_models
@@ -155,18 +156,19 @@ def different_batches(rank, world_size):
     return None
 
 
-def trainer(rank, world_size, folder, degree):
+def trainer(rank, world_size, folder, degree, accumulation):
     """Weights and gradient norms after some steps of transformers' Trainer, and the loss of its evaluation."""
     os.environ |= {"ACCELERATE_USE_CPU": "true"}
     draw = torch.Generator().manual_seed(4)
-    rows = [row(draw) for _ in range(16)]
+    rows = [row(draw) for _ in range(32)]
     args = TrainingArguments(
         output_dir=folder,
         max_steps=4,
         learning_rate=1e-3,
         logging_steps=1,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=2,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=accumulation,
+        gradient_accumulation_steps=accumulation,
         report_to=[],
         use_cpu=True,
         save_strategy="no",
@@ -187,6 +189,22 @@ def trainer(rank, world_size, folder, degree):
     losses = [line["loss"] for line in run.state.log_history if "loss" in line]
     weights = torch.cat([p.detach().double().flatten() for p in hf.parameters()])
     return norms, losses, weights, run.evaluate()["eval_loss"]
+
+
+def sharded(rank, world_size):
+    """Errors under FSDP2, whose gradients are means over ranks: of ours in one process."""
+    one = build("Qwen3.5, tied")
+    want = trained(one)
+    model = build("Qwen3.5, tied")
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    with context_parallel(model, dist.group.WORLD) as cp:
+        loss = model(**cp.cut(batch())).loss
+        (loss * world_size).backward()
+    dist.all_reduce(loss.detach())
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return errors(found | {"loss": loss.detach()}, want)
 
 
 def row(draw):

@@ -11,8 +11,9 @@ IGNORE = -100
 # Columns of a stream, and their values in padding.
 FILL = {"input_ids": 0, "position_ids": 0, "shift_labels": IGNORE, "shift_weights": 0}
 KEYS = {"input_ids", "labels", "shift_labels", "loss_weights", "position_ids", "attention_mask"}
-# Boundaries of documents from DataCollatorWithFlattening.
-PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+# position_ids imply these.
+IMPLIED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+SETTINGS = {"num_items_in_batch", "use_cache"}
 
 
 class PackedStream(NamedTuple):
@@ -26,78 +27,54 @@ class PackedStream(NamedTuple):
         labelled = self.columns["shift_labels"] != IGNORE
         return (labelled * self.columns.get("shift_weights", 1)).sum()
 
-    def padded(self, multiple: int) -> "PackedStream":
-        """Add a document without labels that makes the length a multiple of this number."""
-        missing = -int(self.cu_seqlens[-1]) % multiple
-        if not missing:
-            return self
-        columns = {
-            name: F.pad(column, (0, missing), value=FILL[name])
-            for name, column in self.columns.items()
-        }
-        return PackedStream(
-            columns, F.pad(self.cu_seqlens, (0, 1), value=len(columns["input_ids"]))
-        )
 
-
-def pack(batch: Mapping[str, Tensor]) -> PackedStream:
+def pack(batch: Mapping[str, Tensor], multiple: int = 1) -> PackedStream:
     """Lay the documents of a batch's rows [B, T] one after the other.
 
-    A document begins with each row, wherever `position_ids` do not count on, and at each
-    boundary of `cu_seq_lens_q`.
+    A document begins with each row, and wherever `position_ids` do not count on. A document
+    without labels at the end makes the length a multiple of this number.
 
     Raises:
         ValueError: a key or shape that cannot be cut, or padding anywhere but on the right.
     """
     ids = batch["input_ids"]
     _check(batch)
-    # Find the documents, and drop the padding.
+    # Find the documents, and drop the rows' padding.
     real = batch.get("attention_mask", torch.ones_like(ids)).bool()
     if (real[:, 1:] & ~real[:, :-1]).any():
         raise ValueError(
-            "attention_mask has padding on the left or between tokens; pad on the right "
-            "(tokenizer.padding_side = 'right'), where states of the layers do not see it"
+            "attention_mask has padding on the left or between tokens, which would enter states; "
+            "pad on the right (tokenizer.padding_side = 'right')"
         )
-    starts = _starts(batch)[real].nonzero().flatten()
-    cu_seqlens = F.pad(starts, (0, 1), value=int(real.sum()))
-    ends = cu_seqlens[1:] - 1
-    first = torch.repeat_interleave(starts, cu_seqlens.diff())
-    columns = {
-        "input_ids": ids[real],
-        "position_ids": torch.arange(len(first), device=ids.device) - first,
-    }
-    # Positions that do not begin at 0 stay.
-    if "position_ids" in batch:
-        columns["position_ids"] = batch["position_ids"][real]
+    positions = batch.get("position_ids", torch.arange(ids.shape[1]).to(ids).expand_as(ids))
+    starts = F.pad(positions.diff() != 1, (1, 0), value=True)
+    starts = starts[real].nonzero().flatten()
+    columns = {"input_ids": ids[real], "position_ids": positions[real]}
+    length = len(columns["input_ids"])
+    ends = torch.cat([starts[1:], starts.new_tensor([length])])
     # Labels move to the token that predicts them.
-    for name in ("labels", "loss_weights"):
+    for name, shifted in (("labels", "shift_labels"), ("loss_weights", "shift_weights")):
         if name in batch:
-            shifted = f"shift_{name.removeprefix('loss_')}"
             columns[shifted] = batch[name][real].roll(-1)
-            columns[shifted][ends] = FILL[shifted]
+            columns[shifted][ends - 1] = FILL[shifted]
     if "shift_labels" in batch:
         columns["shift_labels"] = batch["shift_labels"][real]
-    return PackedStream(columns, cu_seqlens.int().cpu())
+    # Add the document without labels.
+    missing = -length % multiple
+    for name, column in columns.items():
+        columns[name] = F.pad(column, (0, missing), value=FILL[name])
+    edges = [0, *ends.tolist(), length + missing]
+    return PackedStream(columns, torch.tensor(edges, dtype=torch.int32))
 
 
 def _check(batch: Mapping[str, Tensor]) -> None:
     shape = batch["input_ids"].shape
-    if unknown := set(batch) - KEYS - PACKED - {"num_items_in_batch", "use_cache"}:
-        raise ValueError(f"batch has {sorted(unknown)}; only {sorted(KEYS)} can be cut")
+    implied = IMPLIED if "position_ids" in batch else set()
+    if unknown := set(batch) - KEYS - SETTINGS - implied:
+        raise ValueError(
+            f"batch has {sorted(unknown)}, which cannot be cut; use {sorted(KEYS)}, with documents "
+            "by position_ids that begin again"
+        )
     for name in KEYS & set(batch):
         if batch[name].shape != shape or len(shape) != 2:
             raise ValueError(f"{name} {tuple(batch[name].shape)} must be [B, T], like input_ids")
-
-
-def _starts(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return [B, T] bool: first tokens of documents."""
-    starts = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
-    starts[:, 0] = True
-    if "position_ids" in batch:
-        starts[:, 1:] = batch["position_ids"].diff() != 1
-    if "cu_seq_lens_q" in batch:
-        boundaries = batch["cu_seq_lens_q"].flatten().long()
-        if len(starts) != 1 or boundaries[-1] != starts.shape[1]:
-            raise ValueError("cu_seq_lens_q must be the boundaries of one row, up to its end")
-        starts[0, boundaries[:-1]] = True
-    return starts

@@ -3,7 +3,6 @@
 Inside the block, the functions that mix tokens are ours (functions.py). After it, all are transformers' again.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,6 +27,8 @@ AttentionInterface.register(ATTENTION, softmax_attention)
 AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
 # Classes without a loss, or with one of single tokens, by their endings.
 ENDINGS = "ForCausalLM", "ForConditionalGeneration", "Model"
+# Keywords of a model that are about whole rows.
+NOT_CUT = "cache", "past_key_values", "attention_mask", "output_router_logits"
 
 
 @dataclass
@@ -54,17 +55,20 @@ class ContextParallel:
             ValueError: another key, padding that is not on the right, or batches that
                 differ between ranks.
         """
-        stream = pack(batch)
+        ranks = 1 if self.group is None else self.group.size()
+        stream = pack(batch, 2 * ranks if self.layout == "zigzag" else ranks)
         inputs: dict[str, Any] = {"use_cache": False}
         if "shift_labels" in stream.columns:
             inputs["num_items_in_batch"] = batch.get("num_items_in_batch", stream.count())
-        place = {"rank": 0, "world_size": 1} if self.group is None else {"group": self.group}
-        ranks = 1 if self.group is None else self.group.size()
-        stream = stream.padded(2 * ranks if self.layout == "zigzag" else ranks)
-        self._check_shared(stream)
         # Cut the stream, and take this rank's tokens.
         device = stream.columns["input_ids"].device
-        context = build_cp_context(stream.cu_seqlens, layout=self.layout, device=device, **place)
+        if self.group is None:
+            context = build_cp_context(stream.cu_seqlens, rank=0, world_size=1, device=device)
+        else:
+            self._check_shared(stream)
+            context = build_cp_context(
+                stream.cu_seqlens, self.group, layout=self.layout, device=device
+            )
         rows = torch.cat([torch.arange(*fragment) for fragment in context.fragments]).to(device)
         for name, column in stream.columns.items():
             inputs[name] = column[rows].unsqueeze(0)
@@ -73,8 +77,6 @@ class ContextParallel:
 
     def _check_shared(self, stream: PackedStream) -> None:
         # A number that depends on all tokens and boundaries has the same minimum and maximum.
-        if self.group is None:
-            return
         ids = stream.columns["input_ids"]
         numbers = torch.cat([*stream.columns.values(), stream.cu_seqlens.to(ids)]).double()
         digest = numbers @ torch.arange(1, len(numbers) + 1).to(numbers)
@@ -101,49 +103,39 @@ def context_parallel(
     Raises:
         ValueError: a class or setting that cannot be exact; the message has the reason.
     """
-    inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
-    replacements = _replacements(inner)
+    inner: Any = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
+    module, functions = _replacements(inner)
     config = inner.config.get_text_config()
     _check(inner, config)
     cp = ContextParallel(group, "contiguous" if group is None else layout)
     with ExitStack() as stack:
-        for owner, name, function in replacements:
-            stack.enter_context(patch.object(owner, name, function))
-        for owner, name, value in (
-            (config, "_attn_implementation", ATTENTION),
-            (inner, "loss_function", causal_loss),
-        ):
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
+        for path, function in functions.items():
+            stack.enter_context(patch(f"{module}.{path}", function))
+        # The attributes behind properties: patch restores these exactly.
+        attention = patch.object(config, "_attn_implementation_internal", ATTENTION)
+        stack.enter_context(attention)
+        stack.enter_context(patch.object(inner, "_loss_function", causal_loss, create=True))
         stack.callback(inner.register_forward_pre_hook(_check_call, with_kwargs=True).remove)
         stack.callback(inner.register_forward_hook(_guard_backward(cp)).remove)
         stack.callback(setattr, cp, "active", False)
         yield cp
 
 
-def _replacements(model: nn.Module) -> list[tuple[Any, str, Callable]]:
-    """Return (owner, attribute, function) of all functions to replace.
+def _replacements(model: nn.Module) -> tuple[str, Mapping[str, Callable]]:
+    """Return transformers' modeling file of a model, and what to replace in it.
 
     Raises ValueError for a class that is not supported, by its name.
     """
-    name = type(model).__name__
-    module = type(model).__module__
-    family = module.rpartition(".modeling_")[2]
-    if family not in FAMILIES or not name.endswith(ENDINGS):
-        raise ValueError(
-            f"{name} is not supported: its layers or its loss may mix tokens of other ranks or documents; "
-            f"use {', '.join(FAMILIES)}, in classes that end in {', '.join(ENDINGS)}"
-        )
-    found = []
-    for path, function in FAMILIES[family].items():
-        *classes, attribute = path.split(".")
-        owner: Any = sys.modules[module]
-        for each in classes:
-            owner = getattr(owner, each)
-        if not hasattr(owner, attribute):
-            raise ValueError(f"{module} has no {path}; install transformers 5.24")
-        found.append((owner, attribute, function))
-    return found
+    # Under FSDP2, which derives a class from the model's, that one's base.
+    files = (kind for kind in type(model).__mro__ if ".modeling_" in kind.__module__)
+    kind = next(files, type(model))
+    family = kind.__module__.rpartition(".modeling_")[2]
+    if family in FAMILIES and kind.__name__.endswith(ENDINGS):
+        return kind.__module__, FAMILIES[family]
+    raise ValueError(
+        f"{type(model).__name__} is not supported: its layers or its loss may mix tokens of other ranks or "
+        f"documents; use {', '.join(FAMILIES)}, in classes that end in {', '.join(ENDINGS)}"
+    )
 
 
 def _check(model: Any, config: Any) -> None:
@@ -157,25 +149,27 @@ def _check(model: Any, config: Any) -> None:
     for name, reason in reasons.items():
         if value := getattr(config, name, None):
             raise ValueError(f"config.{name} = {value}: {reason}; set it to 0, False or None")
-    if config._attn_implementation == ATTENTION:
-        raise ValueError("the model is inside a context_parallel already")
     if model.use_kernels:
         raise ValueError("use_kernels = True: these kernels ignore documents; load without it")
     if model.loss_function is not ForCausalLMLoss:
-        raise ValueError("the model has a loss_function that may need whole rows; use logits")
+        raise ValueError(
+            "the model has a loss_function of its own, or is inside context_parallel; a loss may need "
+            "whole rows, so compute it from the logits"
+        )
 
 
 def _check_call(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
-    if kwargs.get("use_cache", True) or kwargs.get("cache") or kwargs.get("past_key_values"):
+    present = [name for name in NOT_CUT if kwargs.get(name) is not None]
+    # transformers' default is a cache.
+    if present or kwargs.get("use_cache", True):
         raise ValueError(
-            "a cache is in use, which has states of whole rows; call model(**cp.cut(batch))"
+            f"the model was called with {', '.join(present) or 'use_cache=True'}, which is about "
+            "whole rows; call model(**cp.cut(batch)), and generate outside context_parallel"
         )
-    if kwargs.get("attention_mask") is not None or kwargs.get("output_router_logits"):
-        raise ValueError("attention_mask or output_router_logits; call model(**cp.cut(batch))")
 
 
 def _guard_backward(cp: ContextParallel) -> Callable:
-    """Return a forward hook: layers that are run again in backward must find our functions."""
+    """Return a forward hook: layers that run again in backward must find our functions."""
 
     def check(_: Tensor) -> None:
         if not cp.active:
@@ -183,10 +177,10 @@ def _guard_backward(cp: ContextParallel) -> Callable:
                 "gradient checkpointing runs layers again: call backward() inside context_parallel"
             )
 
-    def hook(model: Any, _: Any, output: Mapping[str, Any]) -> None:
-        for value in output.values():
-            if model.is_gradient_checkpointing and getattr(value, "requires_grad", False):
-                value.register_hook(check)
+    def hook(model: Any, _: Any, output: Any) -> None:
+        last = output["logits"] if "logits" in output else output["last_hidden_state"]
+        if model.is_activation_checkpointing and last.requires_grad:
+            last.register_hook(check)
 
     return hook
 

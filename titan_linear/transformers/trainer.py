@@ -9,7 +9,7 @@ from torch import Tensor
 from titan_linear.transformers.cut import pack
 from titan_linear.transformers.model import context_parallel
 
-# Options of a Trainer that need whole rows, or a process per GPU.
+# Options of a Trainer that need whole rows.
 REFUSED = "compute_metrics", "compute_loss_func", "label_smoother"
 
 
@@ -34,18 +34,17 @@ class ContextParallelMixin:
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        for name in REFUSED:
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name} needs whole rows, of which a rank has a part; leave it out"
-                )
-        if not self.args.average_tokens_across_devices or self.args.n_gpu > 1:
-            raise ValueError("use average_tokens_across_devices=True, and one process per GPU")
         self.cp_degree = context_parallel_degree
         self.cp_layout = context_parallel_layout
         self.cp_group = None
         if context_parallel_degree > 1:
             self.cp_group, _ = dist.new_subgroups(context_parallel_degree)
+        refused = [name for name in REFUSED if getattr(self, name) is not None]
+        if refused or self.args.n_gpu > 1 or not self.args.average_tokens_across_devices:
+            raise ValueError(
+                f"{', '.join(refused) or 'n_gpu or average_tokens_across_devices'}: the loss is a mean "
+                "over all ranks' labels, and a rank has a part of each row; leave it at the default"
+            )
 
     def get_train_dataloader(self) -> Any:
         return self._by_group(super().get_train_dataloader())
@@ -54,14 +53,11 @@ class ContextParallelMixin:
         return self._by_group(super().get_eval_dataloader(*args, **kwargs))
 
     def _by_group(self, loader: Any) -> Any:
-        # accelerate's loaders have a shard per rank; here it is a shard per group.
+        # accelerate's loaders have a shard per rank; here each group has one.
         for shard in (loader.batch_sampler, loader.dataset):
             if hasattr(shard, "process_index"):
                 shard.num_processes = self.args.world_size // self.cp_degree
                 shard.process_index = self.args.process_index // self.cp_degree
-                return loader
-        if self.args.world_size > 1:
-            raise ValueError("pass accelerator_config={'dispatch_batches': False}: all ranks read")
         return loader
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
@@ -75,14 +71,15 @@ class ContextParallelMixin:
         with context_parallel(model, self.cp_group, self.cp_layout) as self.cp:
             return super().training_step(model, *args, **kwargs)
 
-    def prediction_step(self, model: Any, inputs: Any, only_loss: bool, **kwargs: Any) -> Any:
-        if not only_loss:
-            raise ValueError("a rank has logits of a part of each row; pass prediction_loss_only")
+    def prediction_step(
+        self, model: Any, inputs: Any, loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not loss_only:
+            raise ValueError("a rank has logits of a part of each row; use prediction_loss_only")
         with context_parallel(model, self.cp_group, self.cp_layout) as self.cp:
-            return super().prediction_step(model, inputs, only_loss, **kwargs)
+            return super().prediction_step(model, inputs, loss_only, *args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the Trainer's loss of this rank's part; the mean over ranks is one process's."""
-        items = kwargs["num_items_in_batch"]
-        cut = self.cp.cut({**inputs, "num_items_in_batch": items})
+        cut = self.cp.cut({**inputs, "num_items_in_batch": kwargs["num_items_in_batch"]})
         return super().compute_loss(model, cut, *args, **kwargs)
