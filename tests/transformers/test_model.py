@@ -27,6 +27,7 @@ from tests.transformers.workers import (
     different_batches,
     errors,
     gradient,
+    in_float64,
     leaks,
     sharded,
     trained,
@@ -75,6 +76,25 @@ def test_one_rank_with_float32_inside(model):
     """As users have it: differences are those of transformers' float32."""
     found = errors(trained(model), alone(model))
     assert max(found.values()) < 5e-6 and found["loss"] < 1e-7
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5, tied", "Ling 3", "Falcon-H1", "MiniMax"])
+def test_autocast(name):
+    """bfloat16 for products: queries and keys are then wider than values."""
+    model = hf_models.build(name)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = errors(trained(model), alone(model))
+    assert max(found.values()) < 0.3 and found["loss"] < 1e-2
+
+
+def test_base_models_have_no_loss(model):
+    """Hidden states of the decoder alone, of one document."""
+    tokens = batch()["input_ids"]
+    with torch.no_grad(), in_float64(model):
+        with context_parallel(model.model) as cp:
+            states = model.model(**cp.cut({"input_ids": tokens})).last_hidden_state
+        want = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+    assert (states - want).norm() < 1e-9 * want.norm()
 
 
 def rows_of(columns):

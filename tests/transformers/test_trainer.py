@@ -26,6 +26,7 @@ def test_four_ranks_train_like_one(worlds, tmp_path):
     [
         ({"compute_metrics": len}, "compute_metrics: "),
         ({"compute_loss_func": len}, "compute_loss_func: "),
+        ({"context_parallel_degree": 2}, "must divide the number of processes, 1"),
     ],
 )
 def test_options_that_need_whole_rows(options, reason, tmp_path):

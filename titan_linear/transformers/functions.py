@@ -98,7 +98,8 @@ def softmax_attention(
     scaling: float,
 ) -> Any:
     """Attend within documents: [1, H, T, D] -> [1, T, H, D]."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    # Under autocast, rotary embeddings leave queries and keys wider than values.
+    q, k, v = (x.transpose(1, 2).to(value.dtype) for x in (query, key, value))
     return attention(q, k, v, scale=scaling, cp_context=cp_context), None
 
 

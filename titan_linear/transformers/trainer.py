@@ -26,6 +26,8 @@ class ContextParallelMixin:
         context_parallel_layout: "zigzag" or "contiguous".
     """
 
+    args: Any  # transformers.TrainingArguments
+
     def __init__(
         self,
         *args: Any,
@@ -37,6 +39,11 @@ class ContextParallelMixin:
         self.cp_degree = context_parallel_degree
         self.cp_layout = context_parallel_layout
         self.cp_group = None
+        if self.args.world_size % context_parallel_degree:
+            raise ValueError(
+                f"context_parallel_degree = {context_parallel_degree} must divide the number of "
+                f"processes, {self.args.world_size}; start them with torchrun"
+            )
         if context_parallel_degree > 1:
             self.cp_group, _ = dist.new_subgroups(context_parallel_degree)
         refused = [name for name in REFUSED if getattr(self, name) is not None]
