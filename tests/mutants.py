@@ -187,8 +187,8 @@ MUTANTS = [
     ),
     Mutant("[pull, -pull]", "[pull, pull]", "test_losses.py: defined and SimPO"),
     Mutant(
-        "known.logprobs[:, 0] - batch",
-        "known.logprobs[:, 0] + batch",
+        "first_pass.logprobs[:, 0] - batch",
+        "first_pass.logprobs[:, 0] + batch",
         "test_losses.py: defined and GSPO",
     ),
     Mutant(
@@ -252,7 +252,7 @@ MUTANTS = [
     ),
     Mutant("positive = F.relu(wide)", "positive = wide", "triton/test_experts.py"),
     Mutant("balance / moe.ranks.size", "balance", "test_train.py: mixtures and qwen"),
-    Mutant("(name in splits or of_tp == 0)", "of_tp == 0", "test_train.py: float64 and tp"),
+    Mutant("(name in splits or tp_rank == 0)", "tp_rank == 0", "test_train.py: float64 and tp"),
     Mutant("if name not in splits]", "if name in splits]", "test_train.py: float64 and tp"),
     Mutant("missing.sign() * finite", "missing.sign()", "test_moe.py"),
     Mutant("elsewhere = (own < 0)", "elsewhere = (own <= 0)", "test_tensor_parallel.py"),

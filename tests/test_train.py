@@ -308,7 +308,7 @@ def ended(rank, world_size, argv, full):
         with pytest.raises(NonFinite):
             trainer.train()
         trainer.checkpointer.finish()
-    return checkpoint.whole_steps(Path(trainer.config.job.dump_folder) / "checkpoint")
+    return checkpoint.complete_steps(Path(trainer.config.job.dump_folder) / "checkpoint")
 
 
 def test_the_last_good_state_reaches_the_disk(corpus, worlds, tmp_path):

@@ -80,9 +80,9 @@ class Trainer:
         self.host = host_group()
 
         # What is trained, on which devices, and from which weights.
-        known = saved_progress(config, self.host)
+        progress = saved_progress(config, self.host)
         self.origin = Origin.of(config)
-        subject = open_subject(self.origin, known, self.host)
+        subject = open_subject(self.origin, progress, self.host)
         self.content = subject.content
         self.session = session_of(
             config, self.origin.model, optimizer=config.optimizer, host=self.host
@@ -91,8 +91,8 @@ class Trainer:
         self.dims = self.session.dims
         self.loader = build_loader(config, subject.streams, self.dims)
         self.checkpointer = build_checkpointer(config)
-        set_weights(self.origin, known, self.session, self.loader, self.checkpointer)
-        self.step, self.skipped = (known.step, known.skipped) if known else (0, 0)
+        set_weights(self.origin, progress, self.session, self.loader, self.checkpointer)
+        self.step, self.skipped = (progress.step, progress.skipped) if progress else (0, 0)
         # The step that is being computed.
         self.begun = self.step
 
@@ -166,22 +166,22 @@ class Trainer:
         # Queue each micro-batch (batch → forward → backward) and the update.
         losses, streams = self.passes.run(self.grace.ask)
         lr = rate_at(self.config, self.begun)
-        coming = self.session.update.run(losses, lr, self.stop.received)
+        host_copy = self.session.update.run(losses, lr, self.stop.received)
         self.step = self.begun
         self.loader.advance()
         # Prepare the next batches and queue the first forward while the device computes.
-        fed = self.feed.take(prefetch=not self._ended)
+        feed_stats = self.feed.take(prefetch=not self._ended)
         if not self._ended and self._next_follows():
             self.passes.begin()
         # Wait for this step's numbers. They tell all ranks of a signal that any rank has
         # received.
-        numbers = coming.wait()
+        numbers = host_copy.wait()
         self.stop.agreed = int(numbers.signal)
         if self.stop.agreed:
             self.passes.drop()
         finite = math.isfinite(numbers.loss) and math.isfinite(numbers.grad_norm)
         self.skipped += not finite
-        done = StepResult(
+        result = StepResult(
             step=self.step,
             loss=numbers.loss,
             grad_norm=numbers.grad_norm,
@@ -189,17 +189,17 @@ class Trainer:
             skipped=self.skipped,
             finite=finite,
             stops=bool(self.stop.agreed),
-            fed=fed,
+            fed=feed_stats,
             losses=losses.view(len(losses), -1)[:, 0],
             reports=dict(zip(self.passes.loss.reports, numbers.reports)),
             streams=streams,
             seen=numbers.seen,
-            moment=coming.arrived,
+            moment=host_copy.arrived,
         )
         # Every hook gets the same record of the step.
         for hook in self.hooks:
-            hook.after_step(done)
-        return done.numbers
+            hook.after_step(result)
+        return result.numbers
 
     def _next_follows(self) -> bool:
         """Whether the next step follows at once.
@@ -215,10 +215,10 @@ class Trainer:
         """Whether a save, a validation and an evaluation follow this step, if no signal
         comes.
         """
-        c = self.config.checkpoint
-        v = self.config.validation
-        e = self.config.evaluation
-        frequencies = c.interval, v.freq if v.enable else 0, e.freq
+        config = self.config
+        v = config.validation
+        validations = v.freq if v.enable else 0
+        frequencies = config.checkpoint.interval, validations, config.evaluation.freq
         return tuple(freq > 0 and (self.step % freq == 0 or self._ended) for freq in frequencies)
 
     # --- The loop -------------------------------------------------------------------------
@@ -255,9 +255,9 @@ class Trainer:
         hooks: list[Hook] = [MemorySnapshots(folder, config.profiling)]
         if first:
             write_down(self.origin, self.session, self.step)
-        if first:
-            numbers = self.compilation.numbers
-            hooks.append(Report(config, self.session, self.step, self.telemetry, numbers))
+            hooks.append(
+                Report(config, self.session, self.step, self.telemetry, self.compilation.numbers)
+            )
         if first and config.checkpoint.export_interval:
             self.exports = Exports(config, self.step, self.checkpointer.in_use)
             hooks.append(self.exports)
@@ -358,8 +358,9 @@ class Trainer:
             self.exports.report(self.stop)
         if dist.get_rank() == 0:
             folder = self.config.checkpoint_folder if self.checkpointer else None
-            stops = self.stop.agreed
-            print(stopped(self.step, folder) if stops else finished(self.config, self.step))
+            print(
+                stopped(self.step, folder) if self.stop.agreed else finished(self.config, self.step)
+            )
 
 
 # --- One process of a run -----------------------------------------------------------------

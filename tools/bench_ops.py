@@ -7,8 +7,6 @@
     python -m tools.bench_ops --ops gdn --tokens 32768 --heads 30 --dims 96x192 128x256
     python -m tools.bench_ops --ops rwkv7 --tokens 32768 --heads 64 --dims 64x64 --peers
     python -m tools.bench_ops --ops ssd --tokens 32768 --heads 1/128 8/64 --dims 128x64
-    python -m tools.bench_ops --ops gdn --tokens 32768 --candidates "gdn scan" BV=32,64 STAGES=2,3 num_warps=4,8
-    python -m tools.bench_ops --experts qwen3.5/35B-A3B granite-h/tiny --tokens 8192 --peers
 
 Milliseconds on the GPU, forward and forward + backward, with a cold L2 cache and the host ahead, as in a training step;
 q and k are normalised beforehand; all in bfloat16, log decays float32, computed beforehand; "ssd" takes raw time steps.
@@ -17,35 +15,25 @@ Heads are K × V as `--dims` says; 16/64: 16 query and 64 value heads. "packed" 
 The floor is the bytes of inputs, outputs and gradients divided by the copy bandwidth measured in the same run;
 "of floor": its share of the time. "peak": GiB above the inputs. "apart": the relative difference of the output from
 ours. FLA's GDN runs without its guard against wrong numbers on Hopper: times only.
-
---candidates: also rows of the op with one of its kernels launched by each combination of these values, in place of the
-configuration for these dims (ops/triton/configs.py); one that does not fit gives its reason. The numbers of one that
-you put there are checked by `./tests/run.sh -m cuda tests/ops/triton`.
-
---experts: a layer's routed experts instead of ops, compiled, of the named models or of four. All libraries get the same
-tokens, choices and weights (a router is not timed) and matrices, which get gradients too. Heads are choices of a token
-among all experts, dims an expert's. --peers: TorchTitan, which has no squared ReLU, and ScatterMoE.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, nn, randn
+from torch import Tensor, randn
 from torch.nn.functional import normalize
 
 from titan_linear.commands import command_parser
 from titan_linear.distributed.process import refusing, run_command
-from titan_linear.models.mlps.moe import Experts, LocalDispatch, MoEConfig
-from titan_linear.models.presets import preset
 from titan_linear.ops import (
     causal_conv1d,
     chunk_gated_delta_rule,
@@ -53,14 +41,11 @@ from titan_linear.ops import (
     chunk_rwkv7,
     chunk_ssd,
 )
-from titan_linear.ops.experts import loads
-from titan_linear.ops.triton.configs import CONFIGS, architecture, row
-from tools.harness import BOTH, FORWARD, TIMES, Inputs, Row, Stopwatch, Table, TimedFunction
+from tools.harness import BOTH, FORWARD, TIMES, Inputs, Stopwatch, Table, TimedFunction
 
 # boundaries of ten documents
 PACKED = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)
 TAPS = 4  # of the convolution
-EXPERTS = ("nemotron-h/nano-3-30B-A3B", "qwen3.5/35B-A3B", "granite-h/tiny", "kimi-linear/48B-A3B")
 COLUMNS = {
     **dict.fromkeys(("op", "by", "T", "heads", "dims", "documents"), ""),
     **TIMES,
@@ -198,195 +183,70 @@ OPS = {
 }
 
 
-def candidates(case: Case, kernel: str, *texts: str) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The op by each combination of values such as BV=32,64, which the kernel has until the next one is taken."""
-    gpu = architecture(torch.device("cuda"))
-    shipped = CONFIGS[gpu][kernel]
-    key = row(gpu, kernel, torch.bfloat16.itemsize, max(case.K, case.V))
-    choices = {}
-    for text in texts:
-        name, _, values = text.partition("=")
-        choices[name] = map(int, values.split(","))
-    for values in product(*choices.values()):
-        chosen = dict(zip(choices, values))
-        # not in place: kernels may share a table
-        CONFIGS[gpu][kernel] = shipped | {key: shipped[key] | chosen}
-        yield str(chosen), OPS[case.op].fn
-    CONFIGS[gpu][kernel] = shipped
-
-
-# --- Experts ---------------------------------------------------------------------------------------------------------
-
-# tokens [N, D], weights and experts [N, k] -> [N, D]; and what has the matrices:
-# up [E, 2 H or H, D], gates first, and down [E, D, H]
-Layer = tuple[Callable[..., Tensor], nn.Module]
-Library = Callable[[MoEConfig, Tensor, Tensor], Layer]
-
-
-def ours(c: MoEConfig, up: Tensor, down: Tensor) -> Layer:
-    layer = Experts(down.shape[1], c)
-    for name, matrix in zip(layer.hidden_matrices, (up, down), strict=True):
-        shape = getattr(layer, name).shape
-        setattr(layer, name, nn.Parameter(matrix.view(shape)))
-
-    def run(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return layer(*LocalDispatch(x, experts, weights, loads(experts, c.num_experts)).arrived())
-
-    return run, layer
-
-
-def torchtitan(c: MoEConfig, up: Tensor, down: Tensor) -> Layer:
-    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
-    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
-
-    if c.activation == "relu2":
-        raise NotImplementedError("it has no squared ReLU")
-    count = {"num_experts": c.num_experts}
-    sizes = GroupedExperts.Config(dim=down.shape[1], hidden_dim=c.hidden_dim, **count)
-    dispatcher = LocalTokenDispatcher.Config(top_k=c.top_k, **count)
-    layer = RoutedExperts.Config(inner_experts=sizes, token_dispatcher=dispatcher).build()
-    gate, rest = up.chunk(2, 1)
-    matrices = {"w1_EFD": gate, "w3_EFD": rest, "w2_EDF": down}
-    for name, matrix in matrices.items():
-        setattr(layer.inner_experts, name, nn.Parameter(matrix.contiguous()))
-
-    def run(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return layer(x[None], weights[None], experts[None], loads(experts, c.num_experts))[0]
-
-    return run, layer
-
-
-def scattermoe(c: MoEConfig, up: Tensor, down: Tensor) -> Layer:
-    from scattermoe.mlp import GLUMLP, MLP
-
-    sizes = down.shape[1], c.hidden_dim, c.num_experts, c.top_k
-    if c.activation == "relu2":
-        layer = MLP(*sizes, activation=lambda x: x.relu().square())
-    else:
-        layer = GLUMLP(*sizes)
-        up = torch.cat(up.chunk(2, 1)[::-1], 1)  # gates last
-    layer.experts.weight = nn.Parameter(up)
-    layer.output_experts.weight = nn.Parameter(down)
-
-    def run(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return layer(x, weights.to(x.dtype), experts)
-
-    return run, layer
-
-
-LAYERS = {"TorchTitan": torchtitan, "ScatterMoE": scattermoe}
-
-
-def matrices(c: MoEConfig, dim: int) -> tuple[Tensor, Tensor]:
-    """Up and down of all experts."""
-    gates_too = 2 if c.activation == "swiglu" else 1
-    up = 0.02 * randn(c.num_experts, gates_too * c.hidden_dim, dim)
-    down = 0.02 * randn(c.num_experts, dim, c.hidden_dim)
-    return up, down
-
-
 # --- Rows ------------------------------------------------------------------------------------------------------------
 
 
 class Comparison:
-    """Times functions on the same inputs and prints a row of each.
+    """Times libraries on the same inputs and prints a row of each.
 
     Args:
+        peers: whether libraries other than ours are timed.
         bandwidth: bytes that a copy reads and writes per millisecond.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, peers: bool) -> None:
+        self.peers = peers
         self.watch = Stopwatch()
         a, b = torch.empty(2, 1 << 30, dtype=torch.bfloat16, device=self.watch.device)
         self.bandwidth = 2 * a.nbytes / self.watch.time(lambda: b.copy_(a)).device / 1e3
         print(f"copy: {self.bandwidth / 1e9:.2f} TB/s")
         self.table = Table(COLUMNS)
 
-    def add(
-        self, setting: Row, functions: Iterable[tuple[str, Callable[[], TimedFunction]]]
-    ) -> None:
-        """Add a row of each library; the first is ours, and what it raises is not caught."""
-        first = None
-        for name, passes_of in functions:
+    def add(self, case: Case, documents: str) -> None:
+        """Add a row of ours, and of FLA's function if it can run the case."""
+        op = OPS[case.op]
+        edges = PACKED if documents == "packed" else (0, case.T)
+        cu = torch.tensor(edges, dtype=torch.int32, device=self.watch.device)
+        torch.manual_seed(0)
+        with self.watch.device:
+            x = case.inputs()
+        ours = TimedFunction(case.function(cu_seqlens=cu), x)
+        self._add(case, documents, "ours", ours, ours.output)
+        if self.peers and op.fla:
             try:
-                passes = passes_of()
-                figures = passes.times(self.watch) | {"peak": passes.peak()}
-            except Exception as error:  # of another library or a candidate: its reason
-                if first is None:
-                    raise
-                print(f"{setting['op']} by {name}: {str(error).partition(chr(10))[0]}")
-                continue
-            y = passes.output.float()
-            first = y if first is None else first
-            figures["apart"] = ((y - first).norm() / first.norm()).item()
-            # Both passes read the inputs twice and the output's gradient, and write the output and gradients.
-            inputs = sum(t.nbytes for t in passes.leaves)
-            output = passes.output.nbytes
-            forward, both = inputs + output, 3 * inputs + 2 * output
-            figures["forward of floor"] = forward / self.bandwidth / figures[FORWARD]
-            figures["both of floor"] = both / self.bandwidth / figures[BOTH]
-            self.table.add(setting | {"by": name} | figures)
+                theirs = TimedFunction(case.function(op.fla, cu_seqlens=cu), x)
+                self._add(case, documents, "FLA", theirs, ours.output)
+            except Exception as error:
+                print(f"{case.op} by FLA: {str(error).partition(chr(10))[0]}")
 
-
-def add_op(comparison: Comparison, args: argparse.Namespace, case: Case, documents: str) -> None:
-    """Add rows of ours and of each of the others that can run the case."""
-    # The inputs, and the functions that take them.
-    op = OPS[case.op]
-    edges = PACKED if documents == "packed" else (0, case.T)
-    cu = torch.tensor(edges, dtype=torch.int32, device=comparison.watch.device)
-    torch.manual_seed(0)
-    with comparison.watch.device:
-        x = case.inputs()
-    functions = {"ours": op.fn}
-    if args.peers and op.fla:
-        functions["FLA"] = op.fla
-    tried = candidates(case, *args.candidates) if args.candidates else ()
-    setting = {
-        "op": case.op,
-        "T": case.T,
-        "heads": case.heads,
-        "dims": f"{case.K}×{case.V}",
-        "documents": documents,
-    }
-
-    def timed(fn: Callable[..., Any]) -> TimedFunction:
-        return TimedFunction(case.function(fn, cu_seqlens=cu), x)
-
-    every = chain(functions.items(), tried)
-    comparison.add(setting, ((name, partial(timed, fn)) for name, fn in every))
-
-
-def add_experts(
-    comparison: Comparison,
-    model: str,
-    T: int,
-    libraries: Mapping[str, Library],
-) -> None:
-    """Add rows of the experts of a model's layer."""
-    config = preset(*model.split("/"))
-    c = config.moe
-    torch.manual_seed(0)
-    with comparison.watch.device:
-        up, down = (matrix.bfloat16() for matrix in matrices(c, c.width(config.dim)))
-        weights, experts = torch.rand(T, c.num_experts).topk(c.top_k)
-        x = randn(T, down.shape[1]).bfloat16()
-    inputs = {"x": x, "weights": weights / weights.sum(1, keepdim=True), "experts": experts}
-
-    def passes(build: Library) -> TimedFunction:
-        # torch compiles a function only a few times, fewer than there may be rows
-        torch.compiler.reset()
-        with comparison.watch.device:
-            run, layer = build(c, up, down)
-        return TimedFunction(torch.compile(run, dynamic=False), inputs, layer.parameters())
-
-    setting = {
-        "op": f"experts of {model}",
-        "T": T,
-        "heads": f"{c.top_k}/{c.num_experts}",
-        "dims": f"{x.shape[1]}×{c.hidden_dim}",
-        "documents": "",
-    }
-    comparison.add(setting, ((name, partial(passes, build)) for name, build in libraries.items()))
+    def _add(
+        self,
+        case: Case,
+        documents: str,
+        by: str,
+        passes: TimedFunction,
+        ours: Tensor,
+    ) -> None:
+        times = passes.times(self.watch)
+        # Both passes read the inputs twice and the output's gradient, and write the output and gradients.
+        inputs = sum(t.nbytes for t in passes.leaves)
+        output = passes.output.nbytes
+        forward = inputs + output
+        both = 3 * inputs + 2 * output
+        difference = passes.output.float() - ours.float()
+        row = {
+            "op": case.op,
+            "by": by,
+            "T": case.T,
+            "heads": case.heads,
+            "dims": f"{case.K}×{case.V}",
+            "documents": documents,
+            "forward of floor": forward / self.bandwidth / times[FORWARD],
+            "both of floor": both / self.bandwidth / times[BOTH],
+            "peak": passes.peak(),
+            "apart": (difference.norm() / ours.float().norm()).item(),
+        }
+        self.table.add(row | times)
 
 
 # --- The command -----------------------------------------------------------------------------------------------------
@@ -401,10 +261,8 @@ def shapes(args: argparse.Namespace) -> Iterator[tuple[str, int, tuple[int, int]
 
 def head_dims(text: str) -> tuple[int, int]:
     """K and V from text such as 96x192."""
-    K, _, V = text.partition("x")
-    if not (K.isdigit() and V.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} must be K and V of a head, such as 96x192")
-    return int(K), int(V)
+    K, V = map(int, text.split("x"))
+    return K, V
 
 
 def head_counts(text: str) -> tuple[int, int]:
@@ -445,24 +303,14 @@ def op_parser(
 def main(argv: list[str]) -> int:
     usual = [(64, 64), (16, 16)]
     parser = op_parser("python -m tools.bench_ops", __doc__, list(OPS), [32768, 8192], usual)
-    parser.add_argument("--candidates", nargs="+", metavar="KERNEL, NAME=VALUES", help="(above)")
-    parser.add_argument(
-        "--experts", nargs="*", metavar="NAME/FLAVOR", help="time experts of models (four)"
-    )
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise ValueError("tools.bench_ops times the kernels of a GPU, and there is none here")
-    # Experts instead of ops, if asked for.
-    comparison = Comparison()
-    if args.experts is not None:
-        libraries = {"ours": ours, **(LAYERS if args.peers else {})}
-        for model, T in product(args.experts or EXPERTS, args.tokens):
-            add_experts(comparison, model, T, libraries)
-        return 0
+    comparison = Comparison(args.peers)
     # Packed documents have one length in all.
     for op, T, heads, dims in shapes(args):
         for documents in ["one"] + ["packed"] * (PACKED[-1] == T):
-            add_op(comparison, args, Case(op, T, *heads, *dims), documents)
+            comparison.add(Case(op, T, *heads, *dims), documents)
     return 0
 
 

@@ -1,14 +1,13 @@
-"""Measures what a GPU can do, for the planner: products, attention, the delta rule's operators, bandwidths and links;
-and what its host can do.
+"""Measures what a GPU can do, for the planner: products, attention, the delta rule's operators, bandwidths and links.
 
     python -m tools.bench_rates --out h200.json
     torchrun --nproc-per-node 2 -m tools.bench_rates --out h200.json     # and the links between the GPUs of a node
     titan-linear plan --gpus 64 --rates h200.json --job.config_file my.toml
 
 Each figure is the median of a few rounds on the slowest rank, with the host ahead as in a training step; in bfloat16
-on a GPU. It takes
-two minutes, mostly for compilation. On a CPU, sizes are small, in float32, and PyTorch's implementation stands in
-for the operators: a delta rule's whole forward pass for its scan, its whole backward pass for the backward operator.
+on a GPU. It takes two minutes, mostly for compilation. On a CPU, sizes are small, in float32, and PyTorch's
+implementation stands in for the operators: a delta rule's whole forward pass for its scan, its whole backward pass for
+the backward operator.
 
 Heads are 128 × 128, RWKV-7's 64 × 64 (its times are written as of 128); gates are computed in the kernels, as mixers
 call them, KDA's with a lower bound and, as "… any", without one. An operator has two numbers: the time per token and
@@ -89,7 +88,8 @@ class Bench(Stopwatch):
 
 def bandwidths(bench: Bench) -> Figures:
     """Bytes read and written per second: by a copy, by operations one by one, by a compiled norm with its gate."""
-    rows, width = 32768 if bench.gpu else 256, 4096
+    rows = 32768 if bench.gpu else 256
+    width = 4096
     x, y, z = (bench.randn(rows, width) for _ in range(3))
     weight = bench.randn(width)
 
@@ -362,28 +362,10 @@ def links(bench: Bench) -> Figures:
     return {"node": rates}
 
 
-def offload(bench: Bench) -> Figures:
-    """Bytes per second of copies from pinned memory to the device and back, and of AdamW on the host, in as many
-    threads as PyTorch has here, by all processes at once: parameter and moments are read and written, the gradient is
-    read."""
-    number = 1 << (26 if bench.gpu else 16)
-    there = torch.zeros(number, device=bench.device)
-    here = torch.zeros(number, pin_memory=bench.gpu)
-    p = torch.nn.Parameter(torch.zeros(number))
-    p.grad = torch.ones_like(p)
-    adamw = bench.time(torch.optim.AdamW([p], fused=True).step, ROUNDS).host
-    rates = {
-        "to_device": here.nbytes / bench.seconds(lambda: there.copy_(here, non_blocking=True)),
-        "to_host": here.nbytes / bench.seconds(lambda: here.copy_(there, non_blocking=True)),
-        "adamw": 7 * p.nbytes / adamw,
-    }
-    return {"offload": rates}
-
-
 # --- The command -----------------------------------------------------------------------------------------------------
 
 
-PARTS = (bandwidths, products, launches, links, offload, attentions, operators)
+PARTS = (bandwidths, products, launches, links, attentions, operators)
 
 
 def measured() -> Figures:

@@ -1,36 +1,25 @@
 """Whole training steps: how fast, how much memory, and where the time goes.
 
     python -m tools.bench_train --models kda/340M gdn/340M hybrid/340M --checkpointing none selective full
-    python -m tools.bench_train --models kda/340M gdn/340M --fla -- --compile.enable true
+    python -m tools.bench_train --models kda/340M gdn/340M -- --compile.enable true
     python -m tools.bench_train --models qwen3.5/9B --documents 4096 -- --model.num_layers 4
     python -m tools.bench_train --models hybrid/340M --documents run -- --training.dataset stdlib
-    python -m tools.bench_train --losses ce weights dpo policy sequence distillation mtp --documents 4096
-    python -m tools.bench_train --score --models qwen3.5/9B --seq-len 131072 -- --training.dtype bfloat16
     torchrun --nproc-per-node 4 -m tools.bench_train --models hybrid/1.3B kda/1.3B --seq-len 131072 -- \\
         --parallelism.context_parallel_degree 4 --parallelism.context_parallel_layout zigzag
 
-A row per model, loss and mode of checkpointing, stepped by the trainer. Keys after `--` are the run's, as
+A row per model and mode of checkpointing, stepped by the trainer. Keys after `--` are the run's, as
 for run_train.sh, and hold for all rows (`--metrics.telemetry_freq 1`: the cost of a step with telemetry). A step has
 training.local_batch_size streams on each data-parallel rank, unless keys say otherwise. Streams are random bytes, in a
 temporary folder that all ranks can read, or with `--documents run` of the keys' corpus. Nothing is saved.
-With several losses all documents have that many tokens: so they fill streams, and pairs and single ones pack alike.
 
     tokens_per_second, tflops    of a GPU: median of --steps steps after --warmup, of the slowest rank; FLOPs and mfu:
                                  docs/telemetry.md
     memory_gib                   the most that PyTorch allocated in those steps, on the rank that had most
     sm_clock_mhz, power_watts    of the first rank's GPU, means over those steps (nvidia-ml-py)
-    launches, idle               kernels and copies of one more step, under the profiler, and the share of the median
-                                 step in which none of them would run
     first_step_seconds           compilation included; the first row's belongs to a new process. For empty
                                  caches set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR to an empty folder
 
---fla: also FLA's own model of the same configuration, eager and compiled, with the kernels that FLA takes on this chip
-(tools/peers.py), if flash-linear-attention is installed; on one GPU. If FLA refuses or runs out of memory, its reason
-stands below the table's other rows. On the CPU only times are measured.
-
---score: instead of steps, tokens/s of all GPUs in forward passes of a model with drawn weights: of its layers alone,
-with the head, of evaluation.tasks at evaluation.lengths, and of titan-linear score, which takes the likeliest 64 tokens
-too and writes them.
+tools/reference_run.py trains FLA's own models on a run's streams, and reports each step's speed.
 """
 
 from __future__ import annotations
@@ -41,7 +30,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -52,14 +41,11 @@ from statistics import mean, median
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from titan_linear.commands import command_parser, score
-from titan_linear.config import COLUMNS as DTYPES
+from titan_linear.commands import command_parser
 from titan_linear.config import Config, check_config, load_config
-from titan_linear.data import Streams, build_tokenizer, write_corpus
+from titan_linear.data import build_tokenizer, write_corpus
 from titan_linear.data.corpus.columns import DocumentTokens
-from titan_linear.data.corpus.scores import begin
 from titan_linear.distributed.groups import on_rank_0, process_group
 from titan_linear.distributed.process import (
     ignore_warnings_of_torch,
@@ -69,36 +55,16 @@ from titan_linear.distributed.process import (
 )
 from titan_linear.hooks import Hook, StepResult
 from titan_linear.hooks.report import clock_and_power, peak_memory_gib
-from titan_linear.losses import build_loss
-from titan_linear.losses.loss import logprobs
-from titan_linear.models.config import Documents, ModelConfig
-from titan_linear.ops.cross_entropy import ChunkedLogits
-from titan_linear.run.data import RunData
-from titan_linear.run.evaluate import examine, open_prompts
+from titan_linear.models.config import Documents
 from titan_linear.run.origin import Origin
-from titan_linear.run.reading import Columns, open_reader
 from titan_linear.step.feed import FeedStats
 from titan_linear.step.flops import peak_tflops, training_flops
-from titan_linear.step.optimizer import HostCopy
 from titan_linear.train import Trainer
-from tools import traces
-from tools.harness import Row, Table, be_alone, largest, require_fla, say, split_keys, synchronise
-from tools.peers import Peer, fla_has, fla_loss, fla_model
+from tools.harness import Row, Table, be_alone, largest, split_keys, synchronise
 
-FLA_MODES = ("none", "full")  # of activation checkpointing
-LOSSES = {  # keys of each; its corpus has the columns that it reads
-    "ce": [],
-    "weights": [],
-    "dpo": ["--loss.name=dpo"],
-    "policy": ["--loss.name=policy"],
-    "sequence": ["--loss.name=policy", "--policy.level=sequence"],
-    "distillation": ["--loss.name=distillation"],
-    "mtp": ["--model.mtp_layers=1"],
-}
-TOP = 64  # of the teacher's tokens
 # fields of a row → format; what a CPU does not tell is None
 COLUMNS = {
-    **dict.fromkeys(("model", "layers", "by", "loss", "checkpointing"), ""),
+    **dict.fromkeys(("model", "layers", "checkpointing"), ""),
     **dict.fromkeys(("tokens", "documents", "gpus"), ""),
     "tokens_per_second": ",.0f",
     "tflops": ".3g",
@@ -106,82 +72,44 @@ COLUMNS = {
     "memory_gib": ".1f",
     "sm_clock_mhz": ".0f",
     "power_watts": ".0f",
-    "launches": "",
-    "idle": ".1%",
     "first_step_seconds": ".1f",
 }
-SCORED = {"model": "", **dict.fromkeys(("layers", "forward", "evaluate", "score"), ",.0f")}
 
 
 # --- Random tokens ---------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def random_corpora(args: argparse.Namespace, streams: int) -> Iterator[dict[str, list[str]]]:
-    """For each loss the keys of a corpus of random bytes for so many streams, which is there inside `with`. Every rank
-    calls it."""
+def random_corpus(args: argparse.Namespace, streams: int) -> Iterator[list[str]]:
+    """The keys of a corpus of random bytes for so many streams, which is there inside `with`. Every rank calls it."""
     with tempfile.TemporaryDirectory() as own:
-        folder = Path(on_rank_0(lambda: own, dist.group.WORLD))
-        keys = {}
-        for loss in args.losses:
-            on_rank_0(partial(write_random, folder / loss, args, streams, loss), dist.group.WORLD)
-            keys[loss] = ["--training.dataset=tokens", f"--training.dataset_path={folder / loss}"]
-        yield keys
+        corpus = Path(on_rank_0(lambda: own, dist.group.WORLD)) / "corpus"
+        on_rank_0(partial(write_random, corpus, args, streams), dist.group.WORLD)
+        yield ["--training.dataset=tokens", f"--training.dataset_path={corpus}"]
         dist.barrier()
 
 
-def write_random(corpus: Path, args: argparse.Namespace, streams: int, loss: str) -> None:
+def write_random(corpus: Path, args: argparse.Namespace, streams: int) -> None:
     draw = np.random.default_rng(0)
-    tokens = streams * args.seq_len
-    length = args.seq_len if args.documents == "one" else int(args.documents)
-    # Several losses have the same documents, all of one length.
-    lengths = np.full(tokens // length, length)
-    if args.documents != "one" and len(args.losses) == 1:
-        lengths = 1 + draw.exponential(length, size=2 + 2 * tokens // length).astype(int)
-    config = load_config(LOSSES[loss])
-    read = build_loss(config.loss.name, config.objective)
-    names = ["weights"] * (loss == "weights") + [*read.columns]
-
-    def document(n: int) -> DocumentTokens:
-        # Log-probabilities; and advantages for which no policy of random bytes is clipped, which would save power.
-        middles = {name: 5.5 if name in ("advantages", "weights") else -5.5 for name in names}
-        columns = {name: draw.normal(middle, 0.1, n) for name, middle in middles.items()}
-        if "teacher_ids" in columns:
-            columns["teacher_ids"] = draw.random((n, 256)).argsort(1)[:, :TOP]
-            columns["teacher_logprobs"] = np.full((n, TOP), math.log(0.9 / TOP))
-        return DocumentTokens(draw.integers(256, size=n), columns)
-
-    write_corpus(
-        corpus,
-        map(document, lengths),
-        build_tokenizer(None),
-        columns={name: DTYPES[name] for name in names},
-        pairs=read.group == 2,
-    )
+    lengths = np.full(streams, args.seq_len)
+    if args.documents != "one":
+        mean = int(args.documents)
+        count = 2 + 2 * streams * args.seq_len // mean
+        lengths = 1 + draw.exponential(mean, size=count).astype(int)
+    documents = (DocumentTokens(draw.integers(256, size=n), {}) for n in lengths)
+    write_corpus(corpus, documents, build_tokenizer(None))
 
 
 # --- What is measured ------------------------------------------------------------------------------------------------
 
 
-class Ours(Hook):
+class Subject(Hook):
     """The trainer of a run."""
 
-    name = "titan_linear"
-
-    def __init__(self, config: Config, _: ModelConfig):
+    def __init__(self, config: Config):
         self.trainer = Trainer(config)
         self.fed = FeedStats()
         self.trainer.hooks.append(self)
-
-    def step(self) -> None:
-        self.trainer.train_step()
-
-    def last_step(self) -> None:
-        """Do a step and end all work in the background: if it ends on gloo's threads after a profiler has stopped, it
-        writes into freed memory."""
-        self.step()
-        self.trainer.passes.drop()
-        self.trainer.feed.settle()
 
     def after_step(self, done: StepResult) -> None:
         self.fed += done.fed
@@ -191,32 +119,6 @@ class Ours(Hook):
         fed = self.fed
         self.fed = FeedStats()
         return fed.steps, fed.documents
-
-
-class Fla(Peer):
-    """FLA's model on the same streams."""
-
-    def __init__(self, config: Config, model: ModelConfig, compiled: bool):
-        device = own_device()
-        checkpointing = config.activation_checkpoint.mode == "full"
-        self.name = "FLA, compiled" if compiled else "FLA"
-        network = fla_model(model, device, compiled=compiled, checkpointing=checkpointing)
-        super().__init__(config, network, fla_loss, device)
-        self.reading: HostCopy | None = None  # of the last step
-
-    def step(self) -> None:
-        """A step; the host then waits for the one before, so that it is never more than a step ahead."""
-        before = self.reading
-        self.reading = self.train_step()
-        if before:
-            numbers = before.wait()
-            if not math.isfinite(numbers.loss + numbers.grad_norm):
-                raise RuntimeError("the loss or a gradient is not finite")
-
-    last_step = step
-
-
-Kind = Callable[[Config, ModelConfig], Ours | Fla]
 
 
 # --- Measuring -------------------------------------------------------------------------------------------------------
@@ -230,14 +132,15 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def measure(
-    subject: Ours | Fla, args: argparse.Namespace, device: torch.device
+    subject: Subject, args: argparse.Namespace, device: torch.device
 ) -> tuple[Row, Documents]:
-    """Fields of a row, of the slowest or fullest rank, and the mean documents of a step. Launches, clock and power
-    are this rank's."""
+    """Fields of a row, of the slowest or fullest rank, and the mean documents of a step. Clock and power are this
+    rank's."""
+    step = subject.trainer.train_step
     # The first step compiles; the others warm up.
-    first = seconds(subject.step)
+    first = seconds(step)
     for _ in range(args.warmup):
-        subject.step()
+        step()
     synchronise()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -246,7 +149,7 @@ def measure(
     readings = []
     begin = time.perf_counter()
     for _ in range(args.steps):
-        subject.step()
+        step()
         # while the device works: the next forward is queued
         readings.append(clock_and_power(device))
         end = time.perf_counter()
@@ -255,13 +158,10 @@ def measure(
     synchronise()
     # Of all ranks, the slowest and the fullest.
     steps, documents = subject.documents()
-    step, memory, first = largest(median(times), peak_memory_gib(), first)
-    launches, busy = profiled(subject.last_step) if device.type == "cuda" else (None, step)
+    slowest, memory, first = largest(median(times), peak_memory_gib(), first)
     row: Row = {
-        "step_ms": 1e3 * step,
+        "step_ms": 1e3 * slowest,
         "memory_gib": memory,
-        "launches": launches,
-        "idle": None if launches is None else max(1 - busy / step, 0.0),
         "first_step_seconds": first,
         "sm_clock_mhz": None,
         "power_watts": None,
@@ -271,14 +171,6 @@ def measure(
     return row, Documents(*(total / steps for total in documents))
 
 
-def profiled(step: Callable[[], None]) -> tuple[int, float]:
-    """Number of launches of a step, and the seconds in which one of them ran."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        seconds(step)
-    ran = traces.events_of(profile)
-    return len(ran), traces.busy(ran)
-
-
 # --- Rows ------------------------------------------------------------------------------------------------------------
 
 
@@ -286,10 +178,10 @@ def configurations(
     args: argparse.Namespace,
     keys: list[str],
     ranks: int,
-    corpora: Mapping[str, list[str]],
-) -> Iterator[tuple[str, str, Config]]:
-    """(model, loss, configuration) of each row. ValueError: keys that do not fit together."""
-    for model, mode, loss in product(args.models, args.checkpointing, args.losses):
+    corpus: Sequence[str] = (),
+) -> Iterator[tuple[str, Config]]:
+    """(model, configuration) of each row. ValueError: keys that do not fit together."""
+    for model, mode in product(args.models, args.checkpointing):
         name, _, flavor = model.partition("/")
         argv = [
             f"--model.name={name}",
@@ -298,9 +190,8 @@ def configurations(
             f"--activation_checkpoint.mode={mode}",
             "--checkpoint.enable=false",
             # the last one is not done: a step always follows
-            f"--training.steps={args.steps + args.warmup + 3}",
-            *LOSSES[loss],
-            *corpora.get(loss, []),
+            f"--training.steps={args.steps + args.warmup + 2}",
+            *corpus,
         ]
         config = load_config([*argv, *keys])
         if not any(key.startswith("--training.global_batch_size") for key in keys):
@@ -308,53 +199,31 @@ def configurations(
             streams = math.prod(degrees) * config.training.local_batch_size
             config = load_config([*argv, f"--training.global_batch_size={streams}", *keys])
         check_config(config, ranks)
-        yield model, loss, config
+        yield model, config
 
 
-def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row | str]:
-    """The rows, one after the other; where FLA gives none, its reason. Every rank calls this, in a process group."""
+def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row]:
+    """The rows, one after the other. Every rank calls this, in a process group."""
     # A corpus of enough streams for the largest batch.
     ranks = dist.get_world_size()
-    every = configurations(args, keys, ranks, {})
-    streams = 4 * max(config.training.global_batch_size for *_, config in every)
-    if args.score:
-        streams = args.steps * ranks
-    random = nullcontext({}) if args.documents == "run" else random_corpora(args, streams)
-    with random as corpora, tempfile.TemporaryDirectory() as folder:
+    every = configurations(args, keys, ranks)
+    streams = 4 * max(config.training.global_batch_size for _, config in every)
+    random = nullcontext(()) if args.documents == "run" else random_corpus(args, streams)
+    with random as corpus, tempfile.TemporaryDirectory() as folder:
         keys = [*keys, f"--job.dump_folder={folder}"]
-        for name, loss, config in configurations(args, keys, ranks, corpora):
-            if args.score:
-                yield {"model": name} | scored(config)
-                continue
-            # Ours, and FLA's where it has this model.
-            kinds: list[Kind] = [Ours]
-            has_mode = config.activation_checkpoint.mode in FLA_MODES
-            if args.fla and has_mode and fla_has(Origin.of(config).definition):
-                kinds += [partial(Fla, compiled=compiled) for compiled in (False, True)]
-            for kind in kinds:
-                row = _row_or_reason(args, name, config, kind)
-                yield row if isinstance(row, str) else row | {"loss": loss}
-                gc.collect()
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
+        for name, config in configurations(args, keys, ranks, corpus):
+            yield _row(args, name, config)
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
 
-def _row_or_reason(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row | str:
-    try:
-        return _row(args, name, config, kind)
-    except RuntimeError as error:
-        if kind is Ours:
-            raise
-        return f"{name}: no row of FLA: {str(error).partition(chr(10))[0]}"
-
-
-def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row:
+def _row(args: argparse.Namespace, name: str, config: Config) -> Row:
     model = Origin.of(config).definition
     device = own_device()
     # torch compiles a function only a few times, fewer than there may be rows
     torch.compiler.reset()
-    subject = kind(config, model)
-    figures, documents = measure(subject, args, device)
+    figures, documents = measure(Subject(config), args, device)
     gpus = dist.get_world_size()
     gpu_seconds = figures["step_ms"] / 1e3 * gpus
     tflops = training_flops(model, documents) / gpu_seconds / 1e12
@@ -363,7 +232,6 @@ def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row
     return {
         "model": name,
         "layers": model.num_layers,
-        "by": subject.name,
         "checkpointing": config.activation_checkpoint.mode,
         "tokens": args.seq_len,
         "documents": args.documents,
@@ -374,43 +242,6 @@ def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row
         "mfu": peak and tflops / peak,
         **figures,
     }
-
-
-# --- Scoring ---------------------------------------------------------------------------------------------------------
-
-
-def scored(config: Config) -> Row:
-    """Tokens per second of all GPUs in passes without gradients."""
-    # The streams that each pass reads.
-    reader = open_reader(config)
-    size = config.training.local_batch_size
-    data = RunData(config, reader.tokenizer)
-    streams, prompts = score.streams_to_score(data), open_prompts(data)
-
-    def of_layers(logits: ChunkedLogits, labels: Tensor, _: object) -> tuple[Tensor, ...]:
-        return (logits.x[:, 0].float(),)
-
-    def with_head(logits: ChunkedLogits, labels: Tensor, _: object) -> tuple[Tensor, ...]:
-        return (logprobs(logits, labels),)
-
-    def read(columns: Columns) -> object:
-        return list(reader.read(streams, columns, 0, size))
-
-    def rate(work: Callable[[], object], of: Streams = streams) -> float:
-        return len(of) * of.seq_len / seconds(work)
-
-    read(with_head)  # compiles
-    rates = {
-        "layers": rate(lambda: read(of_layers)),
-        "forward": rate(lambda: read(with_head)),
-        "evaluate": rate(lambda: examine(reader, prompts), prompts),
-    }
-    with tempfile.TemporaryDirectory() as own:
-        folder = Path(on_rank_0(lambda: own, reader.session.host))
-        asked, _ = score.parse(["PATH", "--output", str(folder), "--top-k", str(TOP)])
-        scores = score.scores_of(asked, Origin.of(config))
-        on_rank_0(lambda: begin(folder, *scores), reader.session.host)
-        return rates | {"score": rate(lambda: score.score(folder, reader, streams))}
 
 
 # --- The command -----------------------------------------------------------------------------------------------------
@@ -424,39 +255,25 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     option("--seq-len", type=int, default=32768, help="tokens per stream (default: 32768)")
     option("--documents", default="one", help='(above; or "run": the keys\')')
     option("--checkpointing", nargs="+", default=["none"], help="activation_checkpoint.mode")
-    option("--losses", nargs="+", choices=LOSSES, default=["ce"], help="of each row (default: ce)")
     option("--steps", type=int, default=10, help="timed steps (default: 10)")
     option("--warmup", type=int, default=3, help="untimed steps after the first (default: 3)")
-    option("--fla", action="store_true", help="also time flash-linear-attention's models")
-    option("--score", action="store_true", help="time titan-linear score and evaluate instead")
     option("--out", default="", help="JSON file to write all numbers to")
     return parser.parse_args(arguments), keys
 
 
 def check(args: argparse.Namespace, keys: list[str], ranks: int) -> None:
     """ValueError: arguments or configurations that cannot be measured."""
-    # Documents and losses.
+    # Documents.
     length = int(args.documents) if args.documents.isdigit() else 0
     if args.documents not in ("one", "run") and not length:
         raise ValueError(
             f"--documents {args.documents!r} must be 'one', 'run', or a mean length in tokens"
         )
-    if len(args.losses) > 1 and (not length or args.seq_len % (2 * length)):
-        raise ValueError(
-            f"--losses: on the same tokens all documents are of --documents {args.documents!r} tokens, an even number "
-            "in a stream; give a divisor of half of --seq-len"
-        )
     if args.steps < 1 or args.warmup < 0:
         raise ValueError(
             f"--steps {args.steps} must be 1 or more, --warmup {args.warmup} 0 or more"
         )
-    if args.fla:
-        require_fla("--fla")
-    if args.fla and (ranks > 1 or not torch.cuda.is_available()):
-        raise ValueError(
-            "--fla times its models on one GPU; start one process, where there is a GPU"
-        )
-    for *_, config in configurations(args, keys, ranks, {}):
+    for _, config in configurations(args, keys, ranks):
         _ = Origin.of(config).definition  # refuses a model that does not exist
 
 
@@ -467,12 +284,9 @@ def main(argv: list[str]) -> int:
     be_alone()
     check(args, keys, int(os.environ["WORLD_SIZE"]))
     with process_group(timedelta(minutes=30)):
-        table = Table(SCORED if args.score else COLUMNS)
+        table = Table(COLUMNS)
         for row in measured(args, keys):
-            if isinstance(row, str):
-                say(row)
-            else:
-                table.add(row)
+            table.add(row)
     if args.out:
         table.write(args.out, keys=keys)
     return 0

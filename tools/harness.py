@@ -3,7 +3,7 @@
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import partial
 from importlib.metadata import distributions
@@ -25,8 +25,10 @@ ROOT = Path(__file__).parents[1]
 COMMIT = "TITAN_LINEAR_COMMIT"  # environment variable: the commit, where there is no git
 PACKAGES = ("torch", "triton", "flash-attn-4", "fla-core", "tilelang", "flash-qla")
 GIB = 2**30
-ROUNDS, WARMUP = 40, 2
-FORWARD, BOTH = "forward", "forward + backward"
+ROUNDS = 40
+WARMUP = 2
+FORWARD = "forward"
+BOTH = "forward + backward"
 TIMES = dict.fromkeys((FORWARD, BOTH, "host"), ".2f")  # columns
 Inputs = dict[str, Tensor]
 Row = dict[str, Any]
@@ -126,14 +128,13 @@ class TimedFunction:
 
     Args:
         fn: called with the inputs by name; gives a tensor.
-        parameters: get gradients too, as all inputs that are not integers do.
     """
 
-    def __init__(self, fn: Callable[..., Tensor], x: Inputs, parameters: Iterable[Tensor] = ()):
+    def __init__(self, fn: Callable[..., Tensor], x: Inputs):
         # Inputs are leaves; the output's gradient is drawn once.
-        inputs = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in x.items()}
+        inputs = {name: t.detach().requires_grad_() for name, t in x.items()}
         self.fn = partial(fn, **inputs)
-        self.leaves = [t for t in (*inputs.values(), *parameters) if t.requires_grad]
+        self.leaves = [*inputs.values()]
         self.output = self.fn().detach()
         self.dy = torch.randn_like(self.output)
 
@@ -147,7 +148,8 @@ class TimedFunction:
 
     def times(self, watch: Stopwatch) -> Row:
         """Milliseconds on the GPU, and of the host to queue both passes."""
-        forward, both = watch.time(self.forward), watch.time(self.both)
+        forward = watch.time(self.forward)
+        both = watch.time(self.both)
         times = {FORWARD: forward.device, BOTH: both.device, "host": both.host}
         return {name: 1e3 * seconds for name, seconds in times.items()}
 

@@ -5,34 +5,25 @@ in the run's type. The host waits for the device nowhere inside a step. One proc
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from titan_linear.config import Config
-from titan_linear.data import IGNORE, Batch, StreamLoader, build_tokenizer
+from titan_linear.data import IGNORE, Batch, build_tokenizer
+from titan_linear.distributed.one_process import LocalDims
 from titan_linear.models.config import Documents, ModelConfig
-from titan_linear.models.hf_mapping import config_to_hf
+from titan_linear.ops.layout.tables import to_device
 from titan_linear.run.build import DTYPES, rate_at
 from titan_linear.run.data import RunData
 from titan_linear.run.origin import Origin
+from titan_linear.run.start import build_loader
 from titan_linear.step.optimizer import HostCopy, StepNumbers, build_optimizer
 from titan_linear.storage.hf_writing import find_family
 
 # FLA's, among the families that we export
 FAMILIES = ("KDAForCausalLM", "GatedDeltaNetForCausalLM", "RWKV7ForCausalLM")
-# Keys of an exported config.json that are not FLA's, and one of which its default is faster.
-OURS = (
-    "architectures",
-    "auto_map",
-    "fuse_norm",
-    "model_type",
-    "pattern",
-    "post_norm",
-    "zero_centred_norm",
-)
 Loss = Callable[[nn.Module, Batch], Tensor]
 
 
@@ -43,31 +34,22 @@ def fla_has(model: ModelConfig) -> bool:
 
 def fla_model(
     model: ModelConfig,
+    weights: Path,
     device: torch.device,
     *,
     compiled: bool,
     checkpointing: bool,
-    weights: Path | None = None,
 ) -> nn.Module:
     """FLA's model of this configuration, float32, ready to train.
 
     Args:
-        weights: a Hugging Face folder; None: FLA draws them.
+        weights: a Hugging Face folder.
         compiled: torch.compile each layer, the embedding and the last norm, as flame does.
     """
     import fla.models as peers
 
-    # Its class and its configuration; weights from a folder or drawn.
-    family = find_family(model)
-    kind = getattr(peers, family)
-    if weights is None:
-        fields = config_to_hf(family, model)
-        fields = {key: value for key, value in fields.items() if key not in OURS}
-        options = getattr(peers, family.replace("ForCausalLM", "Config"))
-        with device:  # RWKV-7 draws orthogonal matrices, which takes minutes on a CPU
-            network = kind(options(**fields))
-    else:
-        network = kind.from_pretrained(weights, dtype=torch.float32)
+    kind = getattr(peers, find_family(model))
+    network = kind.from_pretrained(weights, dtype=torch.float32)
     network = network.to(device).train()
     if checkpointing:
         network.gradient_checkpointing_enable()
@@ -93,52 +75,26 @@ def fla_loss(model: nn.Module, batch: Batch) -> Tensor:
     return criterion(hidden, labels, model.lm_head.weight)
 
 
-def moved(batch: Batch, device: torch.device) -> Batch:
-    """The batch on the device; the host does not wait for it."""
-    if device.type == "cpu":
-        return batch
-    names = ("tokens", "labels", "cu_seqlens", "position_ids")
-    tensors = {
-        name: getattr(batch, name).pin_memory().to(device, non_blocking=True) for name in names
-    }
-    return replace(batch, **tensors)
-
-
 class Peer:
     """A model on the streams of a run.
 
     Args:
         loss: the sum of a batch's cross-entropies.
         done: number of steps.
+        documents: of the last step.
     """
 
     def __init__(self, config: Config, model: nn.Module, loss: Loss, device: torch.device):
-        t = config.training
-        self.config, self.model, self.loss, self.device = config, model, loss, device
+        self.config = config
+        self.model = model
+        self.loss = loss
+        self.device = device
         self.done = 0
         streams, _ = RunData(config, build_tokenizer(Origin.of(config).tokenizer_path)).streams(
             None
         )
-        loader = StreamLoader(
-            streams,
-            global_batch_size=t.global_batch_size,
-            local_batch_size=t.local_batch_size,
-            dp_rank=0,
-            dp_degree=1,
-            num_workers=t.num_workers,
-        )
-        self.batches = iter(loader)
+        self.batches = iter(build_loader(config, streams, LocalDims()))
         self.optimizer = torch.optim.AdamW(build_optimizer(model, config.optimizer).param_groups)
-        self.fed: list[Documents] = []  # of all batches since `documents` was called
-        self.begun = 0  # steps that were done then
-
-    def documents(self) -> tuple[int, Documents]:
-        """The number of steps since the last call, and their documents."""
-        steps = self.done - self.begun
-        seen = self.fed
-        self.begun = self.done
-        self.fed = []
-        return steps, Documents(*map(sum, zip(*seen)))
 
     def train_step(self) -> HostCopy:
         """Do a step; its loss (nats per token) and gradient norm are on their way to the host."""
@@ -146,13 +102,15 @@ class Peer:
         self.done += 1
         t = self.config.training
         batches = [next(self.batches) for _ in range(t.global_batch_size // t.local_batch_size)]
-        self.fed += [Documents.of(batch.cu_seqlens.numpy()) for batch in batches]
+        documents = [Documents.of(batch.cu_seqlens.numpy()) for batch in batches]
+        self.documents = Documents(*map(sum, zip(*documents)))
         valid = sum(int((batch.labels != IGNORE).sum()) for batch in batches)
         dtype = DTYPES[t.mixed_precision_param]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in batches:
             with torch.autocast(self.device.type, dtype, enabled=dtype == torch.bfloat16):
-                loss = self.loss(self.model, moved(batch, self.device)) / valid
+                # The host does not wait for the copy.
+                loss = self.loss(self.model, to_device(batch, self.device)) / valid
             loss.backward()
             total += loss.detach()
         # Clip, and step with the run's learning rate.

@@ -16,6 +16,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -71,18 +72,19 @@ def train_peer(
         while peer.done < t.steps:
             line = timed_step(peer)
             print(json.dumps(line), file=file, flush=True)
-            loss, norm = line["loss"], line["grad_norm"]
+            loss = line["loss"]
+            norm = line["grad_norm"]
             print(f"step {peer.done}/{t.steps}  loss {loss:.4f}  grad {norm:.3g}")
 
 
 def timed_step(peer: Peer) -> dict[str, float]:
     """Do a step; its line of metrics.jsonl."""
-    config, t = peer.config, peer.config.training
+    config = peer.config
+    t = peer.config.training
     # The device's work is included.
     then = time.perf_counter()
     numbers = peer.train_step().wait()
     seconds = time.perf_counter() - then
-    _, documents = peer.documents()
     tokens = t.global_batch_size * t.seq_len
     line = {
         "step": peer.done,
@@ -96,7 +98,7 @@ def timed_step(peer: Peer) -> dict[str, float]:
     }
     if peak := peak_tflops(config.metrics.peak_tflops, t.mixed_precision_param, peer.device):
         model = Origin.of(config).model
-        line["mfu"] = training_flops(model, documents) / seconds / 1e12 / peak
+        line["mfu"] = training_flops(model, peer.documents) / seconds / 1e12 / peak
     return line
 
 
@@ -112,15 +114,12 @@ def train_fla(args: argparse.Namespace, keys: list[str]) -> None:
             "checkpoint.initial_load_path is set; leave it out: both models begin from drawn weights"
         )
 
-    def build(weights: Path, device: torch.device) -> nn.Module:
-        return fla_model(
-            model,
-            device,
-            weights=weights,
-            compiled=args.compiled,
-            checkpointing=config.activation_checkpoint.mode == "full",
-        )
-
+    build = partial(
+        fla_model,
+        model,
+        compiled=args.compiled,
+        checkpointing=config.activation_checkpoint.mode == "full",
+    )
     train_peer(config, args.folder, build, fla_loss)
 
 

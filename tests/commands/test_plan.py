@@ -21,7 +21,7 @@ from titan_linear.ops import build_cp_context
 from titan_linear.ops.layout.levels import H200
 from titan_linear.ops.runtime.options import boundaries_of
 from titan_linear.planner import splits
-from titan_linear.planner.machine import Machine, Offload, read_rates, shipped
+from titan_linear.planner.machine import Machine, read_rates, shipped
 from titan_linear.planner.memory import (
     MicroBatchShape,
     PlannedRank,
@@ -447,54 +447,17 @@ def test_replicas_add_up_once_a_step_where_they_wait():
     assert communication(1, narrow) == pytest.approx(4 * communication(8), rel=0.02)
 
 
-def test_offload_shows_where_it_should(tmp_path, capsys):
-    """One GPU waits for the host; several hide what they can. Where the host was not measured no time is planned."""
-    model, link = preset("kda", "340M"), 50e9
-    offload = machine(offload=Offload(link, link, 100e9))
-    own = 354e6 * 4  # bytes
-
-    def parts(*keys, gpus=1):
-        run = [
-            *RUN,
-            "--model.name=kda",
-            "--model.flavor=340M",
-            "--training.global_batch_size=8",
-            *keys,
-        ]
-        return step(PlannedRank(load_config(run, cuda=True), model, gpus), offload).parts
-
-    key = "--training.enable_cpu_offload=true"
-    plain, one = parts("--training.local_batch_size=8"), parts(key, "--training.local_batch_size=8")
-    assert plain["communication"] == 0 and one["products"] == plain["products"]
-    assert one["optimizer"] == pytest.approx(10 * own / 100e9, rel=0.1)
-    assert 1.5 * own / link < one["communication"] < 3 * own / link
-    assert (
-        parts(key, "--training.local_batch_size=4", gpus=2)["communication"]
-        < one["communication"] / 4
-    )
-    accumulated = parts(key, "--training.local_batch_size=4")
-    assert accumulated["optimizer"] == pytest.approx(1.3 * one["optimizer"])
-    assert accumulated["communication"] > 2 * one["communication"]
-    rates = {
-        name: x
-        for name, x in json.loads(shipped()["H200"].read_text()).items()
-        if name != "offload"
-    }
-    write_json(tmp_path / "r.json", rates)
-    argv = [
-        "--gpus",
-        "2",
-        "--rates",
-        str(tmp_path / "r.json"),
-        *RUN,
-        key,
-        "--training.global_batch_size",
-        "2",
-    ]
-    said = is_refused(plan.main, argv, capsys)
-    assert said.startswith(
-        "the rates of NVIDIA H200 do not say how fast its host is, so that no time is planned with"
-    )
+def test_times_with_offload_are_of_the_gpu_alone(capsys):
+    """The plan says so; memory moves to the host."""
+    keys = ["--gpus", "1", *RUN, "--model.name=kda", "--model.flavor=340M"]
+    keys.append("--training.global_batch_size=1")
+    said = {}
+    for offload in ("false", "true"):
+        assert plan.main([*keys, f"--training.enable_cpu_offload={offload}"]) == 0
+        said[offload] = capsys.readouterr().out
+    line = "training.enable_cpu_offload: times leave out the copies between GPU and host"
+    assert said["true"].startswith(line) and line not in said["false"]
+    assert "in the host's memory" in said["true"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from tests.refusals import refused
 from titan_linear.config import KEYS, Config, check_config, config_to_toml, load_config
-from titan_linear.config.schema import ABSENT, MEANT
+from titan_linear.config.reading import ABSENT, MEANT
 from titan_linear.data import build_tokenizer
 from titan_linear.data.corpus.sources import source_files
 from titan_linear.storage.files import default_cache_dir

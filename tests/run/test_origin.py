@@ -31,7 +31,7 @@ ASSETS = {"model.flavor": "hf", "model.hf_assets_path": "assets"}
 @pytest.mark.parametrize("adapted", ["false", "true"])
 def test_a_configuration_has_one_origin(keys, kind, folder, assets, adapted):
     origin = Origin.of(load_config(argv_of(keys, adapter__enable=adapted)))
-    assert type(origin.first if adapted == "true" else origin) is kind
+    assert type(origin.source if adapted == "true" else origin) is kind
     assert isinstance(origin, Adapters) == (adapted == "true")
     for path, name in ((origin.folder, folder), (origin.assets, assets)):
         assert (path and str(path)) == name

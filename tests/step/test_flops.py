@@ -12,7 +12,6 @@ from torch.utils.flop_counter import flop_registry
 
 from tests.dispatch import Inside
 from tests.models.ours import initialised, labels_of, loss_of, positions
-from titan_linear.config import load_config
 from titan_linear.models.config import Documents, ModelConfig, MoEConfig
 from titan_linear.models.decoder import Block
 from titan_linear.models.mixers import GDN, KDA, MLA, RWKV7, Attention, Lightning, Mamba2, ShortConv
@@ -270,14 +269,11 @@ def test_peaks_by_name(name, peak):
 def test_the_peak_of_a_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    config, wide = load_config([], cuda=True), load_config([], cuda=False)
-    assert (
-        peak_tflops(config, gpu) == 989
-        and peak_tflops(wide, gpu) is None
-        and peak_tflops(wide, cpu) is None
-    )
-    assert peak_tflops(load_config(["--metrics.peak_tflops=0.5"], cuda=False), cpu) == 0.5
-    assert flops.no_peak(wide, gpu).startswith(
+    assert peak_tflops(0.0, "bfloat16", gpu) == 989
+    assert peak_tflops(0.0, "float32", gpu) is None
+    assert peak_tflops(0.0, "bfloat16", cpu) is None
+    assert peak_tflops(0.5, "float32", cpu) == 0.5
+    assert flops.no_peak("float32", gpu).startswith(
         "no MFU: the peak of NVIDIA H200 in float32 is not known; metrics.peak_"
     )
-    assert "the CPU in float32" in flops.no_peak(wide, cpu)
+    assert "the CPU in float32" in flops.no_peak("float32", cpu)

@@ -49,11 +49,11 @@ from titan_linear.storage.files import Unreadable
 from titan_linear.storage.manifest import Manifest, read_manifest
 from titan_linear.storage.step_folders import (
     Progress,
+    complete_steps,
     find_step,
     read_progress,
     verify,
     weights_path,
-    whole_steps,
 )
 from titan_linear.storage.tensors import check_weights, holds_optimizer, stored_weights
 
@@ -285,7 +285,7 @@ def test_saves_of_weights_alone_are_recognised(worlds, tmp_path):
 
 def load_what_rank_0_sees(rank, world_size, load, *arguments):
     """While a run saves: the others do not see its newest checkpoint yet."""
-    behind = patch("titan_linear.storage.step_folders.whole_steps", lambda folder: [1])
+    behind = patch("titan_linear.storage.step_folders.complete_steps", lambda folder: [1])
     with behind if rank else contextlib.nullcontext():
         return load(rank, world_size, *arguments)
 
@@ -522,11 +522,11 @@ def test_half_written_is_passed_over_and_removed(worlds, tmp_path):
     shutil.copytree(tmp_path / "step-1", tmp_path / "step-8")
     (tmp_path / "step-8" / "manifest.json").unlink()
     (tmp_path / "step-7").mkdir()
-    assert whole_steps(tmp_path) == [1] and find_step(tmp_path, -1) == 1
+    assert complete_steps(tmp_path) == [1] and find_step(tmp_path, -1) == 1
     with refused(r"checkpoint.load_step = 8.*use one of 1"):
         find_step(tmp_path, 8)
     worlds(2).run(go_on, tmp_path, 1, [7, 8], {})
-    assert whole_steps(tmp_path) == [1, 7, 8] and not list(tmp_path.glob("*.tmp"))
+    assert complete_steps(tmp_path) == [1, 7, 8] and not list(tmp_path.glob("*.tmp"))
     verify(tmp_path / "step-8")
 
 
@@ -578,7 +578,7 @@ def go_on(rank, world_size, folder, start, steps, options):
         step(model, optimizer)
         checkpointer.save(number, model, optimizer, Progress(step=number))
         checkpointer.wait()
-        kept.append(whole_steps(folder))
+        kept.append(complete_steps(folder))
         dist.barrier()
     return kept
 
@@ -638,7 +638,7 @@ def test_going_on_from_an_earlier_step(worlds, tmp_path):
     worlds(2).run(save_steps, tmp_path, [1, 2, 3, 4], SMALL)
     old = {n: (tmp_path / f"step-{n}" / "__0_0.distcp").read_bytes() for n in (3, 4)}
     worlds(2).run(go_on, tmp_path, 2, [], {})
-    assert whole_steps(tmp_path) == [1, 2, 3, 4]
+    assert complete_steps(tmp_path) == [1, 2, 3, 4]
     assert worlds(2).run(go_on, tmp_path, 2, [3], {"keep_latest_k": 2})[0] == [[2, 3]]
     assert read_progress(tmp_path / "step-3") == Progress(step=3)
     (aside,) = tmp_path.glob("abandoned-*")
@@ -684,7 +684,7 @@ def save_with_broken_disk(rank, world_size, folder, broken_rank, fault, async_mo
         except SaveFailed as failure:
             error = str(failure)
     dist.barrier()
-    left = whole_steps(folder), list(folder.glob("*.tmp"))
+    left = complete_steps(folder), list(folder.glob("*.tmp"))
     dist.barrier()
     checkpointer.save(3, model, optimizer, Progress(step=3))
     checkpointer.wait()
@@ -794,7 +794,7 @@ def test_an_error_on_one_rank_is_raised_on_all(worlds, tmp_path, fault, broken_r
         )
         assert error.partition(f"rank {broken_rank}: ")[2] == REASONS[fault], error
         assert (whole, leftovers) == ([1], [])
-    assert whole_steps(tmp_path) == ([3] if fault == "lies" else [1, 3])
+    assert complete_steps(tmp_path) == ([3] if fault == "lies" else [1, 3])
     assert worlds(2).run(load_step, tmp_path, (2,), 3, SMALL)[0][2] == results[0][2]
 
 
@@ -805,7 +805,7 @@ def save_after_a_failure(rank, world_size, folder):
         checkpointer.save(1, model, optimizer, Progress(step=1))
         concurrent.futures.wait([checkpointer._pending])
     checkpointer.save(2, model, optimizer, Progress(step=2))
-    at_once = whole_steps(folder)
+    at_once = complete_steps(folder)
     checkpointer.save(3, model, optimizer, Progress(step=3))
     return at_once, checkpointer._pending is not None
 
@@ -869,7 +869,7 @@ def test_kill_at_every_moment_of_a_save(tmp_path):
         folder = tmp_path / str(moment)
         (process,) = processes(save_until_killed, [(free_port(), folder, moment)])
         process.join(60)
-        whole = whole_steps(folder)
+        whole = complete_steps(folder)
         for number in whole:
             verify(folder / f"step-{number}")
         if process.exitcode == 0:
@@ -941,7 +941,7 @@ def test_kill_at_any_moment(tmp_path, async_mode):
         for rank in rng.sample(ranks, 2):
             rank.kill()
             rank.join()
-        whole = whole_steps(tmp_path)
+        whole = complete_steps(tmp_path)
         assert whole[-1] >= int(done.read_text().split()[-1]) and len(whole) >= 2, whole
         for number in whole:
             verify(tmp_path / f"step-{number}")

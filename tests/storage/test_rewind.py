@@ -7,7 +7,7 @@ import pytest
 from tests.records import write_json
 from tests.refusals import refused
 from titan_linear.storage import step_folders
-from titan_linear.storage.step_folders import find_step, rewind, whole_steps
+from titan_linear.storage.step_folders import complete_steps, find_step, rewind
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_later_steps_are_set_aside_at_once(folder):
     for step in (6, 9):
         (folder / f"step-{step}-hf").mkdir()  # what was exported of them
     assert start(folder, 6) == 6
-    assert whole_steps(folder) == [3, 6] and (folder / "step-6-hf").exists()
+    assert complete_steps(folder) == [3, 6] and (folder / "step-6-hf").exists()
     assert sorted(path.name for path in folder.glob("abandoned-*/*")) == [
         "step-12",
         "step-9",
@@ -61,7 +61,7 @@ def test_another_start_in_between_lets_it_go_back_again(folder, between):
     assert start(folder, 6) == 6
     make_steps(folder, 9, 15)
     assert start(folder, between) == (15 if between == -1 else 9)
-    assert start(folder, 6) == 6 and whole_steps(folder) == [3, 6]
+    assert start(folder, 6) == 6 and complete_steps(folder) == [3, 6]
 
 
 class Killed(BaseException):
@@ -91,7 +91,7 @@ def test_killed_at_any_moment(folder, moment, monkeypatch):
         with pytest.raises(Killed):
             start(folder, 6)
     assert start(folder, 6) == 6
-    assert whole_steps(folder) == [3, 6] and len(list(folder.glob("abandoned-*/*"))) == 2
+    assert complete_steps(folder) == [3, 6] and len(list(folder.glob("abandoned-*/*"))) == 2
     make_steps(folder, 9)
     assert start(folder, 6) == 9
 

@@ -7,8 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.refusals import is_refused
-from titan_linear.models.config import Documents
-from tools import bench_train, harness
+from tools import bench_train
 from tools.bench_train import COLUMNS
 from tools.harness import cells
 
@@ -36,9 +35,8 @@ def test_steps_of_two_ranks(worlds):
     rows, other = worlds(2).run(measured_on_rank, argv)
     assert [row["checkpointing"] for row in rows] == ["none", "selective"]
     for row, theirs in zip(rows, other, strict=True):
-        assert (row["model"], row["by"], row["tokens"], row["gpus"]) == (
+        assert (row["model"], row["tokens"], row["gpus"]) == (
             "hybrid/debug",
-            "titan_linear",
             128,
             2,
         )
@@ -49,7 +47,6 @@ def test_steps_of_two_ranks(worlds):
             and row["first_step_seconds"] > 0
             and row["memory_gib"] > 0
         )
-        assert row["launches"] is row["idle"] is None  # of kernels: none are launched here
         assert theirs["step_ms"] == row["step_ms"]  # the slowest rank's
     assert len(cells(COLUMNS, rows[0])) == len(COLUMNS)
 
@@ -95,40 +92,13 @@ def test_streams_of_the_keys(worlds, tmp_path):
     assert row["in_step"].pairs == 2 * 31 * 32 / 2  # a document is its 30 bytes and an end
 
 
-def test_losses_are_timed_on_the_same_documents(worlds):
-    argv = [*SMALL, "--documents", "16", "--steps", "1", "--losses", *bench_train.LOSSES]
-    rows = worlds(1).run(measured_on_rank, argv)[0]
-    assert [row["loss"] for row in rows] == list(bench_train.LOSSES)
-    assert {row["in_step"] for row in rows} == {Documents(128, 8 * 16 * 17 / 2, 8 * 16**2)}
-
-
-def test_scoring_is_timed(worlds):
-    keys = ['--evaluation.tasks=["mqar"]', "--evaluation.lengths=[256]", "--evaluation.samples=2"]
-    argv = [*SMALL, "--models", "gdn/debug", "--documents", "one", "--score", "--", *keys]
-    (row,) = worlds(1).run(measured_on_rank, argv)[0]
-    assert len(cells(bench_train.SCORED, row)) == 5
-    assert all(row[what] > 0 for what in ("layers", "forward", "evaluate", "score"))
-
-
-def test_a_refusal_of_fla_is_said_and_the_others_go_on():
-    def refuse(config, model):
-        raise RuntimeError(f"{model.num_layers} layers\nare too many")
-
-    args, keys = bench_train.parse(SMALL)
-    ((name, _, config),) = bench_train.configurations(args, keys, 1, {})
-    assert (
-        bench_train._row_or_reason(args, name, config, refuse)
-        == "hybrid/debug: no row of FLA: 3 layers"
-    )
-
-
 @pytest.mark.cuda
 def test_a_row_of_a_gpu(worlds):
     (row,) = worlds(1, "nccl").run(
         measured_on_rank,
         ["--models", "gdn/340M", "--seq-len", "4096", "--", "--model.num_layers=2"],
     )[0]
-    assert row["launches"] > 100 and 0 <= row["idle"] < 1 and row["memory_gib"] < 20
+    assert 0 < row["memory_gib"] < 20
     assert (row["sm_clock_mhz"] is None) == (find_spec("pynvml") is None)
 
 
@@ -136,20 +106,14 @@ def test_a_row_of_a_gpu(worlds):
     ("argv", "message"),
     [
         (["--documents", "few"], "--documents 'few' must be 'one', 'run', or"),
-        (
-            ["--losses", "ce", "dpo"],
-            "--losses: on the same tokens all documents are of --documents 'one' tokens",
-        ),
         (["--steps", "0"], "--steps 0 must be 1 or more"),
         (["--", "--model.num_layers=-1"], "command line: model.num_layers = -1 must be"),
         (["--models", "kda/7B"], "model.flavor = '7B' is unknown"),
         (["--checkpointing", "some"], "command line: activation_checkpoint.mode = 'some' must be"),
         (["--seq-len", "30", "--", "--parallelism.context_parallel_degree=4"], "parallelism: "),
-        (["--fla"], "--fla needs flash-linear-attention, which is not installed"),
     ],
 )
 def test_what_is_refused(argv, message, capsys, monkeypatch):
-    monkeypatch.setattr(harness, "find_spec", lambda name: None)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     assert is_refused(bench_train.main, argv, capsys).startswith(message)

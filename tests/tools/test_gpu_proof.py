@@ -171,7 +171,7 @@ def test_the_page_shows_the_committed_record():
 
 def test_a_kill_waits_for_the_save_and_for_steps_after_it(tmp_path):
     save, steps = tmp_path / "save", tmp_path / "steps"
-    kill = Kill(str(save), str(steps), 2, str(tmp_path / "copy"))
+    kill = Kill(save, steps, 2, tmp_path / "copy")
     steps.write_text("1\n2\n")
     assert not kill.is_due()
     save.touch()
@@ -181,20 +181,21 @@ def test_a_kill_waits_for_the_save_and_for_steps_after_it(tmp_path):
 
 
 SLEEPING = 'timeit -n 1 -r 1 \'open("@begun", "w").write("1\\n"); import time; time.sleep(600)\''
-AT = Kill("@begun", "@begun", 1, "@copy")
 
 
 @pytest.mark.parametrize(
-    "commands, kill, passed, figure",
+    "commands, killed, passed, figure",
     [
-        ([SLEEPING, "timeit -n 1 -r 1 pass"], AT, True, "1 loop"),
-        (["timeit -n 1 -r 1 pass"], AT, False, "it ended with 0 before it could be killed"),
-        (["timeit -n 1 -r 1 1/0", "timeit"], None, False, "exit code 1"),
+        ([SLEEPING, "timeit -n 1 -r 1 pass"], True, True, "1 loop"),
+        (["timeit -n 1 -r 1 pass"], True, False, "it ended with 0 before it could be killed"),
+        (["timeit -n 1 -r 1 1/0", "timeit"], False, False, "exit code 1"),
     ],
 )
 def test_a_command_is_killed_when_that_is_due_and_must_end_with_0(
-    commands, kill, passed, figure, tmp_path
+    commands, killed, passed, figure, tmp_path
 ):
+    at = Kill(tmp_path / "begun", tmp_path / "begun", 1, tmp_path / "copy")
+    kill = at if killed else None
     given = replace(job("job"), commands=commands, kill=kill, check=last_line)
     result = Runner(tmp_path, []).run(given, [])
     assert result.passed == passed and result.figure.text.startswith(figure)

@@ -34,7 +34,7 @@ from titan_linear.run.export import EXPORT_DTYPES, export_checkpoint, merge
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.files import progress
 from titan_linear.storage.hf_io import RowReader, locate, open_folder, read_model
-from titan_linear.storage.step_folders import Progress, whole_steps
+from titan_linear.storage.step_folders import Progress, complete_steps
 
 
 @refusing
@@ -61,7 +61,7 @@ def _check_new(folder: Path) -> None:
 
 def from_hf(folder: Path, checkpoints: Path, dtype: torch.dtype) -> None:
     """Write CHECKPOINTS/step-0 from a Hugging Face folder."""
-    if steps := whole_steps(checkpoints):
+    if steps := complete_steps(checkpoints):
         raise ValueError(
             f"'{checkpoints}' holds checkpoints already (step-{steps[-1]}); choose another folder"
         )

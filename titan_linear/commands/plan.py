@@ -104,6 +104,11 @@ def plan(args: argparse.Namespace, keys: list[str]) -> None:
     check_corpus(origin)
     if config.training.seq_len_schedule:
         print(of_whole_length(config.training))
+    if config.training.enable_cpu_offload:
+        print(
+            "training.enable_cpu_offload: times leave out the copies between GPU and host, and the optimizer's update "
+            "on the host; a step takes longer than planned"
+        )
     # Print the plan of the configuration that was given.
     print(describe(rank), memory_table(rank, machine), sep="\n\n", end="\n\n")
     needed = rank.needs

@@ -10,7 +10,7 @@ from titan_linear.config.reading import on_cuda, toml_value
 from titan_linear.config.schema import (
     COLUMNS,
     KEYS,
-    LOSSES,
+    LOSS_NAMES,
     OTHER,
     RECORDS,
     SMALLEST_EPS,
@@ -53,7 +53,7 @@ EFFECTIVE_WITH = {
     ("float8.enable", True): ("float8.filter_fqns", "float8.emulate"),
     **{
         ("loss.name", name): tuple(key for key in KEYS if key.startswith(f"{name}."))
-        for name in LOSSES
+        for name in LOSS_NAMES
     },
     ("optimizer.name", "muon"): ("optimizer.momentum",),
     ("validation.enable", True): ("validation.sample_tokens",),
@@ -77,8 +77,7 @@ def check_config(config: Config, world_size: int) -> None:
     _, shards = parallelism.fsdp_degrees(world_size)
     _check_expert_parallel(parallelism, shards)
     _check_schedule(config.lr_scheduler, training.steps)
-    _check_types(training)
-    _check_experts(training)
+    _check_training(training)
     # The optimizer.
     if (taken := config.optimizer.lr * config.optimizer.weight_decay) >= 1:
         raise ValueError(
@@ -105,7 +104,6 @@ def check_config(config: Config, world_size: int) -> None:
         )
     _check_hugging_face(config.model, config.checkpoint)
     _check_reference(config.loss, config.adapter)
-    _check_exports(config.checkpoint)
 
 
 def _check_activation_checkpoint(ac: ActivationCheckpoint) -> None:
@@ -196,15 +194,8 @@ def _check_schedule(s: LRScheduler, steps: int) -> None:
         )
 
 
-def _check_experts(t: Training) -> None:
-    for key in ("expert_balance_coefficient", "expert_bias_update_rate"):
-        if -1 < getattr(t, key) < 0:
-            raise ValueError(
-                f"training.{key} = {getattr(t, key)} must be 0 or more, or -1 for the model's"
-            )
-
-
-def _check_types(t: Training) -> None:
+def _check_training(t: Training) -> None:
+    # Types.
     types = (t.dtype, t.mixed_precision_param, t.mixed_precision_reduce)
     if "float64" in types and set(types) - {"float64", "auto"}:
         raise ValueError(
@@ -215,6 +206,12 @@ def _check_types(t: Training) -> None:
         raise ValueError(
             "training.dtype = 'float64' runs on the CPU only; hide the GPUs with CUDA_VISIBLE_DEVICES= or use float32"
         )
+    # Balance of experts.
+    for key in ("expert_balance_coefficient", "expert_bias_update_rate"):
+        if -1 < getattr(t, key) < 0:
+            raise ValueError(
+                f"training.{key} = {getattr(t, key)} must be 0 or more, or -1 for the model's"
+            )
 
 
 def _check_data(t: Training, v: Validation) -> None:
@@ -362,6 +359,16 @@ def _check_checkpoint(c: Checkpoint) -> None:
             f"checkpoint.export_interval = {c.export_interval} must be a multiple of checkpoint.interval = "
             f"{c.interval}: what is exported is a checkpoint; for example {fitting}"
         )
+    if c.export_dtype != "float32" and not (c.last_save_in_hf or c.export_interval):
+        raise ValueError(
+            f"checkpoint.export_dtype = {c.export_dtype!r} has no effect without checkpoint.last_save_in_hf = true or "
+            "checkpoint.export_interval; set one, or remove checkpoint.export_dtype"
+        )
+    if c.export_dtype == "source" and not c.initial_load_in_hf:
+        raise ValueError(
+            "checkpoint.export_dtype = 'source' is for runs with checkpoint.initial_load_in_hf; use 'float32', "
+            "'bfloat16' or 'float16'"
+        )
 
 
 def _check_hugging_face(m: Model, c: Checkpoint) -> None:
@@ -390,17 +397,4 @@ def _check_reference(loss: Loss, adapter: Adapter) -> None:
             "loss.reference = 'base' is the model without adapters, and this run begins from those of "
             f"adapter.initial_load_path = {adapter.initial_load_path!r}; begin from what titan-linear convert merge "
             "writes of them, or have titan-linear score make the column (loss.reference = 'column')"
-        )
-
-
-def _check_exports(c: Checkpoint) -> None:
-    if c.export_dtype != "float32" and not (c.last_save_in_hf or c.export_interval):
-        raise ValueError(
-            f"checkpoint.export_dtype = {c.export_dtype!r} has no effect without checkpoint.last_save_in_hf = true or "
-            "checkpoint.export_interval; set one, or remove checkpoint.export_dtype"
-        )
-    if c.export_dtype == "source" and not c.initial_load_in_hf:
-        raise ValueError(
-            "checkpoint.export_dtype = 'source' is for runs with checkpoint.initial_load_in_hf; use 'float32', "
-            "'bfloat16' or 'float16'"
         )

@@ -20,9 +20,7 @@ else:
 
 from titan_linear.config.nesting import check_depth, check_nesting
 from titan_linear.config.schema import (
-    ABSENT,
     KEYS,
-    MEANT,
     PRINT,
     SECTIONS,
     Config,
@@ -36,6 +34,11 @@ from titan_linear.config.schema import (
 Tables = dict[str, Any]
 # Number of problems that a message names.
 LISTED = 20
+# Other names of keys, and replacements for TorchTitan's keys and sections that do not exist
+# here.
+OTHER_NAMES = json.loads(Path(__file__).with_name("other_names.json").read_text())
+MEANT = OTHER_NAMES["meant"]
+ABSENT = OTHER_NAMES["absent"]
 
 # --- Reading ---------------------------------------------------------------------------------------------------------
 
@@ -354,9 +357,11 @@ def keys_page() -> str:
         "# Every key",
         "The keys of a run's TOML file, each with its default and other choices. On the command line they are\n"
         "`--section.key value`, which goes before the file; a list is written as in TOML, in quotes. `./run_train.sh\n"
-        "--help SECTION` prints a section's, `--print-config` what a run resolves to, and where each value is from.",
+        "--help SECTION` prints a section's, `--print-config` what a run resolves to, and where each value is from.\n"
+        "A run may resume with other values of the keys marked `may change`, and with other paths to the same content.",
     ]
     # A section for each section, and an item for each key.
+    may_change = keys_with(KeyRule.MAY_CHANGE)
     for section, keys in SECTIONS.items():
         lines += [f"## [{section}]", inspect.cleandoc(keys.__doc__ or "")]
         rows = []
@@ -366,6 +371,7 @@ def keys_page() -> str:
                 f'"{choice}"' for choice in get_args(field.annotation) if isinstance(choice, str)
             ]
             values = ", ".join(f"`{value}`" for value in dict.fromkeys([default, *choices]))
+            values += "; may change" * (f"{section}.{key}" in may_change)
             rows.append(f"- `{key}` ({values}): {' '.join(field.description.split())}")
         lines.append("\n".join(rows))
     return "\n\n".join(lines)

@@ -6,7 +6,6 @@ methods of the section that has the keys, or of `Config`.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from enum import Enum, auto
@@ -17,11 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class KeyRule(Enum):
-    """Further properties of a key, stated with its type or for a whole section in `rules`."""
+    """Further properties of a key, next to its type, or of all keys of a section (`rules`)."""
 
-    # May change when a run resumes: how it is computed, saved and shown, or how long it is.
+    # May change on resume. Such keys control how a run is computed, saved and shown, and how
+    # long it is.
     MAY_CHANGE = auto()
-    # May change from one path to another on resume: the checkpoint identifies the content.
+    # Another path to the same content may be given on resume: the checkpoint identifies the
+    # content.
     MAY_MOVE = auto()
     # Nodes of a run may have different values.
     OF_A_NODE = auto()
@@ -282,12 +283,16 @@ class Training(Section):
 
 
 LossName = Literal["cross_entropy", "dpo", "distillation", "policy"]
-LOSSES = get_args(LossName)
+LOSS_NAMES = get_args(LossName)
 # Columns that losses read, with their dtypes.
-COLUMNS = dict.fromkeys(
-    ("weights", "reference", "advantages", "behaviour", "teacher_logprobs"), "<f4"
-)
-COLUMNS |= {"teacher_ids": "<i4"}
+COLUMNS = {
+    "weights": "<f4",
+    "reference": "<f4",
+    "advantages": "<f4",
+    "behaviour": "<f4",
+    "teacher_logprobs": "<f4",
+    "teacher_ids": "<i4",
+}
 
 
 class Loss(Section):
@@ -879,11 +884,10 @@ KEYS = {
 
 def keys_with(rule: KeyRule) -> list[str]:
     """Return the keys that have this property."""
-    sections = {name: cls.rules for name, cls in SECTIONS.items()}
     return [
         key
         for key, field in KEYS.items()
-        if rule in (*sections[key.partition(".")[0]], *field.metadata)
+        if rule in (*SECTIONS[key.partition(".")[0]].rules, *field.metadata)
     ]
 
 
@@ -903,7 +907,3 @@ SMALLEST_SHARE = 1 << 16
 # float32 and bfloat16 hold smaller numbers only with fewer digits, and devices round them
 # to 0.
 SMALLEST_EPS = 1.2e-38
-
-# Other names of keys, and replacements for TorchTitan's keys and sections that do not exist
-# here.
-MEANT, ABSENT = json.loads(Path(__file__).with_name("other_names.json").read_text()).values()

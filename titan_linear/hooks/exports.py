@@ -20,7 +20,7 @@ from titan_linear.config import Config
 from titan_linear.distributed.process import StopSignal
 from titan_linear.hooks.hook import Hook, StepResult
 from titan_linear.run.export import command, export_folder, lacks_export, not_exported
-from titan_linear.storage.step_folders import describe, whole_steps
+from titan_linear.storage.step_folders import complete_steps, describe
 
 
 class Exports(Hook):
@@ -44,7 +44,7 @@ class Exports(Hook):
         self.again: set[int] = set()
         self.output: IO[str]
         # Checkpoints of earlier starts may still lack their exports.
-        for saved in whole_steps(self.folder):
+        for saved in complete_steps(self.folder):
             if saved <= step:
                 self.after_save(saved)
 
@@ -95,8 +95,8 @@ class Exports(Hook):
 
     def _whole(self) -> list[int]:
         """Return the waiting steps whose checkpoints are complete."""
-        whole = whole_steps(self.folder)
-        return [step for step in self.waiting if step in whole]
+        complete = complete_steps(self.folder)
+        return [step for step in self.waiting if step in complete]
 
     def _begin(self, step: int) -> None:
         self.waiting.remove(step)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 import torch
 
-from titan_linear.config import Config, Metrics, config_to_toml
+from titan_linear.config import Config, config_to_toml
 from titan_linear.distributed.process import unescaped
 from titan_linear.hooks.hook import Hook
 from titan_linear.losses import LOSSES
@@ -93,12 +93,7 @@ class MetricsLogger(Hook):
         self.boards: list[Any] = []
         if config.metrics.enable_tensorboard:
             board = _tensorboard(
-                self.folder.absolute(),
-                start_step,
-                config.metrics,
-                with_mfu=peak_tflops is not None,
-                mixed=bool(config.training.mixture),
-                configuration=config_to_toml(config),
+                self.folder.absolute(), start_step, config, with_mfu=peak_tflops is not None
             )
             self.boards.append(board)
         if config.metrics.enable_wandb:
@@ -291,11 +286,9 @@ class MetricsLogger(Hook):
 def _tensorboard(
     folder: Path,
     start_step: int,
-    metrics: Metrics,
+    config: Config,
     *,
     with_mfu: bool,
-    mixed: bool,
-    configuration: str,
 ) -> Any:
     """Return a writer of tb/NAME, which TensorBoard shows as the run NAME.
 
@@ -305,13 +298,13 @@ def _tensorboard(
 
     # `purge_step` removes points that a resumed run will write again.
     board = SummaryWriter(str(folder / BOARD / folder.name), purge_step=start_step + 1)
-    telemetry = metrics.telemetry_freq
-    groups = metrics.loss_by_source
+    telemetry = config.metrics.telemetry_freq
+    groups = config.metrics.loss_by_source
     # Charts that some configurations have no numbers for are left out.
     drawn = {
         "MFU": with_mfu,
         "by position in the document": telemetry,
-        "by source": telemetry and (mixed or groups),
+        "by source": telemetry and (config.training.mixture or groups),
         "tokens by source": groups,
         "gradient norm by layer": telemetry,
         "update norm by layer": telemetry,
@@ -323,7 +316,8 @@ def _tensorboard(
     }
     board.add_custom_scalars(charts)
     # Indented text is shown as code.
-    board.add_text("configuration", textwrap.indent(configuration, "    "), start_step)
+    text = textwrap.indent(config_to_toml(config), "    ")
+    board.add_text("configuration", text, start_step)
     return board
 
 

@@ -39,9 +39,9 @@ class DPOLoss(LossFunction):
     def __call__(self, logits: ChunkedLogits, batch: LocalBatch) -> Tensor:
         labels = batch.labels.flatten()
         # First pass over the head: rewards of whole documents, which may span ranks.
-        known = logits.rows(labels)
+        first_pass = logits.rows(labels)
         columns = {name: batch.columns[name][0] for name in self.columns}
-        sums = document_sums(batch, policy=known.logprobs[:, 0], **columns)
+        sums = document_sums(batch, policy=first_pass.logprobs[:, 0], **columns)
         length = sums.length if self.keys.length_normalised else torch.ones_like(sums.count)
         reward = (sums.numbers["policy"] - sums.numbers.get("reference", 0)) / length
         margin = self.keys.beta * (reward[0::2] - reward[1::2])
@@ -59,4 +59,4 @@ class DPOLoss(LossFunction):
         def terms(rows: LogitStatistics, tokens: slice) -> Tensor:
             return self.terms(**of_tokens(rows.logprobs[:, 0], tokens))
 
-        return logits.sum(labels, terms, rows=known)
+        return logits.sum(labels, terms, rows=first_pass)

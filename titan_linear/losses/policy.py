@@ -47,8 +47,8 @@ class PolicyLoss(LossFunction):
     def __call__(self, logits: ChunkedLogits, batch: LocalBatch) -> Tensor:
         labels = batch.labels.flatten()
         # Ratios of documents take a first pass over the head, without gradients.
-        known = logits.rows(labels, statistics=True) if self.reads_twice else None
-        of_sequences = self._of_sequences(batch, known) if known else None
+        first_pass = logits.rows(labels, statistics=True) if self.reads_twice else None
+        of_sequences = self._of_sequences(batch, first_pass) if first_pass else None
 
         def terms(rows: LogitStatistics, tokens: slice) -> Tensor:
             logp = rows.logprobs[:, 0]
@@ -72,13 +72,13 @@ class PolicyLoss(LossFunction):
             entropy = weights * rows.entropy
             return self.terms(loss + self.keys.kl * kl, entropy=entropy, clipped=clipped, kl=kl)
 
-        return logits.sum(labels, terms, statistics=True, rows=known)
+        return logits.sum(labels, terms, statistics=True, rows=first_pass)
 
     def _of_sequences(
-        self, batch: LocalBatch, known: LogitStatistics
+        self, batch: LocalBatch, first_pass: LogitStatistics
     ) -> Callable[[Tensor, slice], dict[str, Tensor]]:
         """Return the function that gives each token's loss and clipped weight, [n] each."""
-        distance = known.logprobs[:, 0] - batch.columns["behaviour"][0]
+        distance = first_pass.logprobs[:, 0] - batch.columns["behaviour"][0]
         advantages = batch.columns["advantages"][0]
         sums = document_sums(batch, advantages=advantages, distance=distance)
         # Means over each document.

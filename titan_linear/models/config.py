@@ -423,7 +423,10 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, tuple[objec
     Options that only affect training do not count.
     """
     # Options of the model, with the names of its layers.
-    a, b = (_without_mixers(model) | {"layers": _layer_names(model)} for model in (ours, theirs))
+    a, b = (
+        _without_mixers(model) | {"layers": tuple(layer.name for layer in model.layers)}
+        for model in (ours, theirs)
+    )
     pairs: list[Any] = [("", a, b)]
     # Options of the mixers, if the layers are of the same kinds.
     if a["layers"] == b["layers"]:
@@ -468,10 +471,6 @@ def _chosen(options: object, values: Mapping[str, object]) -> dict[str, object]:
     numbers = {name: float(x) if type(x) in (int, float) else x for name, x in chosen.items()}
     parts = {name: _chosen(x, vars(x)) for name, x in chosen.items() if is_dataclass(x)}
     return dict(sorted((numbers | parts).items()))
-
-
-def _layer_names(model: ModelConfig) -> tuple[str, ...]:
-    return tuple(layer.name for layer in model.layers)
 
 
 def _without_mixers(model: ModelConfig) -> dict[str, object]:

@@ -153,6 +153,7 @@ def _batched(layer, rows):
 class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = TitanLinearConfig
     base_model_prefix = "model"
+    _input_embed_layer = "embeddings"
     _no_split_modules = ("Block",)
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}
     # Rounding to bfloat16 would change the decay.
@@ -175,18 +176,6 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
                 draw = draw_of(module, leaf, self.config.initializer_range)
                 seed = stream(torch.initial_seed(), f"{name}.{leaf}")
                 fill(p, tuple(p.shape), (0,) * p.dim(), draw, seed)
-
-    def get_input_embeddings(self):
-        return self.model.embeddings
-
-    def set_input_embeddings(self, value):
-        self.model.embeddings = value
-
-    def get_output_embeddings(self):
-        return self.lm_head
-
-    def set_output_embeddings(self, value):
-        self.lm_head = value
 
     @classmethod
     def _supports_default_dynamic_cache(cls):

@@ -15,7 +15,7 @@ from titan_linear.ops.exchange.ulysses import (
     ulysses_ring_attention,
 )
 from titan_linear.ops.layout.boundaries import Boundaries
-from titan_linear.ops.layout.build_context import of_trees
+from titan_linear.ops.layout.build_context import tree_context
 from titan_linear.ops.layout.context import SOFTMAX_METHODS, CPContext
 from titan_linear.ops.layout.documents import checked, distinct
 from titan_linear.ops.layout.spans import entries, pairs_by_rank
@@ -84,7 +84,7 @@ def attention(
         raise ValueError(
             f"method = {method!r} is unknown; use 'auto', {', '.join(map(repr, METHODS))}"
         )
-    cu_seqlens, cp_context = of_trees(parents, cu_seqlens, cp_context, q.device)
+    cu_seqlens, cp_context = tree_context(parents, cu_seqlens, cp_context, q.device)
     scale = scale_of(scale, q)
     if not 0 < scale < math.inf:
         raise ValueError(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from titan_linear.ops.exchange.halo import with_halo
 from titan_linear.ops.layout.boundaries import Boundaries
-from titan_linear.ops.layout.build_context import of_trees
+from titan_linear.ops.layout.build_context import tree_context
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.runtime.options import (
     ConvolutionOptions,
@@ -94,7 +94,7 @@ def causal_conv1d(
     )
     B, T, D, W = _check_tensors(x, weight, bias)
     check_floats(x=x, weight=weight, bias=bias, initial_state=initial_state)
-    cu_seqlens, cp_context = of_trees(parents, cu_seqlens, cp_context, x.device)
+    cu_seqlens, cp_context = tree_context(parents, cu_seqlens, cp_context, x.device)
     if activation not in (None, "silu", "swish"):
         raise ValueError(f"activation = {activation!r} is unknown; use None, 'silu' or 'swish'")
     parts = [D] if widths is None else list(widths)

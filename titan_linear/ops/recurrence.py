@@ -22,7 +22,7 @@ from titan_linear.ops.exchange.kcp import incoming_states
 from titan_linear.ops.exchange.tree_kcp import fold_tree
 from titan_linear.ops.exchange.ulysses import heads_to_tokens, tokens_to_heads
 from titan_linear.ops.layout.boundaries import Boundaries
-from titan_linear.ops.layout.build_context import of_trees
+from titan_linear.ops.layout.build_context import tree_context
 from titan_linear.ops.layout.chains import Chains
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.runtime.operators import check_first_derivative, kept
@@ -295,7 +295,7 @@ def run(
     check_floats(**{recurrence.named(name): x for name, x in arguments._asdict().items()})
     q = arguments.q
     v = arguments.v
-    cu_seqlens, cp_context = of_trees(
+    cu_seqlens, cp_context = tree_context(
         sequences.parents, sequences.cu_seqlens, sequences.cp_context, q.device
     )
     if sequences.cp_method not in ("kcp", "ulysses"):

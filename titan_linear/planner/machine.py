@@ -37,19 +37,6 @@ class Link:
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
-class Offload:
-    """Rates of CPU offload, in bytes per second.
-
-    The copies are between a GPU and its host's pinned memory. AdamW on the host counts
-    reads plus writes.
-    """
-
-    to_device: Above0
-    to_host: Above0
-    adamw: Above0
-
-
-@pydantic.dataclasses.dataclass(frozen=True)
 class Rates:
     """Measured rates of a GPU; `sources` has the origin of each figure."""
 
@@ -74,8 +61,6 @@ class Rates:
     # None: not measured.
     node: Link | None
     sources: dict[str, str]
-    # None: not measured.
-    offload: Offload | None = None
     # Products in float8, as `products`. None: not measured.
     float8: list[tuple[Above0, Above0]] | None = None
     # Products of rows by expert, as `products`. None: not measured; `products` is used.
@@ -179,15 +164,6 @@ class Machine:
         forward, both = by_width[min(held, default=max(by_width))]
         useful = (D + Dv) / computed
         return forward * useful, both * useful
-
-    @property
-    def offload(self) -> Offload:
-        if self.rates.offload is None:
-            raise ValueError(
-                f"the rates of {self.rates.gpu} do not say how fast its host is, so that no time is planned with "
-                "training.enable_cpu_offload = true; python -m tools.bench_rates measures that"
-            )
-        return self.rates.offload
 
     def group(self, ranks: int, stride: int) -> Group:
         """Return the speed of exchanges in a group of `ranks` ranks that are `stride` ranks

@@ -9,16 +9,13 @@ The plan is seconds by part, of the busiest rank:
                    entry, which one head scans alone; the convolution, per token and channel
     elementwise    bytes read and written, by single operations or as compiled
     head           its products, the loss's reads and writes of logits
-    optimizer      bytes of parameters, gradients and moments; copies in the compute dtype. With
-                   offload the host does this, and accumulates gradients
+    optimizer      bytes of parameters, gradients and moments; copies in the compute dtype
     communication  only the exposed time: exchanges inside layers, for which ranks wait; the time
-                   by which FSDP's exchanges, and copies from and to the host, are longer than
-                   the layers that hide them. On one GPU FSDP waits for data from the host. In
-                   all micro-steps but the first, the host waits for data from the GPU
+                   by which FSDP's exchanges are longer than the layers that hide them
     launches       gaps between kernels; or the time by which the host is slower than the GPU
 
 Not modeled: kernels that slow down during a collective, other jobs, input, checkpoints,
-validation.
+validation. With training.enable_cpu_offload, copies from and to the host, and the update there.
 """
 
 import math
@@ -330,8 +327,6 @@ def step(rank: PlannedRank, machine: Machine) -> PlannedStep:
     parts["communication"] += times * (shared + _experts(rank, machine))
     sums = 1 if t.replicas_wait else times
     parts["communication"] += sums * _replicas(rank, machine, passes)
-    if u.offloaded:
-        parts["communication"] += (times - 1) * u.local * u.stored / machine.offload.to_host
     # Launches: the head has its own, for each chunk of tokens.
     chunk = tokens_at_once(t.loss_chunk_size, u.vocabulary // model.dim)
     chunks = -(-batch.tokens * batch.tp // chunk) * (1 + model.mtp_layers + _readings(rank))
@@ -405,16 +400,13 @@ def _optimizer(rank: PlannedRank, machine: Machine) -> float:
     """Return the seconds of the optimizer, by bytes.
 
     The bytes are of the gradient's norm, AdamW and copies. In every micro-step FSDP2 also
-    splits units once gathered, and joins gradients to reduce them. Without FSDP2, and on
-    the host, gradients are accumulated.
+    splits units once gathered, and joins gradients to reduce them. Without FSDP2,
+    gradients are accumulated.
     """
     u = rank.units
     times = rank.micro_steps
     stored = u.stored
     compute = u.compute
-    # With offload, the host updates: its rate counts reads and writes.
-    if u.offloaded:
-        return u.local * stored * (10 + 3 * (times - 1)) / machine.offload.adamw
     copies = not u.sharded and compute != stored
     gradient = compute if copies and times == 1 else stored
     update = u.local * (6 * stored + 2 * gradient + copies * compute)
@@ -450,31 +442,20 @@ def _shared(u: Units, p: Parallelism, machine: Machine, passes: list[tuple[Pass,
     n = u.shards
     stride = p.tensor_parallel_degree
     exposed = 0.0
-    if n > 1 or u.offloaded:
+    if n > 1:
         link = machine.group(n, stride)
         part = (n - 1) / n
         sizes = (*u.layers, u.vocabulary)
         trained = (*u.trained, u.trained_head)
-        # Seconds per element on the way from and to the host.
-        comes = u.stored / n / machine.offload.to_device if u.offloaded else 0.0
-        goes = u.stored / n / machine.offload.to_host if u.offloaded else 0.0
-        gather = [
-            link.message + size * (u.compute * part / link.all_gather + comes) for size in sizes
-        ]
-        reduce = [
-            link.message + size * (u.reduce * part / link.reduce_scatter + goes) for size in trained
-        ]
+        gather = [link.message + size * u.compute * part / link.all_gather for size in sizes]
+        reduce = [link.message + size * u.reduce * part / link.reduce_scatter for size in trained]
         # Nothing hides the first and the last exchange.
         exposed += gather[0] + gather[-1] + reduce[0] + reduce[-1]
         freed = p.fsdp_reshard_after_forward == "always"
         for i in range(1, len(u.layers)):
             forward, backward = (one.seconds for one in passes[i - 1])
-            # On one GPU, copies from the host are not prefetched.
             again = gather[i - 1] if freed else 0.0
-            if n == 1:
-                exposed += gather[i] + again + max(reduce[i] - backward, 0.0)
-            else:
-                exposed += max(gather[i] - forward, 0.0) + max(again + reduce[i] - backward, 0.0)
+            exposed += max(gather[i] - forward, 0.0) + max(again + reduce[i] - backward, 0.0)
     return exposed
 
 

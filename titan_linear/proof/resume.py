@@ -172,7 +172,7 @@ def _compared(check: str, what: str, want: dict[str, Tensor], run: ResumingRank)
     differing = [
         n
         for n in dict.fromkeys([*want, *got])
-        if n not in got or n not in want or not _same(want[n], got[n])
+        if n not in got or n not in want or not torch.equal(want[n].to(got[n].device), got[n])
     ]
     ranks = of_all_ranks(differing, run.host)
     wrong = [
@@ -184,10 +184,6 @@ def _compared(check: str, what: str, want: dict[str, Tensor], run: ResumingRank)
     return Finding(
         check, f"{what}: of {len(want)} weights and optimizer states, others", len(wrong), 0, where
     )
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.to(b.device), b)
 
 
 def _on_one_rank(config: Config) -> Config:

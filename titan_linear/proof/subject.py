@@ -24,7 +24,7 @@ from titan_linear.distributed.one_process import Degrees
 from titan_linear.distributed.parallelize import cp_method
 from titan_linear.distributed.process import own_device
 from titan_linear.losses import LossFunction, build_loss
-from titan_linear.models.config import Entry, MixerOptions, ModelConfig, MoEConfig, mixers_of
+from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig, mixers_of
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
 from titan_linear.models.init import count_parameters, initialise
@@ -186,7 +186,8 @@ def subject_of(config: Config) -> ProofSubject:
     if t.seq_len == 1:
         raise ValueError("training.seq_len = 1: streams of one token prove nothing; use 2 or more")
     origin = Origin.of(config)
-    tokenizer, full = origin.tokenizer, origin.model
+    tokenizer = origin.tokenizer
+    full = origin.model
     check_splits(full, config.model, p)
     check_float8(full, config.model, config.float8)
     check_float8_device(config.float8, t.mixed_precision_param)
@@ -318,17 +319,18 @@ def _thinner(model: ModelConfig, factor: int, p: Parallelism) -> ModelConfig:
     if factor == 1:
         return model
     moe = model.moe and _fewer_experts(model.moe, factor, tp, ep)
+    # Entries without mixers stay.
+    pattern = []
+    for entry in model.pattern:
+        fewer = tuple(_fewer_heads(mixer, factor, p) for mixer in mixers_of(entry))
+        pattern.append(fewer or entry)
     return replace(
         model,
         dim=_divided(model.dim, factor, 2),
         hidden_dim=_divided(model.hidden_dim, factor, tp),
         moe=moe,
-        pattern=tuple(_thinner_entry(entry, factor, p) for entry in model.pattern),
+        pattern=tuple(pattern),
     )
-
-
-def _thinner_entry(entry: Entry, factor: int, p: Parallelism) -> Entry:
-    return tuple(_fewer_heads(mixer, factor, p) for mixer in mixers_of(entry)) or entry
 
 
 def _divided(count: int, factor: int, multiple: int) -> int:

@@ -42,7 +42,6 @@ def write_down(origin: Origin, session: Session, step: int) -> None:
     config = origin.config
     model = session.model
     device = session.device
-    config = origin.config
     folder = RunFolder(config)
     if folder.starts_anew:
         folder.set_run_aside()
@@ -129,7 +128,7 @@ def exchanged_of_trees(p: Parallelism, model: ModelConfig, streams: Streams) -> 
         return ""
     parents = torch.from_numpy(nodes.parents)
     cut = cut_streams(nodes.edges, 1, p.context_parallel_degree, p.context_parallel_layout, parents)
-    points, folds = exchanged(tree_of(nodes, cut.owners, cut.fragments[0].end, 0))
+    points, folds = exchanged(tree_of(nodes, cut.owners, cut.fragment_length, 0))
     # The number of entries of a state and an M.
     entries = max(m.heads * m.ops[m.op]["K"] * sum(m.ops[m.op].values()) for m in recurrent)
     size = points * entries * 4 / p.tensor_parallel_degree / 2**20

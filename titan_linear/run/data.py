@@ -221,11 +221,13 @@ class RunData:
                 f"{name} reads the column {missing[0]!r}, and {corpus.name} has none; name the records' field in "
                 "training.dataset_columns, or have titan-linear score write it"
             )
-        # All columns of a loss have the same width, which the loss limits.
-        most = max(loss.columns.values(), default=0)
-        widths = {column: sum(corpus.columns[column].shape[1:]) for column in targets.columns}
-        for column, width in widths.items():
-            if not min(most, 1) <= width <= most or width != next(iter(widths.values())):
+        # Columns with several numbers per token have as many as the first of them.
+        several = 0
+        for column in targets.columns:
+            width = sum(corpus.columns[column].shape[1:])
+            most = loss.columns[column]
+            several = several or width
+            if not min(most, 1) <= width <= most or width not in (0, several):
                 fits = f"1 to {most}, as many ids as log-probabilities" if most else "1"
                 raise ValueError(
                     f"{name}: the column {column!r} of {corpus.name} has {width or 1} for each token; give {fits}"

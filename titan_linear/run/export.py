@@ -211,22 +211,26 @@ def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
         base: the base's Hugging Face folder; by default the one that `source` names.
         dtype: a key of EXPORT_DTYPES.
     """
-    of_peft = (source / PEFT_CONFIG).is_file()
-    origin, model, tokenizer, files = (_of_peft if of_peft else _of_run)(source, base)
-    first = origin.first
-    if dtype == "source" and not first.folder:
+    if (source / PEFT_CONFIG).is_file():
+        adapted = _adapters_of_folder(source, base)
+    else:
+        adapted = _adapters_of_run(source, base)
+    source_origin = adapted.origin.source
+    if dtype == "source" and not source_origin.folder:
         dtype = "float32"
     try:
-        to = destination(first, tokenizer, files=files)
+        to = destination(source_origin, adapted.tokenizer, files=adapted.files)
     except UnfitTokenizer as error:
         # Adapters can be trained with such a tokenizer.
         print(f"warning: {error}; the folder gets no tokenizer")
-        to = destination(first, None, files={})
+        to = destination(source_origin, None, files={})
     with ExitStack() as opened:
-        first.write(folder, model.base, origin.weights(opened), to, EXPORT_DTYPES[dtype])
+        source_origin.write(
+            folder, adapted.model.base, adapted.origin.weights(opened), to, EXPORT_DTYPES[dtype]
+        )
 
 
-def _of_peft(source: Path, base: str) -> AdaptedModel:
+def _adapters_of_folder(source: Path, base: str) -> AdaptedModel:
     """Return the adapters of a PEFT folder. Its tokenizer takes precedence over the base's."""
     named = Path(base or settings_of(source)["base_model_name_or_path"] or "")
     if not (named / CONFIG).is_file():
@@ -261,7 +265,7 @@ def _of_peft(source: Path, base: str) -> AdaptedModel:
     return AdaptedModel(origin, model, tokenizer, files if tokenizer else base_files)
 
 
-def _of_run(source: Path, base: str) -> AdaptedModel:
+def _adapters_of_run(source: Path, base: str) -> AdaptedModel:
     """Return the adapters of a run's checkpoint."""
     checkpoint = weights_path(source, key="SOURCE")
     verify(checkpoint)
@@ -278,7 +282,7 @@ def _of_run(source: Path, base: str) -> AdaptedModel:
         )
     model = origin.model
     check_base(read_progress(checkpoint).content.base, origin.base_fingerprint, checkpoint)
-    return AdaptedModel(replace(origin, step=checkpoint), model, origin.tokenizer)
+    return AdaptedModel(replace(origin, checkpoint=checkpoint), model, origin.tokenizer)
 
 
 def export_last(origin: Origin, model: Decoder, base: str) -> None:

@@ -88,12 +88,12 @@ class Origin:
         """Return the origin of a run with this configuration."""
         c = config.checkpoint
         folder = c.initial_load_path or config.model.hf_assets_path
-        first = Origin(config)
+        origin = Origin(config)
         if c.enable and c.initial_load_in_hf and folder:
-            first = Published(config, Path(folder))
+            origin = Published(config, Path(folder))
         elif c.enable and c.initial_load_path:
-            first = Checkpointed(config, Path(c.initial_load_path))
-        return Adapters(config, first.path, first=first) if config.adapter.enable else first
+            origin = Checkpointed(config, Path(c.initial_load_path))
+        return Adapters(config, origin.path, source=origin) if config.adapter.enable else origin
 
     @staticmethod
     def reading(path: Path, keys: list[str]) -> Origin:
@@ -104,24 +104,24 @@ class Origin:
         """
         # Options for a Hugging Face folder, or for a checkpoint of a run.
         if (path / CONFIG).is_file():
-            first = ["--model.flavor", "hf", "--checkpoint.initial_load_in_hf", "true"]
+            argv = ["--model.flavor", "hf", "--checkpoint.initial_load_in_hf", "true"]
         else:
             path = weights_path(path, key="PATH")
             run = Origin.of(config_of(path))
-            first = ["--job.config_file", str(config_path(path))]
-            first += ["--checkpoint.initial_load_in_hf", "false"]
+            argv = ["--job.config_file", str(config_path(path))]
+            argv += ["--checkpoint.initial_load_in_hf", "false"]
             # The run may have begun from a folder that gave its model and tokenizer. Name
             # it here, because weights no longer come from it.
             if run.config.model.flavor == "hf":
-                first += ["--model.hf_assets_path", str(run.assets or "")]
+                argv += ["--model.hf_assets_path", str(run.assets or "")]
             if run.tokenizer_path:
-                first += ["--model.tokenizer_path", run.tokenizer_path]
-        first += ["--checkpoint.enable", "true", "--checkpoint.initial_load_path", str(path)]
+                argv += ["--model.tokenizer_path", run.tokenizer_path]
+        argv += ["--checkpoint.enable", "true", "--checkpoint.initial_load_path", str(path)]
         # The adapters that the run began from are part of its weights.
-        first += ["--adapter.initial_load_path", ""]
+        argv += ["--adapter.initial_load_path", ""]
         # A reader neither trains nor exports.
         others = {"loss.scores": "", "checkpoint.export_dtype": "float32"}
-        config = load_config([*first, *keys]).changed(others)
+        config = load_config([*argv, *keys]).changed(others)
         if adapters := config.adapter.initial_load_path:
             raise ValueError(
                 f"adapter.initial_load_path = {adapters!r} is for runs that train; titan-linear convert merge "
@@ -335,7 +335,7 @@ class Checkpointed(Origin):
     path: Path
 
     @cached_property
-    def step(self) -> Path:
+    def checkpoint(self) -> Path:
         """The step-N folder."""
         return weights_path(self.path)
 
@@ -346,17 +346,17 @@ class Checkpointed(Origin):
         Raises:
             ValueError: it holds adapters without their base.
         """
-        if lacks_base(self.step):
+        if lacks_base(self.checkpoint):
             raise ValueError(
-                f"checkpoint.initial_load_path = '{self.step}' holds adapters without their base, and no run begins "
-                "from such a checkpoint; titan-linear convert merge writes a whole model of it "
+                f"checkpoint.initial_load_path = '{self.checkpoint}' holds adapters without their base, and no run "
+                "begins from such a checkpoint; titan-linear convert merge writes a whole model of it "
                 "(checkpoint.initial_load_in_hf = true), convert to-hf a PEFT folder for adapter.initial_load_path"
             )
-        return self.step
+        return self.checkpoint
 
     @property
     def fingerprint(self) -> str:
-        return f"{read_manifest(self.step).checksum:08x}"
+        return f"{read_manifest(self.checkpoint).checksum:08x}"
 
     def check(self, new: bool, exports: bool) -> None:
         """Check a new run's checkpoint, and warn if it had another tokenizer."""
@@ -367,10 +367,10 @@ class Checkpointed(Origin):
                 f"checkpoint.initial_load_path = '{self.path}' is a Hugging Face folder; set "
                 "checkpoint.initial_load_in_hf = true"
             )
-        verify(self.step)
+        verify(self.checkpoint)
         check_weights(self.model_step, unallocated(self.model, torch.float32))
-        title = f"checkpoint.initial_load_path = '{self.step}'"
-        if warning := other_tokenizer(self.step, self.tokenizer, title):
+        title = f"checkpoint.initial_load_path = '{self.checkpoint}'"
+        if warning := other_tokenizer(self.checkpoint, self.tokenizer, title):
             print(warning)
 
     def weights(self, files: ExitStack) -> Weights:
@@ -417,32 +417,34 @@ class Adapters(Origin):
     folder adapter.initial_load_path.
     """
 
-    # The origin without adapter.enable. It is not the base if a command reads a checkpoint
-    # of adapters.
-    first: Origin = field(kw_only=True)
-    # The checkpoint of the adapters, if it is another than the one `first` names.
-    step: Path | None = None
+    # The origin that the same configuration has without adapter.enable: the base or, where
+    # a command reads them, a checkpoint of adapters.
+    source: Origin = field(kw_only=True)
+    # The checkpoint of the adapters, if it is not `source`.
+    checkpoint: Path | None = None
 
     exports_whole = False
 
     @cached_property
-    def _read(self) -> Path | None:
-        """The checkpoint of adapters that a command reads."""
-        if isinstance(self.first, Checkpointed) and lacks_base(self.first.step):
-            return self.first.step
+    def _source_checkpoint(self) -> Path | None:
+        """The checkpoint of `source`, if it holds adapters without their base."""
+        if isinstance(self.source, Checkpointed) and lacks_base(self.source.checkpoint):
+            return self.source.checkpoint
         return None
 
     @cached_property
     def base(self) -> Origin:
-        return Origin.of(config_of(self._read)).base if self._read else self.first
+        """The origin of the frozen weights."""
+        checkpoint = self._source_checkpoint
+        return Origin.of(config_of(checkpoint)).base if checkpoint else self.source
 
     @property
     def folder(self) -> Path | None:
-        return self.first.folder
+        return self.source.folder
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return self.first.tokenizer
+        return self.source.tokenizer
 
     @cached_property
     def definition(self) -> ModelConfig:
@@ -452,7 +454,7 @@ class Adapters(Origin):
             ValueError: the model cannot have such adapters, or the configuration trains
                 weights that adapters leave frozen.
         """
-        model = self.first.definition
+        model = self.source.definition
         a = self.config.adapter
         of_base = self.config.loss.reference == "base"
         if self.config.training.expert_bias_update_rate > 0:
@@ -466,7 +468,7 @@ class Adapters(Origin):
                 "adapters; remove one of them"
             )
         try:
-            shared = joined(model, self.first.family())
+            shared = joined(model, self.source.family())
         except ValueError:
             # No architecture holds the model.
             shared = ()
@@ -484,7 +486,7 @@ class Adapters(Origin):
 
     @property
     def fingerprint(self) -> str:
-        adapters = self.first.fingerprint if self._read else ""
+        adapters = self.source.fingerprint if self._source_checkpoint else ""
         return adapters + self.base_fingerprint
 
     @property
@@ -493,7 +495,7 @@ class Adapters(Origin):
 
     def check(self, new: bool, exports: bool) -> None:
         """Check the base, and a new run's PEFT folder."""
-        self.first.check(new, exports)
+        self.source.check(new, exports)
         folder = self.config.adapter.initial_load_path
         if new and folder:
             under_key("adapter.initial_load_path", self.of_peft, self.model, self.base_fingerprint)
@@ -513,9 +515,8 @@ class Adapters(Origin):
     def weights(self, files: ExitStack) -> Weights:
         """Return a function that reads merged tensors, W + s B A in float64."""
         base = self.base.weights(files)
-        step = self.step or self._read
-        if step:
-            trained = stored_weights(step)
+        if checkpoint := self.checkpoint or self._source_checkpoint:
+            trained = stored_weights(checkpoint)
         else:
             trained = self.of_peft(self.definition, self.base_fingerprint).__getitem__
         # Names of frozen parameters, and of the ones among them that have adapters.
@@ -542,8 +543,8 @@ class Adapters(Origin):
 
     def load(self, model: Decoder, host: dist.ProcessGroup | None = None) -> None:
         self.base.load(model, host)
-        if self._read:
-            return load_weights(self._read, model, host)
+        if self._source_checkpoint:
+            return load_weights(self._source_checkpoint, model, host)
         parameters = named_parameters(model)
         drawn = {name: p for name, p in parameters.items() if is_lora(name)}
         initialise(model, self.config.debug.seed, drawn)

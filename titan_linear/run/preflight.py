@@ -38,10 +38,10 @@ from titan_linear.storage.hf_io import read_config
 from titan_linear.storage.step_folders import (
     REWOUND,
     Progress,
+    complete_steps,
     find_step,
     read_progress,
     verify,
-    whole_steps,
 )
 from titan_linear.storage.tensors import check_weights, holds_optimizer
 
@@ -194,7 +194,7 @@ def _check_checkpoint(origin: Origin) -> Progress | None:
             print(
                 f"its Hugging Face folder is not there; titan-linear convert to-hf '{folder}' FOLDER makes one"
             )
-        if lacking := [saved for saved in whole_steps(folder) if lacks_export(config, saved)]:
+        if lacking := [saved for saved in complete_steps(folder) if lacks_export(config, saved)]:
             print(not_exported(lacking))
         raise SystemExit(0)
     # A run that continues needs the optimizer, the same model and the same schedule.

@@ -28,13 +28,14 @@ from titan_linear.distributed.options import SessionOptions
 from titan_linear.distributed.parallelize import materialise, parallelize
 from titan_linear.distributed.process import own_device
 from titan_linear.losses import LossFunction, build_loss
-from titan_linear.losses.function import FunctionLoss, of_stream
+from titan_linear.losses.function import FunctionLoss
 from titan_linear.losses.loss import LocalBatch, logprobs
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.hf_mapping import placements
 from titan_linear.models.init import initialise
 from titan_linear.ops.cross_entropy import ChunkedLogits
+from titan_linear.ops.exchange.stream import gather_stream
 from titan_linear.run.build import build_dims, options_of, unallocated
 from titan_linear.step.branches import zero_without_label
 from titan_linear.step.cut import build_sharding
@@ -245,7 +246,7 @@ class Session:
 
         with self.precision:
             logp = self.model(batch.tokens, batch.plan, loss=of_labels)
-        return of_stream(logp, batch.context) if whole else logp
+        return gather_stream(logp, batch.context) if whole else logp
 
     def forward_backward(
         self,

@@ -35,7 +35,7 @@ def saved_progress(config: Config, host: dist.ProcessGroup) -> Progress | None:
     return on_rank_0(lambda: known_progress(folder, step), host)
 
 
-def open_subject(origin: Origin, known: Progress | None, host: dist.ProcessGroup) -> Subject:
+def open_subject(origin: Origin, progress: Progress | None, host: dist.ProcessGroup) -> Subject:
     """Open the data on which all ranks train.
 
     Raises:
@@ -43,14 +43,14 @@ def open_subject(origin: Origin, known: Progress | None, host: dist.ProcessGroup
     """
     config = origin.config
     data = RunData(config, origin.tokenizer)
-    streams, held_out = data.streams(known)
+    streams, held_out = data.streams(progress)
     # Wait for nodes that first had to write their token cache.
     dist.barrier(host)
     base = on_rank_0(lambda: origin.base_fingerprint, host)
     content = content_of(origin, streams, held_out, base)
     # A restart has no preflight.
-    if known:
-        check_content(config, known.content, content)
+    if progress:
+        check_content(config, progress.content, content)
     check_alike(config.flat_keys(), content, host)
     return Subject(streams, held_out, data.groups(streams), content)
 
@@ -82,7 +82,7 @@ def build_loader(config: Config, streams: Streams, dims: ParallelDims) -> Stream
 
 def set_weights(
     origin: Origin,
-    known: Progress | None,
+    progress: Progress | None,
     session: Session,
     loader: StreamLoader,
     checkpointer: Checkpointer | None,
@@ -91,12 +91,12 @@ def set_weights(
     config = origin.config
     model = session.model
     host = session.host
-    if known is None:
+    if progress is None:
         origin.load(model, host)
     else:
         origin.load_frozen(model, host)
         folder = config.checkpoint_folder
-        step = known.step
+        step = progress.step
         # A restart after the last save, which may hold only weights: no step remains, so
         # the optimizer is not needed.
         ended = step >= config.training.steps

@@ -49,7 +49,7 @@ def branches_of(batch: Batch, context: CPContext) -> tuple[Tensor, Tensor]:
     targets = ((back > 1) & is_target).nonzero().flatten()
     parents = (targets - back[targets]).numpy()
     # Keep the branches whose parent lies in a fragment that this rank owns.
-    fragment_length = context.cut.fragments[0].end
+    fragment_length = context.cut.fragment_length
     mine = context.cut.owners[parents // fragment_length] == context.ranks.rank
     return torch.from_numpy(context.cut.rows(parents)[mine]), targets[mine]
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -22,17 +23,26 @@ from titan_linear.data import IGNORE, Batch
 from titan_linear.data.corpus.tree_records import BACK, SHARE
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.options import SessionOptions
-from titan_linear.losses.function import of_fragments
 from titan_linear.losses.loss import LocalBatch
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.layers import widened
 from titan_linear.models.plan import BatchPlan, Later, Rotary
 from titan_linear.ops import CPContext, build_cp_context
 from titan_linear.ops.attention import choose_method, pairs_computed
+from titan_linear.ops.exchange.stream import take_fragments
 from titan_linear.ops.layout.build_context import ranks_per_node
 from titan_linear.ops.layout.prefix_trees import PrefixTrees
 from titan_linear.ops.layout.tables import to_device
 from titan_linear.step.branches import has_trees, later_in_trees, with_branches
+
+
+class SoftmaxShape(NamedTuple):
+    """Sizes of a softmax layer on one tp rank."""
+
+    query_heads: int
+    key_heads: int
+    # D + Dv of a head.
+    width: int
 
 
 @dataclass(frozen=True)
@@ -56,8 +66,8 @@ class BatchSharding:
     # without such scans.
     stream_programs: tuple[int, ...] | None
     mtp_layers: int
-    # Hq, Hkv and D + Dv on one tp rank, for each kind of softmax layer.
-    softmax: tuple[tuple[int, int, int], ...]
+    # One shape for each kind of softmax layer.
+    softmax: tuple[SoftmaxShape, ...]
 
     @classmethod
     def of(
@@ -94,7 +104,7 @@ class BatchSharding:
             programs=() if over_heads else programs,
             stream_programs=programs if over_heads else None,
             mtp_layers=model.mtp_layers,
-            softmax=_softmax(model, dims.tp),
+            softmax=_softmax_shapes(model, dims.tp),
         )
 
     def __call__(self, batch: Batch) -> LocalBatch:
@@ -112,7 +122,10 @@ class BatchSharding:
             shorter = (batch.trees.after(k) for k in range(1, self.mtp_layers + 1))
             later_contexts = [self._context(batch, each, methods) for each in shorter]
         elif self.mtp_layers:
-            local = replace(local, later=cut_later(later_of(batch, self.mtp_layers), local.context))
+            # All fields but `of_trees`.
+            rows = later_of(batch, self.mtp_layers)[:3]
+            later = Later(*(take_fragments(row, local.context) for row in rows))
+            local = replace(local, later=later)
 
         # Move everything to the device at once, then plan there.
         local, later_contexts = to_device([local, later_contexts], self.device)
@@ -173,10 +186,18 @@ class BatchSharding:
             return ()
         if self.softmax_method != "auto":
             return (self.softmax_method,) if self.softmax else ()
-        ranks = self.dims.cp, self.node_size
         chosen = (
-            choose_method(*ranks, tokens, *sizes, self.compute_dtype, branches)
-            for sizes in self.softmax
+            choose_method(
+                self.dims.cp,
+                self.node_size,
+                tokens,
+                shape.query_heads,
+                shape.key_heads,
+                shape.width,
+                self.compute_dtype,
+                branches,
+            )
+            for shape in self.softmax
         )
         return tuple(dict.fromkeys(chosen))
 
@@ -218,13 +239,13 @@ def build_sharding(
 def cut(batch: Batch, context: CPContext) -> LocalBatch:
     """Take this rank's fragments of tokens, labels and columns."""
     columns = {
-        name: of_fragments(column, context)
+        name: take_fragments(column, context)
         for name, column in batch.columns.items()
         if name not in (BACK, SHARE)
     }
     return LocalBatch(
-        of_fragments(batch.tokens, context),
-        of_fragments(batch.labels, context),
+        take_fragments(batch.tokens, context),
+        take_fragments(batch.labels, context),
         columns,
         batch.streams,
         batch.num_documents,
@@ -251,15 +272,6 @@ def later_of(batch: Batch, depth: int) -> Later:
     )
 
 
-def cut_later(later: Later, context: CPContext) -> Later:
-    """Take this rank's fragments of the result of `later_of`."""
-    return Later(
-        of_fragments(later.tokens, context),
-        of_fragments(later.labels, context),
-        of_fragments(later.weights, context),
-    )
-
-
 def _programs(model: ModelConfig, ranks: int, device: torch.device) -> tuple[int, ...]:
     """Return the number of programs that scan one entry, for each kind of mixer.
 
@@ -274,11 +286,12 @@ def _programs(model: ModelConfig, ranks: int, device: torch.device) -> tuple[int
     return tuple(dict.fromkeys(n for n in of if n is not None))
 
 
-def _softmax(model: ModelConfig, tp: int) -> tuple[tuple[int, int, int], ...]:
-    sizes = []
+def _softmax_shapes(model: ModelConfig, tp: int) -> tuple[SoftmaxShape, ...]:
+    shapes = []
     for mixer in model.mixers:
         if "attention" in mixer.ops:
             # Head counts of the queries, then of the keys if there are fewer.
             heads = [count // tp for count in mixer.head_counts.values()]
-            sizes.append((heads[0], heads[-1], sum(mixer.ops["attention"].values())))
-    return tuple(dict.fromkeys(sizes))
+            width = sum(mixer.ops["attention"].values())
+            shapes.append(SoftmaxShape(heads[0], heads[-1], width))
+    return tuple(dict.fromkeys(shapes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,13 @@ class Watcher(Protocol):
     def sums(self, numbers: StepNumbers, optimizer: AdamW) -> Tensor: ...
 
 
+class GradientSum(NamedTuple):
+    """Parameters whose gradients are summed over the ranks of a group."""
+
+    parameters: list[nn.Parameter]
+    group: dist.ProcessGroup
+
+
 class Update:
     """Ends every step of a model on this rank.
 
@@ -63,7 +70,7 @@ class Update:
         self.max_norm = max_norm
         self.copies = precision if isinstance(precision, ComputeCopies) else None
         self.telemetry: Watcher | None = None
-        self.sums = gradient_sums(self.model, dims)
+        self.gradient_sums = gradient_sums(self.model, dims)
         self.counted = counted_parameters(self.model, dims)
 
     def run(self, losses: Tensor, lr: float, signal: int = 0) -> HostCopy:
@@ -82,7 +89,7 @@ class Update:
             Loss, 2-norm of the gradients, signal and the numbers of telemetry, in transit
             to the host.
         """
-        sum_gradients(self.sums)
+        sum_gradients(self.gradient_sums)
         # The signal goes with the loss, so that all ranks stop at the same step.
         numbers = step_numbers(losses.sum(0), self.counted, signal)
         # Telemetry reads the gradients before the update scales them.
@@ -99,46 +106,35 @@ class Update:
         return reading
 
 
-def gradient_sums(
-    model: nn.Module, dims: ParallelDims
-) -> list[tuple[list[nn.Parameter], dist.ProcessGroup]]:
-    """Return the parameters whose gradients FSDP does not sum, by the group that does.
+def gradient_sums(model: nn.Module, dims: ParallelDims) -> list[GradientSum]:
+    """Return the sums of gradients that FSDP does not take.
 
-    The first list holds parameters left out of FSDP, summed over the ranks that FSDP would
-    have used. The second holds parameters that every tp rank has whole, summed over tp.
+    The first is of parameters left out of FSDP, over the ranks that FSDP would have used.
+    The second is of parameters that every tp rank has whole, over tp.
     """
-    sums = [(replicated_parameters(model), dims.data_group)]
+    sums = [GradientSum(replicated_parameters(model), dims.data_group)]
     if dims.tp > 1:
         splits = model.parts.splits
-        sums.append(
-            ([p for name, p in model.named_parameters() if name not in splits], dims.tp_group)
-        )
+        unsplit = [p for name, p in model.named_parameters() if name not in splits]
+        sums.append(GradientSum(unsplit, dims.tp_group))
     return sums
 
 
-def sum_gradients(sums: list[tuple[list[nn.Parameter], dist.ProcessGroup]]) -> None:
+def sum_gradients(sums: list[GradientSum]) -> None:
     """Sum the gradients listed by `gradient_sums`.
 
-    Each group takes one collective; with offload, tp takes two.
+    Each group takes one collective; with offload, tp takes two. Gradients in host memory
+    are summed on the device of their mesh.
     """
     for parameters, group in sums:
-        _sum(parameters, group)
-
-
-def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of these parameters.
-
-    Gradients in host memory are summed on the device of their mesh.
-    """
-    for alike in by_kind(gradients(parameters)):
-        # Flatten the gradients of one dtype and device, sum them, and copy the sums back.
-        grads = list(map(local_tensor, alike))
-        flat = torch.cat([g.flatten() for g in grads]).to(exchange_device(alike[0]))
-        dist.all_reduce(flat, group=group)
-        flat = flat.to(alike[0].device)
-        torch._foreach_copy_(
-            grads, [x.view_as(g) for x, g in zip(flat.split([g.numel() for g in grads]), grads)]
-        )
+        for alike in by_kind(gradients(parameters)):
+            # Flatten the gradients of one dtype and device, sum them, and copy the sums
+            # back.
+            grads = list(map(local_tensor, alike))
+            flat = torch.cat([g.flatten() for g in grads]).to(exchange_device(alike[0]))
+            dist.all_reduce(flat, group=group)
+            parts = flat.to(alike[0].device).split([g.numel() for g in grads])
+            torch._foreach_copy_(grads, [x.view_as(g) for x, g in zip(parts, grads)])
 
 
 def counted_parameters(model: nn.Module, dims: ParallelDims) -> list[nn.Parameter]:
@@ -147,12 +143,12 @@ def counted_parameters(model: nn.Module, dims: ParallelDims) -> list[nn.Paramete
     All ranks together thus count each parameter once.
     """
     splits = model.parts.splits if dims.tp > 1 else {}
-    whole = dims.data_group.rank()
-    of_tp = dims.mesh.get_local_rank("tp")
+    data_rank = dims.data_group.rank()
+    tp_rank = dims.mesh.get_local_rank("tp")
 
     def counts(name: str, p: nn.Parameter) -> bool:
-        copy = dims.replica if isinstance(p, DTensor) else whole
-        return copy == 0 and (name in splits or of_tp == 0)
+        copy = dims.replica if isinstance(p, DTensor) else data_rank
+        return copy == 0 and (name in splits or tp_rank == 0)
 
     return [p for name, p in model.named_parameters() if counts(name, p)]
 

@@ -56,13 +56,13 @@ from titan_linear.storage.rundir import STEP_MANIFEST
 from titan_linear.storage.step_folders import (
     PROGRESS,
     Progress,
+    check_step,
     checksum,
+    complete_steps,
     describe,
     inspect,
     read_progress,
     set_steps_aside,
-    whole_step,
-    whole_steps,
 )
 from titan_linear.storage.tensors import (
     FLAT,
@@ -227,7 +227,8 @@ class Checkpointer:
             ValueError: it does not exist, holds only weights, or is of another model.
         """
         self.wait()
-        path = self.folder / f"step-{on_rank_0(lambda: whole_step(self.folder, step), self.group)}"
+        on_rank_0(lambda: check_step(self.folder, step), self.group)
+        path = self.folder / f"step-{step}"
         state = {"model": saved_parameters(model)}
         if optimizer is None:
             read_state(path, state, self.group)
@@ -392,12 +393,12 @@ class Checkpointer:
     def prune(self, step: int) -> None:
         """Remove the oldest checkpoints beyond keep_latest_k.
 
-        The whole checkpoint of `step` counts; checkpoints in use stay. A failed removal is
+        The complete checkpoint of `step` counts; checkpoints in use stay. A failed removal is
         only a warning, because everything else is done.
         """
         if not self.keep_latest_k:
             return
-        older = [old for old in whole_steps(self.folder) if old < step]
+        older = [old for old in complete_steps(self.folder) if old < step]
         for old in older[: max(0, len(older) + 1 - self.keep_latest_k)]:
             if old not in self.in_use:
                 _discard(self.folder / f"step-{old}")

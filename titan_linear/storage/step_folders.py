@@ -1,4 +1,4 @@
-"""Folders step-N of a run: which are whole, which one to resume from, which are damaged."""
+"""Folders step-N of a run: which are complete, which one to resume from, which are damaged."""
 
 import re
 import zlib
@@ -58,27 +58,28 @@ class Rewound(BaseModel):
 # --- What is on disk -------------------------------------------------------------------------------------------------
 
 
-def whole_steps(folder: Path) -> list[int]:
-    """Return the steps of the whole checkpoints in `folder`, ascending.
+def complete_steps(folder: Path) -> list[int]:
+    """Return the steps of the complete checkpoints in `folder`, ascending.
 
     Their contents are not read; see `verify`.
     """
-    return sorted(step for step, path in _step_folders(folder).items() if _is_whole(path))
+    return sorted(step for step, path in _step_folders(folder).items() if _is_complete(path))
 
 
 def find_step(folder: Path, load_step: int) -> int | None:
-    """Return the step to resume from: `load_step`, or for −1 the newest whole one, or None.
+    """Return the step to resume from: `load_step`, or for −1 the newest complete one, or None.
 
     A run that has already gone back to `load_step` (see `rewind`) resumes from its newest
     checkpoint, too.
 
     Raises:
-        ValueError: no whole checkpoint of `load_step` exists.
+        ValueError: no complete checkpoint of `load_step` exists.
     """
-    steps = whole_steps(folder)
+    steps = complete_steps(folder)
     if load_step == -1 or (steps and steps[-1] > load_step == _rewound_to(folder)):
         return steps[-1] if steps else None
-    return whole_step(folder, load_step)
+    check_step(folder, load_step)
+    return load_step
 
 
 def known_progress(folder: Path, load_step: int) -> Progress | None:
@@ -133,37 +134,37 @@ def set_steps_aside(folder: Path, step: int, why: str) -> None:
     )
 
 
-def whole_step(folder: Path, load_step: int) -> int:
-    steps = whole_steps(folder)
+def check_step(folder: Path, load_step: int) -> None:
+    """Raise ValueError if `folder` has no complete checkpoint of the step `load_step`."""
+    steps = complete_steps(folder)
     if load_step not in steps:
         raise ValueError(
-            f"checkpoint.load_step = {load_step}: there is no whole checkpoint of this step in '{folder}'; "
+            f"checkpoint.load_step = {load_step}: there is no complete checkpoint of this step in '{folder}'; "
             + (
                 f"use one of {_list(steps)}, or -1 for the newest"
                 if steps
                 else "it has none: use -1 for a new start"
             )
         )
-    return load_step
 
 
 def weights_path(path: Path, key: str = "checkpoint.initial_load_path") -> Path:
     """Resolve a path to a step-N folder.
 
     The path is such a folder, a run's folder, or its checkpoint/; the last two give the
-    newest whole checkpoint.
+    newest complete checkpoint.
 
     Args:
         key: the name of the path in an error.
 
     Raises:
-        ValueError: no whole checkpoint is found.
+        ValueError: no complete checkpoint is found.
     """
     # A run's folder has a manifest.json, too.
-    if _is_whole(path) and ((path / PROGRESS).exists() or (path / METADATA).exists()):
+    if _is_complete(path) and ((path / PROGRESS).exists() or (path / METADATA).exists()):
         return path
     for folder in (path, checkpoints_of(path)):
-        if steps := whole_steps(folder):
+        if steps := complete_steps(folder):
             return folder / f"step-{steps[-1]}"
     raise ValueError(
         f"{key} = '{path}' is neither a whole checkpoint (a step-N folder with its {STEP_MANIFEST}) nor a folder of "
@@ -172,14 +173,14 @@ def weights_path(path: Path, key: str = "checkpoint.initial_load_path") -> Path:
 
 
 def verify(path: Path) -> None:
-    """Read a whole checkpoint and compare every file with the manifest, on the CPU.
+    """Read a complete checkpoint and compare every file with the manifest, on the CPU.
 
     No process group is needed.
 
     Raises:
         ValueError: a file is missing, or has another size or checksum.
     """
-    others = [step for step in whole_steps(path.parent) if path.name != f"step-{step}"]
+    others = [step for step in complete_steps(path.parent) if path.name != f"step-{step}"]
     remedy = "restore it from a copy, or " + (
         f"use another step: checkpoint.load_step = {_list(others)} (for another run's: checkpoint.initial_load_path)"
         if others
@@ -215,14 +216,14 @@ def read_progress(path: Path) -> Progress:
 
 
 def _step_folders(folder: Path, suffix: str = "") -> dict[int, Path]:
-    matches = [
-        (re.fullmatch(rf"step-(0|[1-9]\d*){suffix}", path.name), path)
+    return {
+        int(match[1]): path
         for path in folder.glob("step-*")
-    ]
-    return {int(match[1]): path for match, path in matches if match}
+        if (match := re.fullmatch(rf"step-(0|[1-9]\d*){suffix}", path.name))
+    }
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     return (path / STEP_MANIFEST).is_file()
 
 

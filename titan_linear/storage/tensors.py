@@ -39,7 +39,7 @@ def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None =
             while a run saves there, ranks may disagree about the newest.
 
     Raises:
-        ValueError: no whole checkpoint is found, or it is of another model.
+        ValueError: no complete checkpoint is found, or it is of another model.
     """
     chosen = on_rank_0(lambda: weights_path(path), group) if group else weights_path(path)
     read_state(chosen, {"model": parameters_in(chosen, model)}, group)

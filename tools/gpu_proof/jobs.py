@@ -15,7 +15,9 @@ from titan_linear.storage.rundir import METRICS, json_lines
 from tools.gpu_proof.schedule import Failed, Figure, Job, Kill
 
 # A run has 8 steps and is saved after 4. It is killed when step 6 is logged and the save is complete.
-STEPS, SAVED, LOGGED = 8, 4, 6
+STEPS = 8
+SAVED = 4
+LOGGED = 6
 # Relative error of log p of a merged model, computed in float32: 2 units of 2^-17 for each of 20 roundings in each of
 # 24 layers and the head, which add up at random (as the doctor bounds a model).
 MERGED = 2 * 2**-17 * sqrt(20 * 25)
@@ -107,7 +109,8 @@ def resumed(before: Path, after: Path, outputs: list[str]) -> Figure:
     """
     if f"resuming from step {SAVED}" not in outputs[-1]:
         raise Failed(f"the second start does not resume from step {SAVED}")
-    first, second = steps_of(before), steps_of(after)
+    first = steps_of(before)
+    second = steps_of(after)
     if max(second, default=0) != STEPS:
         raise Failed(f"the run ends at step {max(second, default=0)}, not {STEPS}")
     repeated = [step for step in first if step > SAVED]
@@ -188,19 +191,18 @@ def jobs(setting: Setting) -> list[Job]:
 def run(setting: Setting, name: str, about: str, keys: str, **more: Any) -> Job:
     """A run that is killed after a save and resumed."""
     small = setting.tiny if EXPORTED in keys else setting.debug
-    folder = f"@{name}"
+    folder = setting.folder / name
     kill = Kill(
-        save=f"{folder}/checkpoint/step-{SAVED}/manifest.json",
-        metrics=f"{folder}/{METRICS}",
+        save=folder / f"checkpoint/step-{SAVED}/manifest.json",
+        metrics=folder / METRICS,
         steps=LOGGED,
-        copy=f"{folder}.killed.jsonl",
+        copy=setting.folder / f"{name}.killed.jsonl",
     )
-    files = setting.folder / f"{name}.killed.jsonl", setting.folder / name / METRICS
     return Job(
         name,
         f"{about}: killed after a save and resumed",
-        [f"{RUN} {keys} {small} --job.dump_folder={folder}"] * 2,
-        partial(resumed, *files),
+        [f"{RUN} {keys} {small} --job.dump_folder=@{name}"] * 2,
+        partial(resumed, kill.copy, kill.metrics),
         kill=kill,
         **more,
     )

@@ -45,15 +45,15 @@ class Kill:
         copy: where the copy goes.
     """
 
-    save: str
-    metrics: str
+    save: Path
+    metrics: Path
     steps: int
-    copy: str
+    copy: Path
 
     def is_due(self) -> bool:
-        if not Path(self.save).exists():
+        if not self.save.exists():
             return False
-        return Path(self.metrics).read_text(encoding="utf-8").count("\n") >= self.steps
+        return self.metrics.read_text(encoding="utf-8").count("\n") >= self.steps
 
 
 @dataclass(frozen=True)
@@ -180,11 +180,11 @@ class Runner:
         begun = time.monotonic()
         outputs: list[str] = []
         log = ""
-        kill = self._kill(job)
+        kill = job.kill
         passed = True
         try:
             for n, command in enumerate(job.commands):
-                argv = shlex.split(self._named(command))
+                argv = shlex.split(command.replace("@", f"{self.folder}/"))
                 file = self.folder / f"{job.name}.{n}.log"
                 process = self.start(argv, self.environment(job, gpus), file)
                 try:
@@ -195,7 +195,8 @@ class Runner:
                 kill = None
             figure = job.check(outputs)
         except Failed as failed:
-            figure, passed = Figure(str(failed)), False
+            figure = Figure(str(failed))
+            passed = False
         figure = figure._replace(text=figure.text.replace(f"{self.folder}/", "@"))
         return Result(job, passed, figure, time.monotonic() - begun, log)
 
@@ -203,16 +204,6 @@ class Runner:
         """Kill what still runs."""
         for pid in list(self.alive):
             kill(pid)
-
-    def _named(self, text: str) -> str:
-        return text.replace("@", f"{self.folder}/")
-
-    def _kill(self, job: Job) -> Kill | None:
-        if job.kill is None:
-            return None
-        named = self._named
-        at = job.kill
-        return Kill(named(at.save), named(at.metrics), at.steps, named(at.copy))
 
     def start(self, argv: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen:
         """Start `python -m *argv` in a session of its own."""

@@ -15,7 +15,9 @@ def write_texts(folder: Path, count: int, length: int) -> None:
     sources = [file.read_bytes().decode("ascii", "ignore") for file in files]
     sources = [text for text in sources if len(text) > length][: count + 1]
     half = length // 2
-    pairs, trees, completions = [], [], []
+    pairs = []
+    trees = []
+    completions = []
     for text, other in pairwise(sources):
         prompt = text[:half]
         chosen = text[half : 2 * half]

@@ -143,7 +143,7 @@ def column_of(
     finite = column.size and np.abs(column).max() <= np.finfo(np.float32).max
     if not finite or (name == WEIGHTS and (column.ndim == 2 or column.min() < 0)):
         raise Problem(
-            f"{name!r} has a number that is not finite, or a weight below 0, or several, or none; correct it"
+            f"{name!r} must have finite numbers, and weights 0 or more, one per token; correct it"
         )
     if name == "teacher_ids":
         ids = (column >= 0) & (column < vocab_size) & (column % 1 == 0)
@@ -163,5 +163,6 @@ def check_width(name: str, column: ndarray, widths: MutableMapping[str, int]) ->
     width = column.shape[1] if column.ndim == 2 else 0
     if widths.setdefault(name, width) != width:
         raise Problem(
-            f"{name!r} has {width} numbers for a token, and {widths[name]} in documents before; let all have those"
+            f"{name!r} has {width} numbers for a token, and {widths[name]} in documents before; "
+            "every document needs as many"
         )

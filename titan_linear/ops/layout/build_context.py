@@ -108,7 +108,7 @@ def build_cp_context(
     return to_device(context, torch.device(device or cu_seqlens.device))
 
 
-def of_trees(
+def tree_context(
     parents: Tensor | Sequence[int] | None,
     cu_seqlens: Tensor | None,
     cp_context: CPContext | None,
@@ -218,7 +218,7 @@ def _trees(cut: Cut, rank: int) -> tuple[dict[str, Tree], dict[str, Tree | PathT
     rank.
     """
     trees = cut.trees
-    size = cut.fragments[0].end
+    size = cut.fragment_length
     if not trees.joined:
         return {}, {}
     own = {"tree": tree_of(trees, cut.owners, size, rank)}
@@ -236,11 +236,11 @@ def _softmax_tables(cut: Cut, ranks: RankGroup, methods: Collection[str]) -> Sof
     if "allgather" in methods:
         spans = gathered_spans(cut, *place, causal=True)
     if "ulysses+ring" in methods and ranks.world_size > 1:
-        nodes = _of_nodes(cut, ranks)
+        nodes = _node_context(cut, ranks)
     return SoftmaxTables(ring, spans, nodes)
 
 
-def _of_nodes(cut: Cut, ranks: RankGroup) -> CPContext:
+def _node_context(cut: Cut, ranks: RankGroup) -> CPContext:
     """Return the context in which each node counts as one rank."""
     node = ranks.rank // ranks.node_size
     count = ranks.world_size // ranks.node_size

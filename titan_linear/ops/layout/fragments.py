@@ -78,9 +78,14 @@ class Cut:
         """Global boundaries [N+1] int64."""
         return self.trees.edges
 
+    @property
+    def fragment_length(self) -> int:
+        """Number of tokens of a fragment, which is the same for all."""
+        return self.tokens // self.slots
+
     def rows(self, tokens: ndarray) -> ndarray:
         """Return the local rows of these stream tokens on their owners."""
-        size = self.fragments[0].end
+        size = self.fragment_length
         return tokens + np.array([f.slot * size - f.start for f in self.fragments])[tokens // size]
 
     @property
@@ -126,7 +131,7 @@ def cut_streams(
         )
     # Find the documents that hold the first and last token of each block.
     size = length // blocks
-    slots = blocks // world_size
+    blocks_per_rank = blocks // world_size
     starts = np.arange(num_streams * blocks) * size
     heads, tails = (
         np.searchsorted(documents, t, side="right") - 1 for t in (starts, starts + size - 1)
@@ -140,9 +145,9 @@ def cut_streams(
         mirrored = block >= world_size  # only in the zigzag layout
         owner = 2 * world_size - 1 - block if mirrored else block
         fragments.append(
-            Fragment(start, start + size, owner, stream * slots + mirrored, head, tail)
+            Fragment(start, start + size, owner, stream * blocks_per_rank + mirrored, head, tail)
         )
-    slots *= num_streams
+    slots = num_streams * blocks_per_rank
     order = tuple(f.rank * slots + f.slot for f in fragments)
     return Cut(
         layout,
@@ -189,7 +194,7 @@ def halo_routes(cut: Cut, rank: int, world_size: int, width: int) -> HaloRoutes:
     # The tokens that have a halo: the first of each fragment, or in prefix trees of each
     # entry.
     trees = cut.trees
-    size = cut.fragments[0].end
+    size = cut.fragment_length
     tokens = np.arange(len(cut.fragments)) * size
     if trees.joined:
         tokens = trees.starts(size if world_size > 1 else None)

@@ -83,7 +83,7 @@ def _by_owner(rectangle: Rectangle, fragments: Fragments) -> Iterator[tuple[int,
 def _holding(a: int, b: int, fragments: Fragments) -> Fragments:
     """Return the fragments that hold global tokens a to b. All fragments have the same
     size."""
-    size = fragments[0].end
+    size = fragments[0].end - fragments[0].start
     return fragments[a // size : (b - 1) // size + 1]
 
 

@@ -18,7 +18,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from titan_linear.ops.layout.fragments import Cut, Fragments
+from titan_linear.ops.layout.fragments import Cut
 from titan_linear.ops.layout.tables import OnHost, table, two_or_more
 
 # --- The queries of each rank ----------------------------------------------------------------------------------------
@@ -43,10 +43,9 @@ class QueryRuns(NamedTuple):
 def entries(cut: Cut) -> QueryRuns:
     """Cut documents at fragment boundaries. Returns the part of each document in each
     fragment, in global order."""
-    fragments = cut.fragments
     documents, begins = cut.trees.chains
-    size = fragments[0].end
-    cuts = np.arange(len(fragments)) * size
+    size = cut.fragment_length
+    cuts = np.arange(len(cut.fragments)) * size
     at = np.searchsorted(documents, cuts)
     inside = np.flatnonzero(documents[at] != cuts)  # cuts inside a document
     at = at[inside]
@@ -168,7 +167,7 @@ def gathered_spans(cut: Cut, rank: int, world_size: int, *, causal: bool) -> Gat
     _, *keys = cut.trees.ranges(runs.start[here], after[here])
     return GatheredSpans(
         table(Spans, q=q, k=k, q_cpu=q, k_cpu=k, **longest),
-        _key_routes(cut, _blocks(cut.fragments, world_size), needed, rank, *keys),
+        _key_routes(cut, _blocks(cut, world_size), needed, rank, *keys),
         torch.from_numpy(pairs_by_rank(runs, world_size, causal)),
     )
 
@@ -209,11 +208,10 @@ def _sums_below(edges: ndarray, x: ndarray) -> ndarray:
     return count * x - _bounds(edges)[count]
 
 
-def _blocks(fragments: Fragments, world_size: int) -> ndarray:
+def _blocks(cut: Cut, world_size: int) -> ndarray:
     """Return the ranks' tokens [W, slots, 2]: start and end of each fragment."""
-    owners = np.array([f.rank for f in fragments])
-    size = fragments[0].end
-    return np.argsort(owners, kind="stable").reshape(world_size, -1, 1) * size + [0, size]
+    size = cut.fragment_length
+    return np.argsort(cut.owners, kind="stable").reshape(world_size, -1, 1) * size + [0, size]
 
 
 def _key_routes(
@@ -229,17 +227,16 @@ def _key_routes(
     blocks: [W, slots, 2], the ranks' tokens. start, end: [.] key ranges of the rank's
     spans, in order.
     """
-    world_size, slots, _ = blocks.shape
-    fragments = cut.fragments
+    world_size = len(blocks)
     owners = cut.owners
-    size = fragments[0].end
-    tokens = slots * size
+    size = cut.fragment_length
+    tokens = cut.tokens
     received, sent = needed.traffic(blocks)
     # If no document enters a fragment, the spans' keys are the rank's rows, each once and
     # in order. A document may also continue in the same rank's next fragment, as across the
     # middle of zig-zag. It needs no rows of other ranks, but some of its rows are keys of
     # two spans. In trees any row may be a key of several spans.
-    apart = not cut.trees.joined and not any(f.enters for f in fragments)
+    apart = not cut.trees.joined and not any(f.enters for f in cut.fragments)
     travel = SOME if received.any() or not apart else NOTHING
     if travel and max(received.max(), sent.max()) > GATHER_FROM * (world_size - 1) * tokens:
         travel = ALL

@@ -2,7 +2,7 @@
 shape, and checks of where kernels run.
 
 Configurations for compute capability 9.0 were chosen by measurement;
-`tools.bench_ops --candidates` times others. Configurations for other generations fit their
+`tools.bench_ops` times them. Configurations for other generations fit their
 shared memory and spill little, but have never been run. Nothing is tuned at run time.
 """
 
