@@ -20,7 +20,7 @@ class CPTrainer(ContextParallelMixin, Trainer):
     pass
 
 
-BOUNDS = [0, 37, 38, 101, 120]  # a document of one token; 64 tokens a chunk
+BOUNDS = [0, 37, 38, 101, 121]  # a document of one token; a length that no number of ranks divides
 IGNORE = -100
 
 
@@ -117,7 +117,7 @@ def logits_by_token(model, inputs, group=None, layout="zigzag"):
         cut = cp.cut(inputs)
         local = model(**cut).logits[0]
     ranges = [torch.arange(*fragment) for fragment in cut["cp_context"].fragments]
-    stream = local.new_zeros(BOUNDS[-1] + 8, local.shape[-1])
+    stream = local.new_zeros(BOUNDS[-1] + 8, local.shape[-1])  # and padding
     stream[torch.cat(ranges)] = local
     if group is not None:
         dist.all_reduce(stream, group=group)

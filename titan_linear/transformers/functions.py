@@ -53,16 +53,14 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, **options
     return y.transpose(1, 2)
 
 
-@in_context("g", "beta", "use_qk_l2norm_in_kernel")
-def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> Any:
-    """Run Gated DeltaNet on [1, T, H, K]."""
-    return chunk_gated_delta_rule(q, k, v, _wide(g, v), **options)
+def delta_rule(op: Callable) -> Callable:
+    """Return a function that runs a delta rule on [1, T, H, K]."""
 
+    @in_context("g", "beta", "use_qk_l2norm_in_kernel")
+    def call(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> Any:
+        return op(q, k, v, _wide(g, v), **options)
 
-@in_context("g", "beta", "use_qk_l2norm_in_kernel")
-def kimi_delta_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> Any:
-    """Run KDA on [1, T, H, K]."""
-    return chunk_kda(q, k, v, _wide(g, v), **options)
+    return call
 
 
 @in_context("D", "dt_bias", "dt_softplus", "dt_limit")
@@ -106,8 +104,8 @@ def softmax_attention(
 # --- Functions to replace in a family's modeling file -------------------------------------
 
 CONVOLUTION = {"causal_conv1d_fn": convolution}
-GATED_DELTA = CONVOLUTION | {"torch_chunk_gated_delta_rule": gated_delta_rule}
-KIMI_DELTA = CONVOLUTION | {"chunk_kimi_delta_attention": kimi_delta_attention}
+GATED_DELTA = CONVOLUTION | {"torch_chunk_gated_delta_rule": delta_rule(chunk_gated_delta_rule)}
+KIMI_DELTA = CONVOLUTION | {"chunk_kimi_delta_attention": delta_rule(chunk_kda)}
 MAMBA = CONVOLUTION | {
     "mamba2_chunk_scan": state_space,
     "mamba2_split_conv1d_scan_combined": not_fused,
