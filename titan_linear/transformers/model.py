@@ -44,7 +44,7 @@ class ContextParallel:
 
         The rows [B, T] become one stream of documents (cut.py), and the model's tokens [1, T/W]. Its loss is the sum
         of this rank's cross-entropies over `num_items_in_batch`, by default over the batch's number of labels (the sum
-        of `loss_weights`): losses and gradients of the ranks add up to those of one process.
+        of `loss_weights`): losses and gradients of the ranks add up to one process's.
 
         Args:
             batch: `input_ids`, and any of `labels` (or `shift_labels`), `loss_weights`,

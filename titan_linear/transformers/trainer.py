@@ -68,7 +68,7 @@ class ContextParallelMixin:
         return loader
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
-        # Labels on all ranks; those of a group are counted once.
+        # Labels on all ranks; each group's are counted once.
         items = sum(pack(batch).count() for batch in batch_samples).to(device)
         if self.args.world_size > 1:
             dist.all_reduce(items)
