@@ -18,6 +18,7 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.browser import chromium
@@ -82,6 +83,17 @@ def test_a_training_loop_of_ones_own(worlds, tmp_path):
     assert "model.norm.weight" in " ".join(sizes)
     for found in worlds(2).run(_own_loop, tmp_path):
         assert found[0] == pytest.approx(losses, rel=1e-4) and found[2] == sizes
+
+
+def _inside_transformers(rank, world_size):
+    return program("transformers.md")["main"](dist.group.WORLD if world_size > 1 else None)
+
+
+def test_a_loop_inside_transformers(worlds):
+    (one,) = worlds(1).run(_inside_transformers)
+    assert one[-1] < one[0]
+    for found in worlds(2).run(_inside_transformers):
+        assert found == pytest.approx(one, rel=1e-4)
 
 
 def test_the_model_of_ones_own(tmp_path):

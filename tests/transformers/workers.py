@@ -1,0 +1,214 @@
+"""What ranks do in tests of `titan_linear.transformers`: transformers' models, cut and whole."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+from tests.models import hf_models
+from titan_linear.transformers import ContextParallelMixin, context_parallel
+
+
+class CPTrainer(ContextParallelMixin, Trainer):
+    pass
+
+
+BOUNDS = [0, 37, 38, 101, 121]  # a document of one token; a length that no number of ranks divides
+IGNORE = -100
+
+
+class Wide:
+    """torch, but that float32 is float64."""
+
+    def __getattr__(self, name):
+        return torch.float64 if name in ("float32", "float") else getattr(torch, name)
+
+
+@contextmanager
+def in_float64(model):
+    """transformers' modeling file, with float64 where it computes in float32 inside a float64 model."""
+    module = sys.modules[type(model).__module__]
+    with (
+        patch.object(module, "torch", Wide()),
+        patch.object(torch.Tensor, "float", torch.Tensor.double),
+    ):
+        yield
+
+
+def build(name: str):
+    """The model of a case in float64, whose experts then need the implementation without kernels."""
+    model = hf_models.build(name).double()
+    model.set_experts_implementation("eager")
+    return model
+
+
+def batch(seed: int = 1) -> dict[str, torch.Tensor]:
+    """One row of packed documents, as transformers' DataCollatorWithFlattening makes it."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, hf_models.VOCAB, (1, BOUNDS[-1]), generator=draw)
+    lengths = torch.tensor(BOUNDS).diff().tolist()
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return {"input_ids": tokens, "labels": tokens.clone(), "position_ids": positions.unsqueeze(0)}
+
+
+def trained(model, group=None, layout="zigzag", inputs=None):
+    """Loss and every gradient of one step, summed over the group."""
+    model.zero_grad()
+    with context_parallel(model, group, layout) as cp:
+        loss = model(**cp.cut(batch() if inputs is None else inputs)).loss
+        loss.backward()
+    sums = {name: gradient(p) for name, p in model.named_parameters()}
+    sums["loss"] = loss.detach().double()
+    if group is not None:
+        for x in sums.values():
+            dist.all_reduce(x, group=group)
+    return sums
+
+
+def gradient(p: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(p) if p.grad is None else p.grad.clone()
+
+
+def alone(model):
+    """The same by transformers alone, each document in a call of its own."""
+    tokens = batch()["input_ids"][0]
+    _, loss, grads = hf_models.reference(model, tokens, BOUNDS)
+    count = len(tokens) - len(BOUNDS) + 1
+    sums = {name: grads[name] / count for name, _ in model.named_parameters()}
+    return sums | {"loss": torch.tensor(loss / count, dtype=torch.float64)}
+
+
+def errors(ours, theirs):
+    """Largest relative difference, by name; of a gradient that is 0 nearly everywhere, compared with the largest."""
+    largest = max(x.norm() for name, x in theirs.items() if name != "loss")
+    found = {}
+    for name, want in theirs.items():
+        scale = want.norm() if name == "loss" else torch.maximum(want.norm(), 1e-3 * largest)
+        found[name] = ((ours[name] - want).norm() / scale).item()
+    return found
+
+
+def compare(rank, world_size, names, layouts):
+    """On rank 0: {(case, layout): (largest relative difference to transformers alone, its name)}."""
+    results = {}
+    for name in names:
+        model = build(name)
+        with in_float64(model):
+            theirs = alone(model) if rank == 0 else None
+            for layout in layouts:
+                ours = trained(model, dist.group.WORLD, layout)
+                if rank == 0:
+                    found = errors(ours, theirs)
+                    worst = max(found, key=found.get)
+                    results[name, layout] = found[worst], worst
+    return results
+
+
+def logits_by_token(model, inputs, group=None, layout="zigzag"):
+    """Logits [T, vocab] of the whole stream: each rank's at its tokens, 0 elsewhere, summed."""
+    with torch.no_grad(), context_parallel(model, group, layout) as cp:
+        cut = cp.cut(inputs)
+        local = model(**cut).logits[0]
+    ranges = [torch.arange(*fragment) for fragment in cut["cp_context"].fragments]
+    stream = local.new_zeros(BOUNDS[-1] + 8, local.shape[-1])  # and padding
+    stream[torch.cat(ranges)] = local
+    if group is not None:
+        dist.all_reduce(stream, group=group)
+    return stream[: BOUNDS[-1]]
+
+
+def edited(inputs, document):
+    """The batch with other tokens in one document."""
+    start, end = BOUNDS[document], BOUNDS[document + 1]
+    tokens = inputs["input_ids"].clone()
+    tokens[:, start:end] = (tokens[:, start:end] + 11) % 80 + 3
+    return inputs | {"input_ids": tokens, "labels": tokens}
+
+
+def leaks(rank, world_size, names):
+    """For each case: the largest change of other documents' logits when one document changes, and of its own."""
+    results = {}
+    for name in names:
+        model = build(name)
+        before = logits_by_token(model, batch(), dist.group.WORLD)
+        for document in (0, 2):
+            after = logits_by_token(model, edited(batch(), document), dist.group.WORLD)
+            change = (after - before).abs().amax(1)
+            inside = torch.zeros_like(change, dtype=torch.bool)
+            inside[BOUNDS[document] : BOUNDS[document + 1]] = True
+            results[name, document] = change[~inside].max().item(), change[inside].max().item()
+    return results
+
+
+def different_batches(rank, world_size):
+    model = build("LFM2")
+    try:
+        trained(model, dist.group.WORLD, inputs=batch(seed=rank))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def trainer(rank, world_size, folder, degree, accumulation):
+    """Weights and gradient norms after some steps of transformers' Trainer, and the loss of its evaluation."""
+    os.environ |= {"ACCELERATE_USE_CPU": "true"}
+    draw = torch.Generator().manual_seed(4)
+    rows = [row(draw) for _ in range(32)]
+    args = TrainingArguments(
+        output_dir=folder,
+        max_steps=4,
+        learning_rate=1e-3,
+        logging_steps=1,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=accumulation,
+        gradient_accumulation_steps=accumulation,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        prediction_loss_only=True,
+    )
+    hf = build("Qwen3.5, tied").float().train()
+    run = CPTrainer(
+        hf,
+        args,
+        train_dataset=rows,
+        eval_dataset=rows[:4],
+        data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=False),
+        context_parallel_degree=degree,
+    )
+    run.train()
+    norms = [line["grad_norm"] for line in run.state.log_history if "grad_norm" in line]
+    losses = [line["loss"] for line in run.state.log_history if "loss" in line]
+    weights = torch.cat([p.detach().double().flatten() for p in hf.parameters()])
+    return norms, losses, weights, run.evaluate()["eval_loss"]
+
+
+def sharded(rank, world_size):
+    """Errors under FSDP2, whose gradients are means over ranks: of ours in one process."""
+    one = build("Qwen3.5, tied")
+    want = trained(one)
+    model = build("Qwen3.5, tied")
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    with context_parallel(model, dist.group.WORLD) as cp:
+        loss = model(**cp.cut(batch())).loss
+        (loss * world_size).backward()
+    dist.all_reduce(loss.detach())
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return errors(found | {"loss": loss.detach()}, want)
+
+
+def row(draw):
+    """A prompt without labels and its answer, of some length."""
+    length = int(torch.randint(40, 70, (), generator=draw))
+    tokens = torch.randint(3, hf_models.VOCAB, (length,), generator=draw).tolist()
+    return {"input_ids": tokens, "labels": [IGNORE] * 9 + tokens[9:]}
