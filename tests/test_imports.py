@@ -23,7 +23,7 @@ LAYERS = (
     ("planner", "proof"),
     ("commands",),
     ("train",),
-    ("__main__",),
+    ("__main__", "launch"),
     ("tools",),
 )
 FORBIDDEN = {"tools": {"train", "run.launch"}, "commands": {"train"}, "train": {"ops"}}

@@ -7,7 +7,7 @@ python "$here/records.py" stdlib
 export NGPU=1
 train() {  # NAME TEXTS STEPS KEYS…
     local name=$1 texts=$2 steps=$3; shift 3
-    python -m titan_linear.run.launch --model.name kda --model.flavor 340M --model.vocab_size 320 --training.seq_len 8192 \
+    python -m titan_linear.launch --model.name kda --model.flavor 340M --model.vocab_size 320 --training.seq_len 8192 \
         --training.local_batch_size 4 --training.global_batch_size 4 --training.steps "$steps" --optimizer.lr 1e-3 --lr_scheduler.warmup_steps 40 \
         --training.dataset jsonl --training.dataset_path "$texts.jsonl" --job.dump_folder "$name" --compile.enable true \
         --checkpoint.async_mode disabled --checkpoint.last_save_model_only true "$@"

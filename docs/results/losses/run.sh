@@ -7,7 +7,7 @@ python "$here/records.py"
 export NGPU=1
 train() {  # FOLDER KEYS…
     local folder=$1; shift
-    python -m titan_linear.run.launch --model.name gdn --model.flavor debug --model.num_layers 2 \
+    python -m titan_linear.launch --model.name gdn --model.flavor debug --model.num_layers 2 \
         --training.seq_len 128 --training.global_batch_size 8 --training.local_batch_size 8 --optimizer.lr 3e-3 --lr_scheduler.warmup_steps 5 --optimizer.weight_decay 0 \
         --training.dataset jsonl --job.dump_folder "$folder" --checkpoint.async_mode disabled "$@"
 }
