@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from titan_linear.config import Comm, Metrics, Profiling, Training
+from titan_linear.config import Comm, Config, Profiling, Training
 from titan_linear.hooks import metrics, profiling, report, telemetry
 from titan_linear.hooks.compilation import Compilation
 
@@ -70,7 +70,7 @@ def test_the_board_draws_fragmentation_of_a_gpus_memory(tmp_path, monkeypatch, a
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", Writer)
-    metrics._tensorboard(tmp_path, 0, Metrics(), with_mfu=False, mixed=False, configuration="")
+    metrics._tensorboard(tmp_path, 0, Config(), with_mfu=False)
     names = {name for charts in boards[0].charts.values() for name in charts}
     assert ("fragmentation" in names) == available
 
