@@ -1096,8 +1096,8 @@ def test_own_tokens_with_weights(tmp_path):
             np.ones((5, 1)),
             "its column 'weights' has 1 numbers for a token, and 0 in documents before",
         ),
-        (np.array([-100, 1, 2, -100, 4]), "its column 'weights' has .* a weight below 0"),
-        (np.array([0, 1, np.nan, 0, 1]), "its column 'weights' has .* not finite"),
+        (np.array([-100, 1, 2, -100, 4]), "its column 'weights' must have .* weights 0 or more"),
+        (np.array([0, 1, np.nan, 0, 1]), "its column 'weights' must have finite numbers"),
     ):
         with refused(f"document 1:? {said}"):
             documents = [(ids, {"weights": w}) for w in (weights, wrong)]
