@@ -139,7 +139,7 @@ def of_another_base(angles, positions, rotary, dtype):
     return angles(positions, (50 * theta, *rest), dtype)
 
 
-def no_sum(reduce, parameters, group):
+def no_sum(reduce, sums):
     pass
 
 
@@ -332,7 +332,7 @@ SABOTAGES = {
     ),
     "a gradient's reduction": (
         update,
-        "_sum",
+        "sum_gradients",
         no_sum,
         model.split,
         r"split, float64: 54 gradients.*mixer\.(A_log|dt_bias), rank",
