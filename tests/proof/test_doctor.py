@@ -52,7 +52,7 @@ from titan_linear.proof import subject as proof_subject
 from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.subject import STREAMS, ProofSubject, fitting, subject_of
 from titan_linear.run import launch, preflight
-from titan_linear.step import cut, feed, update
+from titan_linear.step import cut, feed
 from titan_linear.storage.checkpoint import Checkpointer
 
 ROOT = Path(__file__).parents[2]
@@ -331,7 +331,7 @@ SABOTAGES = {
         "positions, attention, against the definition",
     ),
     "a gradient's reduction": (
-        update,
+        model,
         "sum_gradients",
         no_sum,
         model.split,
