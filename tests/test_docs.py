@@ -374,6 +374,8 @@ def _train(rank, world_size, argv):
 
 def test_a_mixer_of_ones_own_trains_alike_on_every_split(corpus, worlds, monkeypatch):
     names = mixer_of_the_page(monkeypatch)
+    # Its scans on a GPU are planned, though it says nothing of them: one program per head.
+    assert names["GLA"](heads=4, head_dim=16).scan_programs(2) == 2
     argv = [*arguments(corpus, {"training.dtype": "float64", "training.steps": 3}), *MINE]
     preflight(load_config(argv), world_size=1)
     cp = ["--parallelism.context_parallel_degree=2", "--parallelism.context_parallel_layout=zigzag"]

@@ -26,7 +26,6 @@ from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer, 
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_simple_gla
 from titan_linear.ops.exchange.collectives import Ranks
-from titan_linear.ops.layout.segments import scan_programs
 
 
 class LightningMixer(RecurrentMixer):
@@ -107,6 +106,3 @@ class Lightning(RecurrentOptions):
             * self.head_dim
             * (self.head_dim * documents.tokens + documents.chunk_pairs)
         )
-
-    def scan_programs(self, ranks: int) -> int:
-        return scan_programs(self.heads // ranks, self.head_dim)

@@ -30,7 +30,6 @@ from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer, 
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_ssd
 from titan_linear.ops.exchange.collectives import Ranks, sum_over_ranks
-from titan_linear.ops.layout.segments import scan_programs
 
 
 def gated(x: Tensor, z: Tensor) -> Tensor:
@@ -227,9 +226,6 @@ class Mamba2(RecurrentOptions):
         return (
             4 * inner * N * documents.tokens + 2 * (self.groups * N + inner) * documents.chunk_pairs
         )
-
-    def scan_programs(self, ranks: int) -> int:
-        return scan_programs(self.heads // ranks, self.head_dim)
 
     @property
     def head_counts(self) -> dict[str, int]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from titan_linear.models.config import MixerOptions
 from titan_linear.models.layers import Cache, ConvWeight, Size, convolve, scaled, widen, widened
 from titan_linear.models.plan import BatchPlan, Window
+from titan_linear.ops.layout.segments import scan_programs
 from titan_linear.ops.runtime.support import Choice
 
 Inputs = tuple[Tensor, ...]
@@ -32,6 +33,10 @@ class RecurrentOptions(MixerOptions):
     @property
     def head_counts(self) -> dict[str, int]:
         return {"heads": self.heads}
+
+    def scan_programs(self, ranks: int) -> int:
+        """Return the number of programs of a scan over one entry, of heads that are not padded."""
+        return scan_programs(self.heads // ranks, self.ops[self.op]["V"])
 
 
 class RecurrentMixer(nn.Module):
