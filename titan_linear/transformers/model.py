@@ -18,6 +18,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.masking_utils import AttentionMaskInterface
 
 from titan_linear.ops import build_cp_context
+from titan_linear.ops.exchange.stream import take_fragments
 from titan_linear.transformers.cut import IGNORE, PackedStream, pack
 from titan_linear.transformers.functions import FAMILIES, softmax_attention
 
@@ -69,9 +70,8 @@ class ContextParallel:
             context = build_cp_context(
                 stream.cu_seqlens, self.group, layout=self.layout, device=device
             )
-        rows = torch.cat([torch.arange(*fragment) for fragment in context.fragments]).to(device)
         for name, column in stream.columns.items():
-            inputs[name] = column[rows].unsqueeze(0)
+            inputs[name] = take_fragments(column.unsqueeze(0), context)
         # Models compute a loss where there are labels; it reads the shifted ones.
         return inputs | {"labels": inputs.get("shift_labels"), "cp_context": context}
 
