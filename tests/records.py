@@ -36,6 +36,13 @@ def write_table(file: Path, table: pa.Table | dict, **options: object) -> Path:
     return file
 
 
+def write_record(file: Path, record: dict) -> Path:
+    """One record, as the file's name says: .jsonl, or a table."""
+    if file.suffix == ".jsonl":
+        return write_lines(file, [record])
+    return write_table(file, pa.Table.from_pylist([record]))
+
+
 def write_json(file: Path, content: object) -> None:
     file.write_text(json.dumps(content))
 

@@ -1,12 +1,11 @@
 """Preferences: the question stands before both answers, by any usual name and in any usual place, or is refused."""
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from tests.bpe import byte_bpe
 from tests.keys import argv_of
-from tests.records import write_json, write_lines, write_table
+from tests.records import write_json, write_lines, write_record
 from tests.refusals import refused
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, Texts, build_tokenizer, open_corpus, write_corpus
@@ -86,10 +85,7 @@ ULTRAFEEDBACK = WHOLE | {"prompt": "2+2?", "messages": WHOLE["chosen"], "score_c
 )
 def test_questions_before_messages(chat, tmp_path, record, kind):
     file = tmp_path / f"pairs.{kind}"
-    if kind == "jsonl":
-        write_lines(file, [record])
-    else:
-        write_table(file, pa.Table.from_pylist([record]))
+    write_record(file, record)
     asked = "<|im_start|>user:2+2?<|im_end|><|im_start|>assistant:"
     assert said(opened(file, chat), chat) == [f"{asked}[{n}<|im_end|>]" for n in "45"]
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from tqdm import TqdmWarning
 
-from tests.records import write_json, write_lines, write_table, write_texts
+from tests.records import write_json, write_lines, write_record, write_table, write_texts
 from tests.refusals import refused
 from titan_linear.data import (
     ByteTokenizer,
@@ -306,10 +306,7 @@ def test_lines_of_json_are_no_text(texts, tmp_path, name):
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_conversations_read_as_texts_name_the_key(texts, tmp_path, record, kind):
     file = tmp_path / f"a.{kind}"
-    if kind == "jsonl":
-        write_lines(file, [record])
-    else:
-        write_table(file, pa.Table.from_pylist([record]))
+    write_record(file, record)
     fits = "completion" if "prompt" in record else "messages"
     remedy = rf'for conversations set training\.dataset_format = "{fits}" \(titan-linear corpus: --format {fits}\), '
     with refused(r"no (field|column) 'text' \(it has: .*\); " + remedy):

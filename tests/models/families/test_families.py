@@ -822,19 +822,22 @@ def fla_gdn(tmp_path):
     return c, written, tensors
 
 
+# Softmax layers as FLA's config.json has them, but for their places.
+FLA_ATTENTION = {
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "qkv_bias": False,
+    "window_size": None,
+    "rope_theta": 5000.0,
+}
+
+
 def fla_attention(tmp_path):
     """A Llama: FLA's softmax layers alone."""
     sizes = hf_models.SIZES | hf_models.HEADS | dict(intermediate_size=48)
     rope = {"rope_theta": 5000.0, "rope_type": "default"}
     model = hf_models.randomise(LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=rope)))
-    attn = dict(
-        layers=[0, 1],
-        num_heads=4,
-        num_kv_heads=2,
-        qkv_bias=False,
-        window_size=None,
-        rope_theta=5000.0,
-    )
+    attn = FLA_ATTENTION | {"layers": [0, 1]}
     written = dict(
         architectures=["KDAForCausalLM"],
         num_heads=4,
@@ -880,14 +883,7 @@ def test_fla_models_are_ours(make, tmp_path):
 
 def test_fla_hybrids_are_read_and_written():
     """Softmax layers among linear ones: config.json and names, there and back."""
-    attn = dict(
-        layers=[1, 3],
-        num_heads=4,
-        num_kv_heads=2,
-        qkv_bias=False,
-        window_size=None,
-        rope_theta=5000.0,
-    )
+    attn = FLA_ATTENTION | {"layers": [1, 3]}
     written = dict(
         architectures=["KDAForCausalLM"],
         vocab_size=97,
