@@ -4,7 +4,17 @@ import math
 
 from tests.training import BASE, FLOAT64, SMALL_HYBRID
 
-KEYS = BASE | FLOAT64 | SMALL_HYBRID
+KEYS = (
+    BASE
+    | FLOAT64
+    | SMALL_HYBRID
+    | {
+        "training.dataset_format": "tokens",
+        "training.steps": 2,
+        "lr_scheduler.warmup_steps": 0,
+        "optimizer.lr": 3e-4,
+    }
+)
 
 
 def logprobs(n, rng):

@@ -33,12 +33,6 @@ from titan_linear.proof import data, model
 from titan_linear.proof.subject import subject_of
 from titan_linear.step import feed
 
-KEYS |= {
-    "training.dataset_format": "tokens",
-    "training.steps": 2,
-    "lr_scheduler.warmup_steps": 0,
-    "optimizer.lr": 3e-4,
-}
 METHODS = (
     *(name for name in SPLITS if name.startswith(("cp 2 ring", "cp 2 allgather"))),
     "cp 2 all heads",
