@@ -73,6 +73,9 @@ _NO_SPACE = {
     "prepend_scheme": "never",
     "add_prefix_space": False,
 }
+# The tokenizer.json of bytes: a byte-level BPE without merges, whose vocabulary has the
+# letters by which GPT-2's encoding writes bytes.
+_BYTES = Path(__file__).with_name("bytes.json").read_bytes()
 # Maximum number of characters made of one; real tokenizers make some tens.
 _GROWTH = 10_000
 GENERATION = "generation_config.json"
@@ -191,42 +194,8 @@ class ByteTokenizer(Tokenizer):
         The end token's name in a text gives its bytes, here and in transformers
         (split_special_tokens).
         """
-        name = _USUAL_EOS[0]
-        eos = {
-            "id": self.eos_id,
-            "content": name,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-        }
-        eos |= {"normalized": False, "special": True}
-        # A byte-level BPE without merges.
-        byte_level = {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": False,
-            "use_regex": False,
-        }
-        model = {
-            "type": "BPE",
-            "vocab": {letter: byte for byte, letter in _byte_letters().items()},
-            "merges": [],
-        }
-        content = {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [eos],
-            "normalizer": None,
-            "pre_tokenizer": byte_level,
-            "post_processor": None,
-            "decoder": byte_level,
-            "model": model,
-        }
-        return {
-            TOKENIZER: json_bytes(content),
-            SETTINGS: _settings({"split_special_tokens": True}, name),
-        }
+        settings = _settings({"split_special_tokens": True}, _USUAL_EOS[0])
+        return {TOKENIZER: _BYTES, SETTINGS: settings}
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -440,9 +409,8 @@ def build_tokenizer(path: str | None, key: str = "model.tokenizer_path") -> Toke
     if not file.is_file():
         raise ValueError(f"{key} = {path!r}: {file} does not exist; {_instead(file.parent)}")
     # The folder may be one that we wrote.
-    own = ByteTokenizer()
-    if _read(file) == own.hugging_face_files()[TOKENIZER]:
-        return own
+    if _read(file) == _BYTES:
+        return ByteTokenizer()
     return HuggingFaceTokenizer(file)
 
 
@@ -583,15 +551,3 @@ def _find_eos(
     special = {token["content"] for token in added if token.get("special")}
     usual = [name for name in _USUAL_EOS if name in special and name in vocabulary]
     return vocabulary[usual[0]] if usual else None
-
-
-def _byte_letters() -> dict[int, str]:
-    """Return the letters by which byte-level vocabularies write bytes (GPT-2's encoding).
-
-    A printable byte of Latin-1 stands for itself. The others map, in order, to the code
-    points from 256 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    codes = dict(zip(others, range(256, 512)))
-    return {byte: chr(codes.get(byte, byte)) for byte in (*printable, *others)}
