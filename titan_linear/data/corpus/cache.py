@@ -20,7 +20,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -175,12 +174,15 @@ class Texts:
             raise _unreadable(error) from error
         return content.hexdigest()
 
-    def documents(self, file: Path) -> Iterator[Document]:
-        """Yield the documents of one of the files."""
+    def documents(self) -> Iterator[Document]:
+        """Yield the documents of all files."""
         fields = list(self.columns)
         if self.group_field:
             fields.append(self.group_field)
-        return read_documents(self.dataset, file, self.text_field, self.dataset_format, fields)
+        how = self.text_field, self.dataset_format, fields
+        for number, file in enumerate(self.files):
+            for document in read_documents(self.dataset, file, *how):
+                yield replace(document, file=number)
 
     @property
     def _how(self) -> list[str | None]:
@@ -391,7 +393,7 @@ def _tokenise_into(folder: Path, texts: Texts) -> None:
 
 def _resumable(folder: Path, texts: Texts) -> Journal | None:
     """Return an earlier writer's progress on the same texts, or None to begin anew."""
-    journal = read_journal(folder, texts.tokenizer.vocab_size)
+    journal = read_journal(folder)
     if journal is None or journal.key != texts.key:
         return None
     # It skipped a document that should now stop the work.
@@ -405,11 +407,8 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
     Documents of several records may come merged. Texts get their end token. Read and skipped
     records are counted in `journal`.
     """
-    # For each file that has been read: number of documents up to its end.
-    ends: deque[int] = deque()
     total = sum(file.stat().st_size for file in texts.files)
-    documents = islice(_read(texts, ends), journal.read, None)
-    journal.files_read = 0
+    documents = islice(texts.documents(), journal.read, None)
     doing = f"tokenising {texts.dataset}"
     bar = progress(None, doing, total, initial=journal.size, unit="B", unit_scale=True, smoothing=0)
     # A chat template runs in a worker (chat.py).
@@ -425,17 +424,15 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
                 parts = _parts(document, tokens, texts, journal)
             except Problem as error:
                 problem = str(error)
-            file_ended = ends and ends[0] <= journal.read
+            file_ended = document.file > journal.files_read
             apart = parts and not (held and _joins(held, document, parts, texts))
             if held and (file_ended or apart):
                 yield _trees(held, texts, journal)
                 held = []
             # Sizes of rows are fractions, whose sum may exceed the total.
             bar.update(min(document.size, total - bar.n))
-            while ends and ends[0] <= journal.read:
-                ends.popleft()
-                journal.files_read += 1
             # Count the record, then yield, hold or skip its documents.
+            journal.files_read = document.file
             journal.read += 1
             journal.size += document.size
             for name in document.unread:
@@ -543,19 +540,6 @@ def _trees(
     for problem in problems:
         _meet_bad_document(problem, texts, journal)
     return [] if pair and problems else trees_of(kept, pair)
-
-
-def _read(texts: Texts, ends: deque[int]) -> Iterator[Document]:
-    """Yield the documents of all files.
-
-    After each file, the number of documents so far is added to `ends`.
-    """
-    read = 0
-    for file in texts.files:
-        for document in texts.documents(file):
-            read += 1
-            yield document
-        ends.append(read)
 
 
 def _check_unchanged(key: str, texts: Texts) -> None:

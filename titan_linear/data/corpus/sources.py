@@ -116,6 +116,8 @@ class Document:
     columns: Json = field(default_factory=dict)
     # Unread fields that are named like columns or weights.
     unread: Sequence[str] = ()
+    # Number of the source's files before its own.
+    file: int = 0
 
 
 @dataclass(frozen=True)

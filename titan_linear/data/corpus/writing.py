@@ -128,6 +128,8 @@ class Journal:
     files_read: int = 0
     # Files among these whose ends are in files.bin.
     num_files: int = 0
+    # Bytes that count in each file of the folder.
+    sizes: dict[str, int] = field(default_factory=dict)
 
 
 def temporary_folder(folder: Path) -> Path:
@@ -258,14 +260,14 @@ def _write_arrays(
     dtype = _dtype(tokenizer.vocab_size)
     content = hashlib.sha256()
     with ExitStack() as stack:
-        files = _open_arrays(folder, dtype, journal, stack)
+        files = _open_arrays(folder, journal, stack)
         add_file(folder / HASHES, content)
         journaled = time.monotonic()
         for together in documents:
             for document in together:
                 content.update(_write_document(document, files, tokenizer, journal))
             if journal.key and time.monotonic() - journaled >= JOURNAL_SECONDS:
-                _sync_files(files)
+                _sync_files(files, journal)
                 write_whole(folder / JOURNAL, as_json(asdict(journal)))
                 journaled = time.monotonic()
         # Check the counts, and complete the files.
@@ -277,7 +279,7 @@ def _write_arrays(
             )
         if FILE_ENDS in files:
             files[FILE_ENDS].write(_file_ends(journal))
-        _sync_files(files)
+        _sync_files(files, journal)
     counts = {"num_documents": journal.num_documents, "num_tokens": journal.num_tokens}
     counts["dtype"] = dtype
     if WEIGHTS in journal.columns:
@@ -392,48 +394,33 @@ def _names(journal: Journal) -> list[str]:
     return [*names, FILE_ENDS] if journal.texts else names
 
 
-def _sizes(journal: Journal, dtype: str) -> dict[str, int]:
-    """Return the number of bytes that count in each file of `_names`."""
-    sizes = {
-        TOKENS: journal.num_tokens * np.dtype(dtype).itemsize,
-        OFFSETS: 8 * (journal.num_documents + 1),
-        HASHES: 8 * journal.num_documents,
-        FILE_ENDS: 8 * (journal.num_files + 1),
-    }
-    for name, kind in journal.columns.items():
-        numbers = max(journal.widths[name], 1) if name in journal.widths else 0
-        sizes[column_file(name)] = journal.num_tokens * np.dtype(kind).itemsize * numbers
-    return {name: sizes[name] for name in _names(journal)}
-
-
-def _open_arrays(
-    folder: Path,
-    dtype: str,
-    journal: Journal,
-    stack: ExitStack,
-) -> dict[str, BinaryIO]:
+def _open_arrays(folder: Path, journal: Journal, stack: ExitStack) -> dict[str, BinaryIO]:
     """Open the files of `_names` at their ends, cut to the content that counts."""
     files: Json = {}
-    for name, size in _sizes(journal, dtype).items():
+    for name in _names(journal):
         files[name] = stack.enter_context(open_own(folder / name, "ab"))
-        # This extends new offsets.bin and files.bin, which begin with 0, to 8 zeros.
-        files[name].truncate(size)
+        # New offsets.bin and files.bin begin with 0, which is 8 zeros.
+        begin = 8 if name in (OFFSETS, FILE_ENDS) else 0
+        files[name].truncate(journal.sizes.get(name, begin))
     return files
 
 
-def read_journal(folder: Path, vocab_size: int) -> Journal | None:
+def read_journal(folder: Path) -> Journal | None:
     """Return an earlier writer's progress, if the files that it wrote still exist."""
     temporary = temporary_folder(folder)
     try:
         journal = read_json(temporary / JOURNAL, Journal, "")
-        sizes = _sizes(journal, _dtype(vocab_size))
-        whole = all((temporary / name).stat().st_size >= size for name, size in sizes.items())
-    except (OSError, ValueError):
+        for name in _names(journal):
+            if (temporary / name).stat().st_size < journal.sizes[name]:
+                return None
+    except (OSError, LookupError, ValueError):
         return None
-    return journal if whole else None
+    return journal
 
 
-def _sync_files(files: dict[str, BinaryIO]) -> None:
-    for file in files.values():
+def _sync_files(files: dict[str, BinaryIO], journal: Journal) -> None:
+    """Have everything so far on disk, where it counts."""
+    for name, file in files.items():
         file.flush()
         os.fsync(file.fileno())
+        journal.sizes[name] = os.fstat(file.fileno()).st_size
