@@ -176,7 +176,7 @@ def write_into(
         temporary.mkdir(parents=True)
     try:
         # corpus.json comes last; its folder then gets its name.
-        content = _write_arrays(temporary, documents, tokenizer, journal)
+        fingerprint = _write_arrays(temporary, documents, tokenizer, journal)
         names = _names(journal)
         source = None
         if dataset:
@@ -184,7 +184,9 @@ def write_into(
             names.append(PATHS)
             source = _source(dataset, len(texts), journal)
         files = {name: described(temporary / name) for name in names}
-        write_whole(temporary / INFO, as_json(_info(content, tokenizer, source, files, journal)))
+        write_whole(
+            temporary / INFO, as_json(_info(fingerprint, tokenizer, source, files, journal))
+        )
         (temporary / JOURNAL).unlink(missing_ok=True)
         sync(temporary)
         os.rename(temporary, folder)
@@ -200,40 +202,46 @@ def write_into(
 
 
 def _info(
-    content: Json,
+    fingerprint: str,
     tokenizer: Tokenizer,
     source: Json | None,
     files: dict[str, Json],
     journal: Journal,
 ) -> Json:
     """Return the content of corpus.json."""
-    info = {"format": format_of(journal.columns), **content}
-    info["tokenizer"] = {
-        "fingerprint": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-        "eos": tokenizer.eos_id,
+    info = {
+        "format": format_of(journal.columns),
+        "num_documents": journal.num_documents,
+        "num_tokens": journal.num_tokens,
+        "num_answer_tokens": journal.num_answer_tokens,
+        "num_ended": journal.num_ended,
+        "dtype": _dtype(tokenizer.vocab_size),
+        "fingerprint": fingerprint,
+        "tokenizer": {
+            "fingerprint": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+            "eos": tokenizer.eos_id,
+        },
+        "source": source,
+        "files": files,
+        "group": journal.group,
+        "leaves": journal.leaves,
+        "columns": {name: [kind, journal.widths[name]] for name, kind in journal.columns.items()},
+        "texts": journal.texts,
     }
-    info |= {"source": source, "files": files}
-    # Entries that only some corpora have.
-    if journal.group > 1:
-        info["group"] = journal.group
-    if journal.leaves > 1:
-        info["leaves"] = journal.leaves
-    if journal.columns:
-        columns = journal.columns.items()
-        info["columns"] = {name: [dtype, journal.widths[name]] for name, dtype in columns}
-    if journal.texts:
-        info["texts"] = journal.texts
     return {**info, "checksum": info_checksum(info)}
 
 
 def _source(dataset: str, files: int, journal: Journal) -> Json:
     """Return the value of "source" in corpus.json."""
-    source: Json = {"dataset": dataset, "files": files, "skipped_empty": journal.skipped_empty}
-    source["unread"] = journal.unread
-    if journal.bad:
-        source |= {"skipped_bad": journal.skipped_bad, "bad": journal.bad}
-    return source
+    return {
+        "dataset": dataset,
+        "files": files,
+        "skipped_empty": journal.skipped_empty,
+        "skipped_bad": journal.skipped_bad,
+        "bad": journal.bad,
+        "unread": journal.unread,
+    }
 
 
 def _remove_remains(temporary: Path) -> None:
@@ -252,12 +260,11 @@ def _write_arrays(
     documents: Iterator[Sequence[Tokens]],
     tokenizer: Tokenizer,
     journal: Journal,
-) -> Json:
+) -> str:
     """Continue the files of `_names` after the content that counts.
 
-    Returns the counts, dtype and fingerprint for corpus.json.
+    Returns the content's fingerprint.
     """
-    dtype = _dtype(tokenizer.vocab_size)
     content = hashlib.sha256()
     with ExitStack() as stack:
         files = _open_arrays(folder, journal, stack)
@@ -280,15 +287,11 @@ def _write_arrays(
         if FILE_ENDS in files:
             files[FILE_ENDS].write(_file_ends(journal))
         _sync_files(files, journal)
-    counts = {"num_documents": journal.num_documents, "num_tokens": journal.num_tokens}
-    counts["dtype"] = dtype
-    if WEIGHTS in journal.columns:
-        if not journal.num_answer_tokens:
-            raise ValueError(f"no token of {folder} has a weight above 0; give some")
-        counts |= {"num_answer_tokens": journal.num_answer_tokens, "num_ended": journal.num_ended}
+    if WEIGHTS in journal.columns and not journal.num_answer_tokens:
+        raise ValueError(f"no token of {folder} has a weight above 0; give some")
     for name in sorted(journal.columns):
         add_file(folder / column_file(name), content)
-    return {**counts, "fingerprint": content.hexdigest()[:32]}
+    return content.hexdigest()[:32]
 
 
 def _write_document(
