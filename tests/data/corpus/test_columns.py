@@ -187,7 +187,7 @@ def test_own_tokens_that_count_nothing_may_lack_columns(tmp_path):
     write_corpus(tmp_path / "c", [none, whole, none], ByteTokenizer(), columns=kinds)
     assert load_corpus(tmp_path / "c").columns["reference"].tolist() == [0, 0, -1, -1, 0, 0]
     wrong = (np.arange(2), {"weights": np.ones(2), "reference": np.full(2, 0.3)})
-    with refused("document 1: 'reference' is nowhere below 0"):
+    with refused("document 1: its column 'reference' is nowhere below 0"):
         write_corpus(tmp_path / "d", [whole, wrong], ByteTokenizer(), columns=kinds)
 
 

@@ -50,13 +50,7 @@ from titan_linear.data.corpus.corpus import (
     unfitting,
 )
 from titan_linear.data.corpus.sources import FIELD_SOURCES, Document, read_documents, source_files
-from titan_linear.data.corpus.tokenise import (
-    Encoder,
-    Tokens,
-    may_have_children,
-    tokenise,
-    worker_count,
-)
+from titan_linear.data.corpus.tokenise import Encoder, may_have_children, tokenise, worker_count
 from titan_linear.data.corpus.tokenizer import Tokenizer
 from titan_linear.data.corpus.tree_records import (
     BACK,
@@ -401,7 +395,7 @@ def _resumable(folder: Path, texts: Texts) -> Journal | None:
     return None if stops else journal
 
 
-def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], None, None]:
+def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[DocumentTokens], None, None]:
     """Yield the documents of each record that `journal` has not read.
 
     Documents of several records may come merged. Texts get their end token. Read and skipped

@@ -523,8 +523,7 @@ def _read_parquet(file: Path, fields: _Fields) -> Iterator[Document]:
         with pq.ParquetFile(file) as table:
             names = table.schema_arrow.names
             batches = table.iter_batches(batch_size=ROWS, columns=_columns(file, names, fields))
-            size = file.stat().st_size / max(table.metadata.num_rows, 1)
-            yield from _rows(file, names, batches, size, fields)
+            yield from _rows(file, names, batches, table.metadata.num_rows, fields)
     except pa.ArrowException as error:
         raise ValueError(
             f"{file}: not a whole parquet file: {error}; leave it out, or write it again"
@@ -546,8 +545,7 @@ def _read_arrow(file: Path, fields: _Fields) -> Iterator[Document]:
             table = open_table(source).read_all()
             names = table.column_names
             batches = _sound(table.select(_columns(file, names, fields)))
-            size = file.stat().st_size / max(table.num_rows, 1)
-            yield from _rows(file, names, batches, size, fields)
+            yield from _rows(file, names, batches, table.num_rows, fields)
     except pa.ArrowException as error:
         raise ValueError(
             f"{file}: not a whole arrow file: {error}; leave it out, or write it again"
@@ -603,9 +601,10 @@ def _rows(
     file: Path,
     names: list[str],
     batches: Iterable[Any],
-    size: float,
+    num_rows: int,
     fields: _Fields,
 ) -> Iterator[Document]:
+    size = file.stat().st_size / max(num_rows, 1)
     records = chain.from_iterable(_records(batch, fields) for batch in batches)
     for number, record in enumerate(records, 1):
         origin = f"{shown(file)}, row {number}"

@@ -19,14 +19,13 @@ from types import MappingProxyType
 from typing import BinaryIO
 
 import numpy as np
-from numpy import ndarray
 
 from titan_linear.data.corpus.columns import (
     WEIGHTS,
     DocumentTokens,
     Problem,
     check_kinds,
-    column_of,
+    with_columns,
 )
 from titan_linear.data.corpus.corpus import (
     FILE_ENDS,
@@ -80,8 +79,9 @@ def write_corpus(
     with locked(folder):
         if folder.exists():
             raise ValueError(f"{folder} exists already; choose another folder")
-        each = ([document] for document in documents)
-        write_into(folder, each, tokenizer, Journal(columns=dict(columns), group=1 + pairs))
+        journal = Journal(columns=dict(columns), group=1 + pairs)
+        each = ([_checked(document, tokenizer, journal)] for document in documents)
+        write_into(folder, each, tokenizer, journal)
 
 
 class BadDocument(ValueError):
@@ -156,7 +156,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def write_into(
     folder: Path,
-    documents: Iterator[Sequence[Tokens]],
+    documents: Iterator[Sequence[DocumentTokens]],
     tokenizer: Tokenizer,
     journal: Journal,
     dataset: str | None = None,
@@ -257,7 +257,7 @@ def _remove_remains(temporary: Path) -> None:
 
 def _write_arrays(
     folder: Path,
-    documents: Iterator[Sequence[Tokens]],
+    documents: Iterator[Sequence[DocumentTokens]],
     tokenizer: Tokenizer,
     journal: Journal,
 ) -> str:
@@ -295,20 +295,18 @@ def _write_arrays(
 
 
 def _write_document(
-    document: Tokens,
+    document: DocumentTokens,
     files: dict[str, BinaryIO],
     tokenizer: Tokenizer,
     journal: Journal,
 ) -> bytes:
     """Add a document to all files but corpus.json, and return its hash."""
-    ids, columns = document if isinstance(document, tuple) else DocumentTokens(document)
-    ids = _checked(np.asarray(ids), journal.num_documents, tokenizer.vocab_size)
-    added = _columns(DocumentTokens(ids, columns), tokenizer, journal)
-    for name, rows in added.items():
-        files[column_file(name)].write(rows)
+    ids = document.tokens
+    for name in journal.columns:
+        files[column_file(name)].write(_rows(name, document, journal))
     # Count answer tokens, and answers that end in the end token.
-    if WEIGHTS in added:
-        counted = np.flatnonzero(np.frombuffer(added[WEIGHTS], journal.columns[WEIGHTS]))
+    if WEIGHTS in journal.columns:
+        counted = np.flatnonzero(document.weights)
         journal.num_answer_tokens += len(counted)
         journal.num_ended += int(len(counted) > 0 and ids[counted[-1]] == tokenizer.eos_id)
     if FILE_ENDS in files:
@@ -324,60 +322,53 @@ def _write_document(
     return digest
 
 
-def _checked(ids: ndarray, n: int, vocab_size: int) -> ndarray:
-    """Return the tokens of document n, [n], after checking them."""
+def _rows(name: str, document: DocumentTokens, journal: Journal) -> bytes:
+    """Return what a document adds to a column's file.
+
+    A document whose tokens count nothing may lack the column, and then has zeros.
+    """
+    dtype = journal.columns[name]
+    column = document.columns.get(name)
+    lacking = len(document.tokens)
+    rows = b""
+    if column is not None:
+        # Earlier documents may all have lacked the column.
+        lacking = 0 if name in journal.widths else journal.num_tokens
+        journal.widths[name] = column.shape[1] if column.ndim == 2 else 0
+        rows = column.astype(dtype).tobytes()
+    if name not in journal.widths:
+        return rows
+    return np.zeros((lacking, max(journal.widths[name], 1)), dtype).tobytes() + rows
+
+
+def _checked(document: Tokens, tokenizer: Tokenizer, journal: Journal) -> DocumentTokens:
+    """Return the document that follows in a journal, after checking it."""
+    tokens, columns = document if isinstance(document, tuple) else DocumentTokens(document)
+    ids = np.asarray(tokens)
+    said = f"document {journal.num_documents}"
     if not ids.size:
-        raise ValueError(f"document {n} has no tokens; leave it out")
+        raise ValueError(f"{said} has no tokens; leave it out")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(
-            f"document {n} is {ids.dtype} {list(ids.shape)}; give its tokens as integers [n]"
+            f"{said} is {ids.dtype} {list(ids.shape)}; give its tokens as integers [n]"
         )
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        raise ValueError(
-            f"document {n} has tokens outside the vocabulary, 0 to {vocab_size - 1}; leave them out"
-        )
-    return ids
-
-
-def _columns(document: DocumentTokens, tokenizer: Tokenizer, journal: Journal) -> dict[str, bytes]:
-    """Return what a document adds to each column's file.
-
-    A document whose tokens count nothing may lack columns.
-    """
-    said = f"document {journal.num_documents}"
-    n = len(document.tokens)
-    columns = {**document.columns}
-    widths = journal.widths
-    checked = {}
-    added = {}
+    last = tokenizer.vocab_size - 1
+    if ids.min() < 0 or ids.max() > last:
+        raise ValueError(f"{said} has tokens outside the vocabulary, 0 to {last}; leave them out")
     if undeclared := columns.keys() - journal.columns:
         raise ValueError(
             f"{said} has a column {min(undeclared)!r}; name it in columns, or leave it out"
         )
-    if (missing := journal.columns.keys() - columns) and np.any(document.weights):
+    dtypes = {name: journal.columns[name] for name in columns}
+    widths = {**journal.widths}
+    try:
+        (checked,) = with_columns([DocumentTokens(ids)], columns, dtypes, tokenizer, widths)
+        checked.check()
+    except Problem as problem:
+        raise ValueError(f"{said}: its column {problem}") from None
+    if (missing := journal.columns.keys() - columns) and checked.weights.any():
         raise ValueError(f"{said} has no column {min(missing)!r}, which columns names; give it")
-    # Missing columns are zeros.
-    for name in missing & widths.keys():
-        zeros = np.zeros((n, max(widths[name], 1)))
-        columns[name] = zeros if widths[name] else zeros[:, 0]
-    for name in columns:
-        dtype = journal.columns[name]
-        is_new = name not in widths
-        try:
-            column = column_of(name, columns[name], n, widths, tokenizer.vocab_size)
-        except Problem as problem:
-            raise ValueError(f"{said}: its column {problem}") from None
-        checked[name] = column.astype(dtype)
-        # Earlier documents, none of whose tokens counted, lacked the column.
-        before = np.zeros((journal.num_tokens * is_new, max(widths[name], 1)), dtype)
-        added[name] = before.tobytes() + checked[name].tobytes()
-    # A record was checked where its line is known.
-    if not journal.key:
-        try:
-            DocumentTokens(document.tokens, checked).check()
-        except Problem as problem:
-            raise ValueError(f"{said}: {problem}") from None
-    return added
+    return checked
 
 
 def _file_ends(journal: Journal) -> bytes:
