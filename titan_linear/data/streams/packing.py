@@ -29,7 +29,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
@@ -47,28 +47,14 @@ ROUNDS = 8
 POOLS_KEPT = 8
 
 
-class DocumentOrder(Protocol):
-    """Documents laid end to end, epoch after epoch."""
-
-    # Number of tokens in one epoch.
-    num_tokens: int
-
-    def around(self, epoch: int, first: int, last: int) -> tuple[ndarray, ndarray]:
-        """Find documents [n] int64 of an epoch that hold its tokens [first, last).
-
-        They follow each other in the epoch, and there may be more than necessary. Also
-        returns where each document ends in the epoch, [n] int64.
-        """
-
-
 class InPlace:
     """One epoch of a side, in the corpus's order."""
 
     def __init__(self, side: Side):
         self.side = side
-        self.num_tokens = side.num_tokens
 
     def around(self, epoch: int, first: int, last: int) -> tuple[ndarray, ndarray]:
+        """Find documents as `Pooled.around` does."""
         assert epoch == 0, epoch
         low, high = np.searchsorted(self.side.ends[1:], [first, last - 1], side="right")
         documents = self.side.documents(np.arange(low, high + 1))
@@ -86,12 +72,16 @@ class Pooled:
     def __init__(self, side: Side, seed: int):
         self.side = side
         self.seed = seed
-        self.num_tokens = side.num_tokens
         # Two epochs, since a stream can lie across an edge between them.
         self._ends = lru_cache(maxsize=2)(self._pool_ends)
         self._kept = lru_cache(maxsize=POOLS_KEPT)(self._pool)
 
     def around(self, epoch: int, first: int, last: int) -> tuple[ndarray, ndarray]:
+        """Find documents [n] int64 of an epoch that hold its tokens [first, last).
+
+        They follow each other in the epoch, and there may be more than necessary. Also
+        returns where each document ends in the epoch, [n] int64.
+        """
         ends = self._ends(epoch)
         low, high = np.searchsorted(ends, [first, last - 1], side="right")
         documents = []
@@ -253,7 +243,7 @@ class PackedStreams:
         self.corpus = side.corpus
         self.targets = targets
         self.repeat = repeat
-        self.line: DocumentOrder = Pooled(side, seed) if repeat else InPlace(side)
+        self.line: Pooled | InPlace = Pooled(side, seed) if repeat else InPlace(side)
         # Number of tokens in one epoch.
         self.num_tokens = side.num_tokens
         self._set_lengths([Length(0, seq_len)])
