@@ -177,16 +177,10 @@ class ByteTokenizer(Tokenizer):
     def continuing(self) -> ByteTokenizer:
         return self
 
-    def decode_bytes(self, ids: Iterable[int], end: bytes = b"") -> bytes:
-        """Return the exact bytes: the inverse of `encode` for any input.
-
-        `end` stands in place of other tokens.
-        """
-        return b"".join(bytes([i]) if i < 256 else end for i in map(int, ids))
-
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        end = _USUAL_EOS[0] if special else ""
-        return self.decode_bytes(ids, end.encode()).decode("utf-8", "replace")
+        end = _USUAL_EOS[0].encode() if special else b""
+        data = b"".join(bytes([i]) if i < 256 else end for i in map(int, ids))
+        return data.decode("utf-8", "replace")
 
     def hugging_face_files(self) -> dict[str, bytes]:
         """Return files for transformers.
@@ -224,6 +218,7 @@ class HuggingFaceTokenizer(Tokenizer):
         adds_tokens = self._tokenizer.num_special_tokens_to_add(is_pair=False) > 0
         content = json.loads(data)
         self._added = content.get("added_tokens") or []
+        self._special = [token["content"] for token in self._added if token.get("special")]
         # A part that writes n characters for some makes at most n + 1 of each; one that
         # writes bytes as letters, 4.
         growth = math.prod(
@@ -251,7 +246,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.first_ids = [x for x in self._tokenizer.encode("").ids if x == self.bos_id]
         # A post-processor would also move the places of tokens.
         self._tokenizer.post_processor = None
-        self.eos_id = _find_eos(file, self._settings, self._added, vocabulary)
+        self.eos_id = self._find_eos(vocabulary)
         # The end of generated texts is in generation_config.json, else in the model's
         # config.json.
         settings = _read_object(file.with_name("config.json"))
@@ -262,6 +257,18 @@ class HuggingFaceTokenizer(Tokenizer):
         self.fingerprint = (
             "hf-" + hashlib.sha256(data + f"eos={self.eos_id}".encode()).hexdigest()[:32]
         )
+
+    def _find_eos(self, vocabulary: dict[str, int]) -> int | None:
+        eos = _name_of(self._settings.get("eos_token"))
+        if eos is not None:
+            if eos not in vocabulary:
+                raise ValueError(
+                    f"model.tokenizer_path: eos_token {eos!r} of {SETTINGS} or {SPECIAL} is not in the vocabulary of "
+                    f"{self._file}; name one that is"
+                )
+            return vocabulary[eos]
+        usual = [name for name in _USUAL_EOS if name in self._special and name in vocabulary]
+        return vocabulary[usual[0]] if usual else None
 
     @property
     def summary(self) -> str:
@@ -359,7 +366,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
         The end token need not be a special one.
         """
-        special = [token["content"] for token in self._added if token.get("special")]
+        special = self._special
         return tuple(special) if self._end in (None, *special) else (*special, self._end)
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
@@ -532,22 +539,3 @@ def _settings(kept: Json, eos: str | None) -> bytes:
         "clean_up_tokenization_spaces": False,
     }
     return json_bytes({**kept, **forced})
-
-
-def _find_eos(
-    file: Path,
-    settings: Json,
-    added: list[Json],
-    vocabulary: dict[str, int],
-) -> int | None:
-    eos = _name_of(settings.get("eos_token"))
-    if eos is not None:
-        if eos not in vocabulary:
-            raise ValueError(
-                f"model.tokenizer_path: eos_token {eos!r} of {SETTINGS} or {SPECIAL} is not in the vocabulary of "
-                f"{file}; name one that is"
-            )
-        return vocabulary[eos]
-    special = {token["content"] for token in added if token.get("special")}
-    usual = [name for name in _USUAL_EOS if name in special and name in vocabulary]
-    return vocabulary[usual[0]] if usual else None
