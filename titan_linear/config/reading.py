@@ -88,7 +88,7 @@ def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
     return config
 
 
-def _merged(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> Tables:
+def _merged(tables: Tables, overrides: Tables) -> Tables:
     """Merge tables, and tables inside them; values of `overrides` take precedence."""
     merged = {**tables, **overrides}
     for name in tables.keys() & overrides.keys():
@@ -134,7 +134,7 @@ def config_to_toml(config: Config, origins: Mapping[str, str] | None = None) -> 
     return "\n\n".join(tables) + "\n"
 
 
-def _origins(sources: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def _origins(sources: dict[str, Tables]) -> dict[str, str]:
     """Return each key's origin: the last of `sources` that has a value, or the default."""
     origins = dict.fromkeys(KEYS, "default")
     for name, tables in sources.items():
@@ -192,9 +192,9 @@ def _read_toml(path: str) -> Tables:
         raise ValueError(f"{path} is not TOML: {error}; correct it there") from None
 
 
-def _read_command_line(argv: list[str]) -> dict[str, Tables]:
+def _read_command_line(argv: list[str]) -> Tables:
     """Return {section: {key: value}} of the given keys."""
-    tables: dict[str, Tables] = {}
+    tables: Tables = {}
     for name, value in _options(argv).items():
         section, key, *inner = name.split(".")
         table = tables.setdefault(section, {})

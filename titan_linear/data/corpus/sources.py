@@ -46,6 +46,8 @@ from titan_linear.config.nesting import check_nesting
 from titan_linear.data.corpus.chat import ANSWER_WEIGHTS, QUESTIONS
 from titan_linear.storage.files import Json, read_json, shown
 
+Names = tuple[str, ...]
+
 TEXT_SOURCES = ("stdlib", "text", "jsonl", "parquet", "arrow")
 # Sources of records.
 FIELD_SOURCES = ("jsonl", "parquet", "arrow")
@@ -124,11 +126,11 @@ class Document:
 class _Fields:
     """The fields of a record that make a document."""
 
-    needed: tuple[str, ...]
-    optional: tuple[str, ...] = ()
+    needed: Names
+    optional: Names = ()
     is_text: bool = True
     remedy: str = ""
-    columns: tuple[str, ...] = ()
+    columns: Names = ()
 
     def document(
         self,
@@ -328,7 +330,7 @@ def _stdlib_files() -> list[Path]:
 
 def _walk(
     folder: Path,
-    suffixes: tuple[str, ...],
+    suffixes: Names,
     skip: Set[str] = frozenset(),
     *,
     follow: bool = True,

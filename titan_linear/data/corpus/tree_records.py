@@ -22,7 +22,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_linear.data.corpus.chat import Ids, Record, RecordEncoder
-from titan_linear.data.corpus.columns import BACK, WEIGHTS, DocumentTokens, Problem, with_columns
+from titan_linear.data.corpus.columns import (
+    BACK,
+    WEIGHTS,
+    DocumentTokens,
+    Problem,
+    Widths,
+    with_columns,
+)
 from titan_linear.data.corpus.tokenizer import Tokenizer
 
 SHARE = "share"
@@ -62,7 +69,7 @@ class TreeEncoder(RecordEncoder):
         node: Any,
         place: str,
         back: int,
-        widths: dict[str, int],
+        widths: Widths,
     ) -> Iterator[DocumentTokens]:
         """Yield a node and the nodes below it, depth first.
 
@@ -85,10 +92,10 @@ class TreeEncoder(RecordEncoder):
 
     def _columns(
         self,
-        node: dict[str, Any],
+        node: Record,
         place: str,
         ids: np.ndarray,
-        widths: dict[str, int],
+        widths: Widths,
     ) -> Mapping[str, np.ndarray]:
         """Return the node's columns, except omitted ones."""
         names = [name for name in (WEIGHTS, *self.columns) if node.get(name) is not None]
@@ -105,7 +112,7 @@ class TreeEncoder(RecordEncoder):
             )
         return made.columns
 
-    def _tokens(self, node: dict[str, Any], place: str, root: bool, leaf: bool) -> np.ndarray:
+    def _tokens(self, node: Record, place: str, root: bool, leaf: bool) -> np.ndarray:
         text = node.get("text")
         ids = node.get("tokens")
         if not isinstance(text, str | None) or (text is None) == (ids is None):

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
 
@@ -49,6 +49,8 @@ from titan_linear.storage.files import Json, lock, open_own, read_json, shown, s
 # Seconds of tokenising that a kill costs.
 JOURNAL_SECONDS = 5.0
 JOURNAL = "journal.json"
+# Open files by name.
+Files = dict[str, IO[bytes]]
 _OURS = {*FILES, FILE_ENDS, PATHS, INFO, JOURNAL}
 
 
@@ -296,7 +298,7 @@ def _write_arrays(
 
 def _write_document(
     document: DocumentTokens,
-    files: dict[str, BinaryIO],
+    files: Files,
     tokenizer: Tokenizer,
     journal: Journal,
 ) -> bytes:
@@ -388,9 +390,9 @@ def _names(journal: Journal) -> list[str]:
     return [*names, FILE_ENDS] if journal.texts else names
 
 
-def _open_arrays(folder: Path, journal: Journal, stack: ExitStack) -> dict[str, BinaryIO]:
+def _open_arrays(folder: Path, journal: Journal, stack: ExitStack) -> Files:
     """Open the files of `_names` at their ends, cut to the content that counts."""
-    files: Json = {}
+    files: Files = {}
     for name in _names(journal):
         files[name] = stack.enter_context(open_own(folder / name, "ab"))
         # New offsets.bin and files.bin begin with 0, which is 8 zeros.
@@ -412,7 +414,7 @@ def read_journal(folder: Path) -> Journal | None:
     return journal
 
 
-def _sync_files(files: dict[str, BinaryIO], journal: Journal) -> None:
+def _sync_files(files: Files, journal: Journal) -> None:
     """Have everything so far on disk, where it counts."""
     for name, file in files.items():
         file.flush()
