@@ -421,7 +421,7 @@ def targets_of(streams):
     """(the tokens before, the target) → the sum of its weights; the number of targets, and of tokens packed apart."""
     sums, computed, apart, before = Counter(), 0, 0, 0
     for i in range(len(streams)):
-        stream, (_, lengths) = streams[i], streams.runs(i)
+        stream, lengths = streams[i], streams.runs(i).lengths
         edges, past, above = stream.cu_seqlens.tolist(), {}, []
         for n, (start, end) in enumerate(pairwise(edges)):
             back = int(stream.columns["back"][start]) if start < lengths.sum() else 0

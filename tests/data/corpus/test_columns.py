@@ -247,7 +247,7 @@ def test_pairs_stay_together_on_their_side_and_in_their_stream(tmp_path):
     streams = WholeStreams(sides[0], seq_len=32, seed=1, targets=Targets(group=2))
     seen, i = [], 0
     while len(seen) < 2 * len(kept[0]):  # two epochs
-        starts, lengths = streams.runs(i)
+        starts, lengths, *_ = streams.runs(i)
         seen += (np.searchsorted(corpus.offsets, starts, side="right") - 1).tolist()
         assert (
             lengths.sum() <= 32

@@ -29,7 +29,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy import ndarray
@@ -211,8 +211,19 @@ class Targets:
     group: int = 0
 
 
-@dataclass(frozen=True)
-class Length:
+class Runs(NamedTuple):
+    """Documents of a stream as runs of the corpus's tokens, one after the other."""
+
+    starts: ndarray  # [n] int64, places in the corpus's tokens
+    lengths: ndarray  # [n] int64
+    # The token that follows the last run in its document, else IGNORE.
+    next_token: int = IGNORE
+    # Parents of runs that continue other runs, as in `PrefixTrees`. Runs without an entry
+    # continue none.
+    parents: Sequence[int] = ()
+
+
+class Length(NamedTuple):
     """Number of tokens per stream, `seq_len`, from stream `start` on."""
 
     start: int
@@ -292,31 +303,16 @@ class PackedStreams:
         if i < 0 or (not self.repeat and i >= len(self)):
             raise IndexError(f"stream {i}")
         _, seq_len = self.place(i)
-        return self._stream(seq_len, *self._parts(i))
+        return self._stream(seq_len, self.runs(i))
 
     def padding(self) -> Stream:
         """Return a stream of padding only, for ranks that have fewer streams than others."""
         none = np.zeros(0, dtype=np.int64)
-        return self._stream(self.seq_len, none, none, IGNORE)
+        return self._stream(self.seq_len, Runs(none, none))
 
-    def _stream(
-        self,
-        seq_len: int,
-        starts: ndarray,
-        lengths: ndarray,
-        next_token: int,
-        parents: Sequence[int] = (),
-    ) -> Stream:
-        """Build a stream from runs of the corpus's tokens, and fill it with padding.
-
-        Padding is one document of zeros.
-
-        Args:
-            starts, lengths: the runs' places in the corpus's tokens.
-            next_token: the token that follows the last run in its document, else IGNORE.
-            parents: parents of runs that continue other runs, as in `PrefixTrees`. Runs without
-                an entry continue none.
-        """
+    def _stream(self, seq_len: int, runs: Runs) -> Stream:
+        """Build a stream, and fill it with padding, which is one document of zeros."""
+        starts, lengths, next_token, parents = runs
         end = lengths.sum()
         # Padding is a last run, with token 0.
         if end < seq_len:
@@ -350,14 +346,6 @@ class PackedStreams:
             columns["document"] = np.roll(numbers, -1)
         return Stream(tokens, labels, edges.astype(np.int32), trees.positions, columns)
 
-    def _parts(self, i: int) -> tuple[Any, ...]:
-        """Return the arguments of `_stream` after `seq_len` for stream i."""
-        start, seq_len = self.place(i)
-        stop = start + seq_len
-        if not self.repeat:
-            stop = min(stop, self.num_tokens)
-        return self._runs(start, stop)
-
     def _weighted(self, weights: ndarray, trees: PrefixTrees) -> dict[str, ndarray]:
         """Return the column of label weights [T], divided according to `targets.normalise`."""
         if self.targets.normalise == "token":
@@ -369,19 +357,12 @@ class PackedStreams:
         counts = np.add.reduceat(weights > 0, edges[:-1], dtype=np.int64)
         return {"weights": weights / np.repeat(np.maximum(counts, 1), np.diff(edges))}
 
-    def runs(self, i: int) -> tuple[ndarray, ndarray]:
-        """Return the documents of stream i as runs of the corpus's tokens.
-
-        Returns where each begins [n], and the number of its tokens in the stream [n].
-        """
-        return self._parts(i)[:2]
-
-    def _runs(self, start: int, stop: int) -> tuple[ndarray, ndarray, int]:
-        """Return the line's [start, stop) as runs of corpus.tokens, one per document.
-
-        Returns where each run begins [n] and its length [n]. Also returns the token that
-        follows in the last run's document, or IGNORE if the document ends there.
-        """
+    def runs(self, i: int) -> Runs:
+        """Return the documents of stream i."""
+        start, seq_len = self.place(i)
+        stop = start + seq_len
+        if not self.repeat:
+            stop = min(stop, self.num_tokens)
         starts = []
         lengths = []
         while start < stop:
@@ -403,4 +384,4 @@ class PackedStreams:
         next_token = IGNORE
         if end < self.corpus.offsets[documents[-1] + 1]:
             next_token = int(self.corpus.tokens[end])
-        return np.concatenate(starts), np.concatenate(lengths), next_token
+        return Runs(np.concatenate(starts), np.concatenate(lengths), next_token)
