@@ -32,7 +32,6 @@ import re
 import sysconfig
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
@@ -81,12 +80,19 @@ _LIKE_A_COLUMN = re.compile(
     "(^|_)(w[eight]{4}|advan|adv$|reward|mask|label|loss|logp|reference|behavi|teacher|train)"
 )
 
+
+def _open_zstd(raw: io.BufferedReader) -> io.BufferedReader:
+    # pyarrow brings zstd: Python has it from 3.14.
+    import pyarrow as pa
+
+    return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"))
+
+
 # First bytes of compressed text files, and how to open them; first bytes of other files,
 # and remedies.
-_COMPRESSED = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ\0": lzma.open}
+_COMPRESSED = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ\0": lzma.open, b"\x28\xb5\x2f\xfd": _open_zstd}
 _COMPRESSED |= {b"BZh%d1AY&SY" % size: bz2.open for size in range(1, 10)}
 _TWO_OBJECTS = re.compile(rb'\s*\{\s*"[^\n]*\}[ \t\r]*\n\s*\{\s*"')
-_ZSTD = b"\x28\xb5\x2f\xfd"
 _REWRITE_UTF_16 = "UTF-16; write it in UTF-8 (iconv -f UTF-16 -t UTF-8)"
 _NO_TEXT = {
     codecs.BOM_UTF16_LE: _REWRITE_UTF_16,
@@ -491,22 +497,13 @@ def _line(line: bytes, origin: str, size: float, fields: _Fields) -> Document:
     return fields.document(record, origin, size)
 
 
-@contextmanager
-def _decompressed(raw: io.BufferedReader) -> Iterator[io.BufferedReader]:
-    head = raw.peek(len(_ZSTD))
-    if head.startswith(_ZSTD):
-        # pyarrow brings zstd: Python has it from 3.14.
-        import pyarrow as pa
-
-        with io.BufferedReader(pa.CompressedInputStream(raw, "zstd")) as lines:
-            yield lines
-        return
+def _decompressed(raw: io.BufferedReader) -> Any:
+    """Return the open file, or a reader of what is compressed in it."""
+    head = raw.peek(1)
     for begin, opened in _COMPRESSED.items():
         if head.startswith(begin):
-            with opened(raw) as lines:
-                yield lines
-            return
-    yield raw
+            return opened(raw)
+    return raw
 
 
 def _check_kind(file: Path, head: bytes, wanted: str) -> None:
