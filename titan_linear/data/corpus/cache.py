@@ -72,6 +72,7 @@ from titan_linear.data.corpus.writing import (
 )
 from titan_linear.ops.layout.prefix_trees import PrefixTrees
 from titan_linear.storage.files import (
+    Json,
     Unreadable,
     default_cache_dir,
     lock,
@@ -224,37 +225,37 @@ def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool
         ValueError: a bad path, a bad document (with file and line), a damaged corpus, or a
             corpus of another tokenizer.
     """
-    t = texts
-    # Find the folder, and build a missing cache.
-    if t.dataset == "tokens":
-        folder = Path(os.path.expanduser(t.path or "")).absolute()
+    paths = None
+    if texts.dataset == "tokens":
+        folder = Path(os.path.expanduser(texts.path or "")).absolute()
         if not folder.is_dir():
             raise ValueError(
-                f"{t.path_key} = {t.path!r}: no such folder; give a corpus's (titan-linear corpus writes one)"
+                f"{texts.path_key} = {texts.path!r}: no such folder; give a corpus's (titan-linear corpus writes one)"
             )
+        corpus = load_corpus(folder)
+        if with_paths:
+            paths = _paths_when_written(corpus)
     else:
-        folder = (cache_dir or default_cache_dir()) / f"{t.dataset}-{t.key}"
-        folder = _named(folder) or _build_cache(folder, t)
+        folder = (cache_dir or default_cache_dir()) / f"{texts.dataset}-{texts.key}"
+        folder = _named(folder) or _build_cache(folder, texts)
         with suppress(OSError):  # not permitted in a cache that others wrote for us
             # Record the last use.
             os.utime(lock_file(folder))
-    # Refuse a corpus of another tokenizer, or one that skipped documents where they must stop
-    # the work.
-    corpus = load_corpus(folder)
-    if t.dataset != "tokens":
-        corpus = replace(corpus, name=f"{t.path_key} = {t.path or t.dataset!r}")
-    if with_paths:
-        paths = _paths_when_written(corpus) if t.dataset == "tokens" else tuple(map(shown, t.files))
-        corpus = replace(corpus, paths=paths)
-    if corpus.info["tokenizer"]["fingerprint"] != t.tokenizer.fingerprint:
+        name = f"{texts.path_key} = {texts.path or texts.dataset!r}"
+        corpus = replace(load_corpus(folder), name=name)
+        if with_paths:
+            paths = tuple(map(shown, texts.files))
+        # Refuse a corpus without documents that must stop the work.
+        bad = corpus.info["source"].get("skipped_bad")
+        if bad and texts.on_bad_document == "stop":
+            raise ValueError(f"{corpus.info['source']['bad'][0]}; {_SKIP} ({bad:,} in all)")
+    if corpus.info["tokenizer"]["fingerprint"] != texts.tokenizer.fingerprint:
         raise ValueError(
-            f"{t.path_key} = {t.path!r}: written with tokenizer {corpus.info['tokenizer']['fingerprint']!r}, but "
-            f"model.tokenizer_path gives {t.tokenizer.fingerprint!r}; set the tokenizer that it was written with"
+            f"{texts.path_key} = {texts.path!r}: written with tokenizer {corpus.info['tokenizer']['fingerprint']!r}, "
+            f"but model.tokenizer_path gives {texts.tokenizer.fingerprint!r}; set the tokenizer that it was written "
+            "with"
         )
-    stops = t.dataset != "tokens" and t.on_bad_document == "stop"
-    if stops and (bad := corpus.info["source"].get("skipped_bad")):
-        raise ValueError(f"{corpus.info['source']['bad'][0]}; {_SKIP} ({bad:,} in all)")
-    return corpus
+    return replace(corpus, paths=paths)
 
 
 def cached_corpus(texts: Texts) -> Corpus | None:
@@ -370,7 +371,7 @@ def _same_texts(caches: Path, texts: Texts) -> Path | None:
     for info in caches.glob(f"{texts.dataset}-*/{INFO}"):
         # Skip caches that are damaged or written from tokens.
         with suppress(Unreadable, KeyError):
-            known[read_json(info, dict[str, Any], "")["texts"]] = info.parent
+            known[read_json(info, Json, "")["texts"]] = info.parent
     return known.get(texts.content) if known else None
 
 
