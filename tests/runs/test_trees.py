@@ -548,8 +548,11 @@ def places(tree, counter, above=()):
 @pytest.mark.parametrize(
     "record, words",
     [
-        ({"children": []}, "root must have either 'text' or 'tokens'"),
-        ({"text": "a", "tokens": [1], "children": []}, "root must have either 'text' or 'tokens'"),
+        ({"children": []}, "root: it must have either 'text' or 'tokens'"),
+        (
+            {"text": "a", "tokens": [1], "children": []},
+            "root: it must have either 'text' or 'tokens'",
+        ),
         (
             {"text": "a", "children": {"text": "b"}},
             "root is not an object, or its 'children' are not a list",
@@ -579,7 +582,7 @@ def test_bad_tree_records_are_refused(record, words, tmp_path):
 @pytest.mark.parametrize(
     "child, words",
     [
-        ({"text": "c"}, "root.children[1] has no 'advantages' for tokens that count"),
+        ({"text": "c"}, "root.children[1]: no 'advantages' for tokens that count"),
         ({"text": "c", "advantages": [1.0, 2.0, 3.0]}, "root.children[1]: 'advantages' has 3 rows"),
     ],
 )
