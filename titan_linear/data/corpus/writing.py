@@ -336,7 +336,7 @@ def _rows(name: str, document: DocumentTokens, journal: Journal) -> bytes:
     if column is not None:
         # Earlier documents may all have lacked the column.
         lacking = 0 if name in journal.widths else journal.num_tokens
-        journal.widths[name] = column.shape[1] if column.ndim == 2 else 0
+        journal.widths[name] = sum(column.shape[1:])
         rows = column.astype(dtype).tobytes()
     if name not in journal.widths:
         return rows
