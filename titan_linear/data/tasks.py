@@ -9,8 +9,6 @@ mqar, copy, induction
     a text.
 """
 
-from __future__ import annotations
-
 import random
 import uuid
 from collections.abc import Callable, Iterable, Iterator

@@ -28,8 +28,6 @@ since (`verify_changed`). A damaged corpus is an error and is never rebuilt auto
 nothing that might be someone's only copy is deleted.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -217,11 +215,11 @@ def load_corpus(folder: Path) -> Corpus:
     count = corpus.num_documents
     offsets = corpus.offsets
     ends = corpus.files
-    if len(offsets) != count + 1 or not _spans(offsets, corpus.num_tokens):
+    if len(offsets) != count + 1 or (offsets[0], offsets[-1]) != (0, corpus.num_tokens):
         raise unfitting(folder / OFFSETS)
     if count <= SMALL:
         check_lengths(corpus, 0, count)
-    if ends is not None and (not _spans(ends, count) or (np.diff(ends) < 0).any()):
+    if ends is not None and ((ends[0], ends[-1]) != (0, count) or (np.diff(ends) < 0).any()):
         raise unfitting(folder / FILE_ENDS)
     return corpus
 
@@ -247,10 +245,6 @@ def _check_size(path: Path, size: int) -> None:
         raise ValueError(
             f"{path} has {path.stat().st_size:,} bytes instead of {size:,}; {how_to_mend(path.parent)}"
         )
-
-
-def _spans(ends: ndarray, total: int) -> bool:
-    return ends[0] == 0 and ends[-1] == total
 
 
 def unfitting(path: Path) -> ValueError:

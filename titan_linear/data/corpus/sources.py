@@ -18,8 +18,6 @@ text or lines, or its being another kind of file, is detected from its first byt
 its name.
 """
 
-from __future__ import annotations
-
 import bz2
 import codecs
 import glob

@@ -81,13 +81,11 @@ class MixedStreams:
         # Translate each change of length from the mixture's stream indices to each source's
         # own.
         if lengths:
-            own: dict[str, list[Length]] = {name: [] for name in sources}
-            for length in lengths:
-                before = self._given(length.start)
-                for name in sources:
-                    own[name].append(Length(before.get(name, 0), length.seq_len))
+            before = [self._given(length.start) for length in lengths]
             for name, streams in sources.items():
-                self.sources[name] = streams.of_lengths(own[name])
+                starts = [given.get(name, 0) for given in before]
+                own = [Length(start, length.seq_len) for start, length in zip(starts, lengths)]
+                self.sources[name] = streams.of_lengths(own)
 
     @property
     def fingerprints(self) -> dict[str, str]:

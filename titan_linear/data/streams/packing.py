@@ -47,11 +47,10 @@ ROUNDS = 8
 POOLS_KEPT = 8
 
 
-class InPlace:
+class InPlace(NamedTuple):
     """One epoch of a side, in the corpus's order."""
 
-    def __init__(self, side: Side):
-        self.side = side
+    side: Side
 
     def around(self, epoch: int, first: int, last: int) -> tuple[ndarray, ndarray]:
         """Find documents as `Pooled.around` does."""

@@ -13,8 +13,6 @@ once and kept in a file next to the token caches, which all processes of a machi
         int64 [2, bundles + 1]: to train on, held out; then a CRC-32
 """
 
-from __future__ import annotations
-
 import math
 import os
 import zlib
