@@ -178,7 +178,7 @@ class Texts:
         how = self.text_field, self.dataset_format, fields
         for number, file in enumerate(self.files):
             for document in read_documents(self.dataset, file, *how):
-                yield replace(document, file=number)
+                yield document._replace(file=number)
 
     @property
     def _how(self) -> list[str | None]:

@@ -30,11 +30,10 @@ import re
 import sysconfig
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
@@ -104,8 +103,7 @@ _NO_TEXT = {
 }
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """A text, or a record of several fields, and its origin.
 
     Bytes of a text file that are not UTF-8 become surrogate escapes.
@@ -119,15 +117,14 @@ class Document:
     # What is wrong with it; then it has no content.
     problem: str = ""
     # Values for its tokens (columns.py).
-    columns: Json = field(default_factory=dict)
+    columns: Json = {}
     # Unread fields that are named like columns or weights.
     unread: Sequence[str] = ()
     # Number of the source's files before its own.
     file: int = 0
 
 
-@dataclass(frozen=True)
-class _Fields:
+class _Fields(NamedTuple):
     """The fields of a record that make a document."""
 
     needed: Names

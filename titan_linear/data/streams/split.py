@@ -18,8 +18,8 @@ import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy import ndarray
@@ -35,8 +35,7 @@ SPAN = 512
 SPLITS = ("train", "validation")
 
 
-@dataclass(frozen=True, eq=False)
-class Side:
+class Side(NamedTuple):
     """The documents of a corpus that are trained on, or the documents held out."""
 
     corpus: Corpus
