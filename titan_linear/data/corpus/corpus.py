@@ -43,7 +43,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from titan_linear.data.corpus.columns import WEIGHTS, check_kinds
+from titan_linear.data.corpus.columns import WEIGHTS, Kinds, check_kinds
 from titan_linear.data.corpus.sources import FIELD_SOURCES, TEXT_SOURCES
 from titan_linear.storage.files import (
     Json,
@@ -198,9 +198,6 @@ def load_corpus(folder: Path) -> Corpus:
         _check_size(folder / name, file["size"])
         if name in dtypes:
             files[name] = np.asarray(np.memmap(folder / name, dtypes[name], mode="r"))
-    columns = {}
-    for name, kind in info.get("columns", {}).items():
-        columns[name] = open_column(folder, name, *kind)
     corpus = Corpus(
         folder=folder,
         tokens=files[TOKENS],
@@ -209,7 +206,7 @@ def load_corpus(folder: Path) -> Corpus:
         info=info,
         name=str(folder),
         files=files.get(FILE_ENDS),
-        columns=columns,
+        columns=open_columns(folder, info.get("columns", {})),
     )
     # Check that offsets and files span the corpus in ascending order.
     count = corpus.num_documents
@@ -224,10 +221,13 @@ def load_corpus(folder: Path) -> Corpus:
     return corpus
 
 
-def open_column(folder: Path, name: str, dtype: str, width: int, mode: Any = "r") -> ndarray:
-    """Map a column, [num_tokens], or with a width [num_tokens, width]."""
-    numbers = np.asarray(np.memmap(folder / column_file(name), dtype, mode=mode))
-    return numbers.reshape(-1, width) if width else numbers
+def open_columns(folder: Path, kinds: Kinds, mode: Any = "r") -> dict[str, ndarray]:
+    """Map columns, [num_tokens] each, or with a width [num_tokens, width]."""
+    columns = {}
+    for name, (dtype, width) in kinds.items():
+        numbers = np.asarray(np.memmap(folder / column_file(name), dtype, mode=mode))
+        columns[name] = numbers.reshape(-1, width) if width else numbers
+    return columns
 
 
 def format_of(columns: Iterable[str]) -> str:

@@ -25,7 +25,7 @@ from titan_linear.data.corpus.corpus import (
     as_json,
     column_file,
     described,
-    open_column,
+    open_columns,
     verify_once,
 )
 from titan_linear.storage.files import Json, read_json, sync, write_whole
@@ -68,7 +68,7 @@ def open_scores(folder: Path) -> tuple[Scores, dict[str, np.ndarray]]:
             "again, which goes on from there"
         )
     verify_once(folder, SCORES, scores.files)
-    return scores, {name: open_column(folder, name, *kind) for name, kind in scores.columns.items()}
+    return scores, open_columns(folder, scores.columns)
 
 
 def content_of_scores(folders: str) -> str:
@@ -136,9 +136,9 @@ def begin(folder: Path, scores: Scores, num_tokens: int) -> None:
 
 def put(folder: Path, scores: Scores, rows: Iterable[Rows]) -> None:
     """Write these rows, which count once `keep` records them."""
-    columns = [open_column(folder, name, *kind, mode="r+") for name, kind in scores.columns.items()]
+    columns = open_columns(folder, scores.columns, "r+")
     for places, *numbers in rows:
-        for column, of_places in zip(columns, numbers):
+        for column, of_places in zip(columns.values(), numbers):
             column[places] = of_places
 
 
