@@ -324,7 +324,7 @@ def verify_once(folder: Path, info: str, files: Mapping[str, Json]) -> None:
     verify_files(folder, files)
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(note, as_json(found))
+        write_json(note, found)
     except OSError as error:
         print(
             f"warning: {note} cannot be written ({error}), so the next start reads all of {folder} again; set "
@@ -362,8 +362,8 @@ def info_checksum(info: Json) -> int:
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
-def as_json(content: Any) -> str:
-    return json.dumps(content, indent=1)
+def write_json(path: Path, content: Any) -> None:
+    write_whole(path, json.dumps(content, indent=1))
 
 
 def how_to_mend(folder: Path) -> str:

@@ -22,13 +22,13 @@ from pydantic import BaseModel
 from titan_linear.data.corpus.columns import Kinds, check_kinds
 from titan_linear.data.corpus.corpus import (
     Corpus,
-    as_json,
     column_file,
     described,
     open_columns,
     verify_once,
+    write_json,
 )
-from titan_linear.storage.files import Json, read_json, sync, write_whole
+from titan_linear.storage.files import Json, read_json, sync
 
 SCORES = "scores.json"
 # Places in the corpus [n], then each column, [n] or [n, width].
@@ -131,7 +131,7 @@ def begin(folder: Path, scores: Scores, num_tokens: int) -> None:
                 os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
                 raise OSError(*error.args, file.name) from None
-    write_whole(folder / SCORES, as_json(scores.model_dump()))
+    write_json(folder / SCORES, scores.model_dump())
 
 
 def put(folder: Path, scores: Scores, rows: Iterable[Rows]) -> None:
@@ -149,7 +149,7 @@ def keep(folder: Path, scores: Scores, end: int) -> None:
     names = map(column_file, scores.columns)
     files = {n: described(folder / n) for n in names if end == scores.streams}
     now = scores.model_copy(update={"next_stream": end, "files": files})
-    write_whole(folder / SCORES, as_json(now.model_dump()))
+    write_json(folder / SCORES, now.model_dump())
     sync(folder)
 
 
