@@ -83,13 +83,10 @@ class Pooled:
         """
         ends = self._ends(epoch)
         low, high = np.searchsorted(ends, [first, last - 1], side="right")
-        documents = []
-        document_ends = []
-        for pool in range(low, high + 1):
-            order, lengths = self._kept(epoch, int(pool))
-            documents.append(order)
-            document_ends.append(ends[pool] - lengths.sum() + np.cumsum(lengths))
-        return np.concatenate(documents), np.concatenate(document_ends)
+        pools = [self._kept(epoch, int(pool)) for pool in range(low, high + 1)]
+        orders, lengths = zip(*pools)
+        begin = ends[low] - lengths[0].sum()
+        return np.concatenate(orders), begin + np.cumsum(np.concatenate(lengths))
 
     def _pool(self, epoch: int, pool: int) -> tuple[ndarray, ndarray]:
         """Return a pool's documents in their order [n], and their lengths [n]."""
