@@ -239,21 +239,22 @@ def source_files(
     # Expand each path or glob.
     suffixes = SUFFIXES[dataset]
     files: set[Path] = set()
-    for pattern in [dataset_path] if os.path.exists(dataset_path) else dataset_path.split(","):
-        if not pattern.strip():
+    patterns = [dataset_path] if os.path.exists(dataset_path) else dataset_path.split(",")
+    for pattern in map(str.strip, patterns):
+        if not pattern:
             raise ValueError(
                 f"{path_key} = {dataset_path!r}: nothing stands beside a comma; leave the comma out"
             )
-        found = _expand(pattern.strip(), dataset)
+        found = _expand(pattern, dataset)
         if not found:
-            path = Path(os.path.expanduser(pattern.strip()))
+            path = Path(os.path.expanduser(pattern))
             here = "" if path.is_absolute() else f" in {os.getcwd()}"
             what = "nothing"
             if os.path.exists(path) or glob.has_magic(pattern):
                 what = f"no {suffixes[0]} file".replace("  ", " ")
                 what += ", compressed or not," if suffixes[1:] else ""
             raise ValueError(
-                f"{path_key} = {dataset_path!r}: {what} is at {pattern.strip()!r}{here}; "
+                f"{path_key} = {dataset_path!r}: {what} is at {pattern!r}{here}; "
                 "give a file, a folder or globs (separated by commas)"
             )
         files.update(found)
@@ -433,17 +434,17 @@ def _as_saved(files: Set[Path], path_key: str) -> list[Path]:
 
 def _listed(state: Path) -> list[Path]:
     saved = read_json(state, _Saved, "save the dataset again")
-    names = [file.filename for file in saved.files]
+    paths = [state.parent / file.filename for file in saved.files]
     if saved.indices:
         raise ValueError(
             f"{state}: the dataset is a selection of rows; save its flatten_indices() instead"
         )
-    for name in names:
-        if not (state.parent / name).is_file():
+    for path in paths:
+        if not path.is_file():
             raise ValueError(
-                f"{state.parent / name} is missing: state.json lists it; restore it, or save it again"
+                f"{path} is missing: state.json lists it; restore it, or save it again"
             )
-    return [state.parent / name for name in names]
+    return paths
 
 
 # --- reading them ------------------------------------------------------------------------------------------------
