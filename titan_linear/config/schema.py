@@ -207,6 +207,12 @@ class Training(Section):
     """Malformed record (not JSON, missing field, conversation without an answer, pair of
     equal answers, or longer than seq_len where it must not be split): stop before training,
     or skip and count."""
+    max_length: Count = 0
+    """Maximum number of tokens of a document, such as a conversation, a rollout or either
+    side of a pair; training.truncation applies to longer ones. 0: no maximum."""
+    truncation: Literal["right", "left", "skip"] = "right"
+    """Keep the beginning of a document longer than training.max_length (right) or its end
+    (left), or leave its record out (skip). These records are counted."""
     verify: Annotated[Literal["always", "changed"], MAY_CHANGE] = "changed"
     """Compare the whole corpus with its checksums at every start (always), or only if a
     file's size, time or inode has changed since the last successful check (changed)."""

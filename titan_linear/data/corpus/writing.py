@@ -107,8 +107,11 @@ class Journal:
     size: float = 0.0
     skipped_empty: int = 0
     skipped_bad: int = 0
-    # The problems of the first few.
+    # For each of the first few reasons: how often it occurred, and its first problem.
+    reasons: dict[str, int] = field(default_factory=dict)
     bad: list[str] = field(default_factory=list)
+    # Records with a document longer than Texts.max_length.
+    too_long: int = 0
     # Unread fields that are named like columns, and where each first occurs.
     unread: dict[str, str] = field(default_factory=dict)
     # Documents written.
@@ -241,7 +244,9 @@ def _source(dataset: str, files: int, journal: Journal) -> Json:
         "files": files,
         "skipped_empty": journal.skipped_empty,
         "skipped_bad": journal.skipped_bad,
+        "reasons": journal.reasons,
         "bad": journal.bad,
+        "too_long": journal.too_long,
         "unread": journal.unread,
     }
 
