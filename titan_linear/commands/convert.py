@@ -16,8 +16,6 @@ from-hf   writes CHECKPOINTS/step-0, weights only, for checkpoint.initial_load_p
           checkpoint.initial_load_in_hf starts a run from the Hugging Face folder itself.
 """
 
-from __future__ import annotations
-
 import argparse
 from contextlib import ExitStack
 from functools import partial

@@ -4,8 +4,6 @@ Ranks gather one parameter at a time, and rank 0 writes its rows in their places
 gets its name once it is on disk.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -11,8 +11,6 @@ fingerprint and the run's keys that change the base's config.json, for which the
 no other place.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping

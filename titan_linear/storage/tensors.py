@@ -1,7 +1,5 @@
 """Tensors of a step-N folder: how DCP names, writes and reads model and optimizer state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ key, for whatever a family supports and our modules do not. Keys are written in 
 the rows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Kimi-Linear: Kimi Delta Attention, and latent attention without positions, with experts."""
 
-from __future__ import annotations
-
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.families.keys import (
     COMMON,

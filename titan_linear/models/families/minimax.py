@@ -3,8 +3,6 @@
 A branch adds to its normalized input.
 """
 
-from __future__ import annotations
-
 from titan_linear.models.families.keys import (
     COMMON,
     HEAD_DIM,
