@@ -28,10 +28,11 @@ from titan_linear.models.config import (
     ModelConfig,
     MoEConfig,
     differences,
+    mistake,
 )
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.families import FAMILIES
-from titan_linear.models.families.keys import Keys, check_values
+from titan_linear.models.families.keys import Keys
 from titan_linear.models.families.layout import Family, Layout
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -107,14 +108,15 @@ def placements(config: ModelConfig, family: str, on_disk: Shapes | None = None) 
         ValueError: parameters of ours without a tensor, tensors of another shape, or unused
             tensors; the message lists them all.
     """
-    # Choose a spelling of each layout, and collect its placements and faults.
+    # Of each layout, choose the first spelling that is complete on disk, or else the most
+    # complete one. Collect its placements and faults.
     ours = shapes_of(config)
     done: dict[str, Placement] = {}
     problems = []
     used = set()
     for spellings in _layouts(config, family, ours, on_disk):
-        layout = _spelling(spellings, on_disk)
-        problems += [] if on_disk is None else _wrong(layout, on_disk)
+        layout = min(spellings, key=lambda s: len(_wrong(s, on_disk)) / len(s.sources))
+        problems += _wrong(layout, on_disk)
         used |= {source.name for source in layout.sources}
         done |= {placement.name: placement for placement in _placements(layout, ours)}
     # The table must cover the model; the folder must not hold anything else.
@@ -162,7 +164,9 @@ def ignored(config: ModelConfig, family: str, on_disk: Shapes) -> set[str]:
     head) and tensors without effect (without elements, or the gate of a shared expert that
     does not exist).
     """
-    patterns = [*FAMILIES[family].ignored, *([r"lm_head\.weight"] if config.tie_embeddings else [])]
+    patterns = list(FAMILIES[family].ignored)
+    if config.tie_embeddings:
+        patterns.append(r"lm_head\.weight")
     if config.moe is not None and config.moe.shared_hidden_dim == 0:
         patterns.append(r".*\.shared_expert_gate\.weight")
     found = {
@@ -245,7 +249,8 @@ def _read(family: Family, config: Mapping[str, object]) -> ModelConfig:
         raise ValueError(
             f"config.json: a value is of another kind than its key's ({error}); fetch it again"
         ) from None
-    check_values(model)
+    if wrong := mistake(model):
+        raise ValueError(f"config.json gives {wrong}; fetch it again")
     return model
 
 
@@ -353,21 +358,18 @@ def _resolve(
     return _Resolved(names, tuple(map(StoredTensor, on_disk, shapes)), groups)
 
 
-def _spelling(spellings: list[_Resolved], on_disk: Shapes | None) -> _Resolved:
-    """Return the first spelling that is complete on disk, or else the most complete one."""
+def _wrong(layout: _Resolved, on_disk: Shapes | None) -> list[str]:
+    """List the sources that are missing or have another shape; none where nothing is on disk."""
+    problems: list[str] = []
     if on_disk is None:
-        return spellings[0]
-    return min(spellings, key=lambda s: len(_wrong(s, on_disk)) / len(s.sources))
-
-
-def _wrong(layout: _Resolved, on_disk: Shapes) -> list[str]:
-    """List the sources that are missing or have another shape."""
-    problems = []
-    for name, shape in ((s.name, s.shape) for s in layout.sources):
-        if name not in on_disk:
-            problems.append(f"{name}: missing, {list(shape)} for {', '.join(layout.ours)}")
-        elif tuple(on_disk[name]) != shape:
-            problems.append(f"{name}: shape {list(on_disk[name])}, not {list(shape)}")
+        return problems
+    for source in layout.sources:
+        there = on_disk.get(source.name)
+        shape = list(source.shape)
+        if there is None:
+            problems.append(f"{source.name}: missing, {shape} for {', '.join(layout.ours)}")
+        elif tuple(there) != source.shape:
+            problems.append(f"{source.name}: shape {list(there)}, not {shape}")
     return problems
 
 

@@ -11,18 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig, mistake, mixers_of
+from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig, mixers_of
 from titan_linear.models.mixers import Attention, Mamba2
 from titan_linear.models.rope import USES, RopeScaling
 
 Json = dict[str, Any]
 
 
+@dataclass
 class Keys:
     """A config.json whose errors name the key at fault."""
 
-    def __init__(self, config: Json):
-        self.config = config
+    config: Json
 
     def __call__(self, key: str, *default: object) -> Any:
         if key in self.config or default:
@@ -371,9 +371,3 @@ def shortest(layers: list[MixerOptions]) -> tuple[MixerOptions, ...]:
     while any(layer != layers[i % n] for i, layer in enumerate(layers)):
         n += 1
     return tuple(layers[:n])
-
-
-def check_values(model: ModelConfig) -> None:
-    """Raise ValueError if no model can have the values of config.json."""
-    if wrong := mistake(model):
-        raise ValueError(f"config.json gives {wrong}; fetch it again")
