@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -312,17 +313,14 @@ class Checkpointer:
         """
         content = (progress.model_dump_json(indent=2) + "\n").encode()
         self._first(lambda: self._prepare(tmp, content))
-        # DCP would sync before its last block is written, so files are synced below.
         # Nothing is read ahead of a state that is already in host memory: reading ahead
         # waits for the device's queue, which waits for other ranks, and one of them may be
         # waiting for us.
         ahead = 0 if self._thread else READ_AHEAD
-        files = _Summed()
-        writer = _Writer(tmp, sync_files=False, per_thread_copy_ahead=ahead)
-        writer.fs = files
+        writer = _Writer(tmp, ahead)
         dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
         # Collect the checksums of all ranks.
-        sums = files.written | ({PROGRESS: checksum(content)} if self.rank == 0 else {})
+        sums = writer.fs.written | ({PROGRESS: checksum(content)} if self.rank == 0 else {})
         every: dict[str, list[int]] = {}
         altered: list[str] = []
         parts = self._together(lambda: (sums, self._sync(tmp, sums)))
@@ -434,12 +432,12 @@ class _Summed(FileSystem):
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 
 
+@dataclass
 class _Stream:
     """A file that is written from beginning to end; `entry` becomes its [size, CRC-32]."""
 
-    def __init__(self, stream: Any, entry: list[int]):
-        self.stream = stream
-        self.entry = entry
+    stream: Any
+    entry: list[int]
 
     def write(self, data: Any) -> int:
         self.entry[:] = checksum(data, self.entry)
@@ -450,8 +448,11 @@ class _Stream:
 
 
 class _Writer(dcp.FileSystemWriter):
-    def __init__(self, path: Path, **options: Any):
-        super().__init__(path, **options)
+    fs: _Summed
+
+    def __init__(self, path: Path, ahead: int):
+        # DCP would sync before its last block is written, so files are synced later.
+        super().__init__(path, sync_files=False, per_thread_copy_ahead=ahead)
         self.fs = _Summed()
         # On rank 0, once everything is written.
         self.tensors: dict[str, Stored] = {}

@@ -91,20 +91,17 @@ class Folder:
     def fingerprint(self) -> str:
         """Return a hash of all tensors, independent of the files that hold them."""
         with ThreadPoolExecutor() as pool:
-            sums = pool.map(_checksum, self.tensors.values())
-            sums = list(progress(sums, f"reading {self.path.name}"))
-        listed = sorted(
-            (tensor.name, tensor.code, tensor.shape, crc)
-            for tensor, crc in zip(self.tensors.values(), sums)
-        )
+            entries = pool.map(_fingerprinted, self.tensors.values())
+            listed = sorted(progress(entries, f"reading {self.path.name}"))
         return hashlib.sha256(repr(listed).encode()).hexdigest()[:16]
 
 
-def _checksum(tensor: OnDisk) -> int:
+def _fingerprinted(tensor: OnDisk) -> tuple[object, ...]:
+    """Return what a fingerprint is made of: name, dtype, shape and CRC-32."""
     crc = 0
     for block in tensor.blocks():
         crc = zlib.crc32(block, crc)
-    return crc
+    return tensor.name, tensor.code, tensor.shape, crc
 
 
 # --- Looking at a folder ---------------------------------------------------------------------------------------------

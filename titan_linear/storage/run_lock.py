@@ -47,11 +47,9 @@ def lock_folder(folder: str, key: str = "job.dump_folder") -> Iterator[None]:
     # Remember which paths are new, so that a refused start can remove them.
     path = Path(folder) / LOCK
     new = [made for made in (path, *path.parents) if not os.path.lexists(made)]
-    try:
+    with _refusing(folder, key):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open_own(path, "a+")
-    except OSError as error:
-        raise _unwritable(folder, key, error) from None
     with file:
         if not _locks(file, folder, key, new):
             file.seek(0)
@@ -60,7 +58,11 @@ def lock_folder(folder: str, key: str = "job.dump_folder") -> Iterator[None]:
                 "another folder"
             )
         try:
-            _sign(file, folder, key)
+            # Write the holder's process into the lock.
+            with _refusing(folder, key):
+                file.truncate(0)
+                holder = f"process {os.getpid()} on {socket.gethostname()}\n"
+                os.write(file.fileno(), holder.encode())
             yield
         except (ValueError, SystemExit):
             # The start is refused.
@@ -79,15 +81,6 @@ def _locks(file: TextIO, folder: str, key: str, new: list[Path]) -> bool:
         ) from None
 
 
-def _sign(file: TextIO, folder: str, key: str) -> None:
-    """Write the holder's process into the lock."""
-    try:
-        file.truncate(0)
-        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    except OSError as error:
-        raise _unwritable(folder, key, error) from None
-
-
 def _take_back(new: list[Path]) -> None:
     """Remove the new lock and its new folders that are empty, innermost first."""
     for path in new:
@@ -95,8 +88,13 @@ def _take_back(new: list[Path]) -> None:
             path.rmdir() if path.is_dir() else path.unlink()
 
 
-def _unwritable(folder: str, key: str, error: OSError) -> ValueError:
-    where = f"{error.filename!r}: " if error.filename else ""
-    return ValueError(
-        f"{key} = {folder!r} cannot be written: {where}{error.strerror}; use another folder"
-    )
+@contextmanager
+def _refusing(folder: str, key: str) -> Iterator[None]:
+    """Raise ValueError for what the system refuses to write inside `with`."""
+    try:
+        yield
+    except OSError as error:
+        where = f"{error.filename!r}: " if error.filename else ""
+        raise ValueError(
+            f"{key} = {folder!r} cannot be written: {where}{error.strerror}; use another folder"
+        ) from None
