@@ -353,7 +353,7 @@ class Trainer:
         # A run that was not stopped exports its weights and writes a sample.
         if not self.stop.agreed:
             if self.config.checkpoint.last_save_in_hf:
-                export_last(self.origin, self.model, self.content.base)
+                export_last(self.origin, self.model, self.step, self.content.base)
             text = self.evaluation.text(
                 self.config.sample.prompt, self.config.sample.max_new_tokens
             )

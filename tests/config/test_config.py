@@ -642,11 +642,6 @@ def test_the_rest_of_the_ranks_shard(world_size, keys, degrees):
         ),
         (
             1,
-            {"checkpoint__enable": False, "checkpoint__initial_load_path": "x"},
-            "initial_load_path = .x. has no",
-        ),
-        (
-            1,
             {"checkpoint__enable": False, "checkpoint__last_save_model_only": True},
             "last_save_model_only = true has",
         ),

@@ -42,8 +42,6 @@ EFFECTIVE_WITH = {
     ),
     ("checkpoint.enable", True): (
         "checkpoint.load_step",
-        "checkpoint.initial_load_path",
-        "checkpoint.initial_load_in_hf",
         "checkpoint.last_save_model_only",
         "checkpoint.last_save_in_hf",
         "checkpoint.export_interval",

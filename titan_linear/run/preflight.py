@@ -195,7 +195,7 @@ def _check_checkpoint(origin: Origin) -> Progress | None:
     ended = step >= config.training.steps or LowestLoss.so_far(config, step).ends_run
     if ended and (c.load_step == -1 or rewound):
         print(finished(config, step))
-        if c.last_save_in_hf and not is_exported(config):
+        if c.last_save_in_hf and not is_exported(config, step):
             print(
                 f"its Hugging Face folder is not there; titan-linear convert to-hf '{folder}' FOLDER makes one"
             )
