@@ -218,6 +218,10 @@ class Training(Section):
     """Streams per optimizer step, reached by gradient accumulation."""
     steps: Annotated[Number, KeyRule.MAY_CHANGE] = 1000
     """Number of optimizer steps in the run."""
+    epochs: Annotated[Count, KeyRule.MAY_CHANGE] = 0
+    """Passes over the corpus, instead of training.steps: the run ends with the step that
+    completes the last pass. Epochs of packed streams follow each other without a gap, so this
+    step may read the beginning of another pass. 0: training.steps."""
     max_norm: Above0 = 1.0
     """Clip the gradients to this global 2-norm."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
@@ -712,6 +716,11 @@ class Validation(Section):
     """Number of streams per validation, over all ranks; -1: all held-out documents."""
     local_batch_size: Annotated[Number, KeyRule.MAY_CHANGE] = 1
     """Streams per validation batch on each data-parallel rank."""
+    keep_best: Annotated[bool, KeyRule.MAY_CHANGE] = False
+    """Keep the checkpoint with the lowest validation loss, regardless of
+    checkpoint.keep_latest_k. validation.freq must be a multiple of checkpoint.interval."""
+    patience: Annotated[Count, KeyRule.MAY_CHANGE] = 0
+    """End the run after this many validations in a row without a lower loss; 0: never."""
     sample_tokens: Annotated[Count, KeyRule.MAY_CHANGE] = 0
     """Length, in tokens, of a sample generated at each validation, with sample.temperature
     and sample.top_p; 0: none."""
