@@ -39,6 +39,9 @@ def _read(file: Path) -> dict[str, ModelConfig]:
 
 FILES = sorted(Path(__file__).with_name("families").glob("configs/*.json"))
 MODELS = {file.stem: _read(file) for file in FILES}
+# Our own models, in the sizes of FLA's 340M and 1.3B. The debug flavors have grouped value
+# heads, QK-norm and an output gate.
+OWN = {name: MODELS[name] for name in ("kda", "gdn", "hybrid")}
 
 
 def preset(name: str, flavor: str) -> ModelConfig:

@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -223,10 +222,9 @@ def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
         # Adapters can be trained with such a tokenizer.
         print(f"warning: {error}; the folder gets no tokenizer")
         to = destination(source_origin, None, files={})
-    with ExitStack() as opened:
-        source_origin.write(
-            folder, adapted.model.base, adapted.origin.weights(opened), to, EXPORT_DTYPES[dtype]
-        )
+    source_origin.write(
+        folder, adapted.model.base, adapted.origin.weights(), to, EXPORT_DTYPES[dtype]
+    )
 
 
 def _adapters_of_folder(source: Path, base: str) -> AdaptedModel:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -273,12 +272,8 @@ class Origin:
             exports: the run exports its weights.
         """
 
-    def weights(self, files: ExitStack) -> Weights:
-        """Return a function that reads whole tensors, with adapters merged into them.
-
-        Args:
-            files: closes the files that are read.
-        """
+    def weights(self) -> Weights:
+        """Return a function that reads whole tensors, with adapters merged into them."""
         model = allocated(self.model, torch.float32, torch.device("cpu"))
         self.load(model)
         return model.get_parameter
@@ -373,7 +368,7 @@ class Checkpointed(Origin):
         if warning := other_tokenizer(self.checkpoint, self.tokenizer, title):
             print(warning)
 
-    def weights(self, files: ExitStack) -> Weights:
+    def weights(self) -> Weights:
         return stored_weights(self.model_step)
 
     def load(self, model: Decoder, host: dist.ProcessGroup | None = None) -> None:
@@ -399,10 +394,10 @@ class Published(Origin):
             key = "checkpoint.initial_load_in_hf"
             under_key(key, check_folder, self.path, self.model, free)
 
-    def weights(self, files: ExitStack) -> Weights:
+    def weights(self) -> Weights:
         folder, places = check_folder(self.path, self.definition, POSITIONS)
         placements = {placement.name: placement for placement in places}
-        reader = RowReader(folder, files)
+        reader = RowReader(folder)
         return lambda name: reader.whole(placements[name], torch.float32)
 
     def load(self, model: Decoder, host: dist.ProcessGroup | None = None) -> None:
@@ -512,9 +507,9 @@ class Adapters(Origin):
         path = options.initial_load_path
         return read_peft(Path(path), model, self.family(), options, base) if path else {}
 
-    def weights(self, files: ExitStack) -> Weights:
+    def weights(self) -> Weights:
         """Return a function that reads merged tensors, W + s B A in float64."""
-        base = self.base.weights(files)
+        base = self.base.weights()
         if checkpoint := self.checkpoint or self._source_checkpoint:
             trained = stored_weights(checkpoint)
         else:

@@ -20,7 +20,6 @@ import shlex
 import zlib
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -182,18 +181,18 @@ def check_folder(
     # Raises if the family cannot express the change.
     if changed:
         config_to_hf(family, model)
-    folder = open_folder(path)
-    return folder, locate(folder, family, model)
+    return locate(path, family, model)
 
 
-def locate(folder: Folder, family: str, model: ModelConfig) -> list[Placement]:
-    """Return where each of our parameters lies in the folder.
+def locate(path: Path, family: str, model: ModelConfig) -> tuple[Folder, list[Placement]]:
+    """Open a folder of this family, and return where each of our parameters lies in it.
 
     Raises:
         ValueError: tensors are missing, unused or of another shape, a dtype cannot be read,
             or a head differs from the embedding to which it is tied. The message names the
             first problems.
     """
+    folder = open_folder(path)
     try:
         places = placements(model, family, folder.shapes)
     except ValueError as error:
@@ -212,7 +211,7 @@ def locate(folder: Folder, family: str, model: ModelConfig) -> list[Placement]:
     if model.tie_embeddings and HEAD in folder.tensors:
         (embedding,) = (place for place in places if place.name == "embedding.weight")
         _check_tied(folder, embedding.sources[0].name)
-    return places
+    return folder, places
 
 
 def _check_tied(folder: Folder, embedding: str) -> None:
@@ -223,11 +222,10 @@ def _check_tied(folder: Folder, embedding: str) -> None:
     head = folder.tensors[HEAD]
     other = folder.tensors[embedding]
     if head.shape == other.shape:
-        with ExitStack() as files:
-            reader = RowReader(folder, files)
-            blocks = (reader.rows(tensor, 0, *head.shape) for tensor in (head, other))
-            if all(torch.equal(a, b) for a, b in zip(*blocks, strict=True)):
-                return
+        reader = RowReader(folder)
+        blocks = (reader.rows(tensor, 0, *head.shape) for tensor in (head, other))
+        if all(torch.equal(a, b) for a, b in zip(*blocks, strict=True)):
+            return
     raise ValueError(
         f"'{folder.path}': {HEAD} is not {embedding}, though {CONFIG} has tie_word_embeddings = true; set it to false"
     )
@@ -318,24 +316,22 @@ def load_weights(path: Path, model: nn.Module) -> None:
     Raises:
         ValueError: the folder does not hold the model.
     """
-    folder = open_folder(path)
     family, _ = read_model(path)
+    folder, places = locate(path, family, model.config)
+    reader = RowReader(folder)
     parameters = named_parameters(model)
-    with ExitStack() as files:
-        reader = RowReader(folder, files)
-        for placement in progress(locate(folder, family, model.config), f"loading {path.name}"):
-            reader.fill(placement, *owned(parameters[placement.name]))
+    for placement in progress(places, f"loading {path.name}"):
+        reader.fill(placement, *owned(parameters[placement.name]))
 
 
 class RowReader:
     """Reads rows of a folder's tensors.
 
-    A file is mapped into memory from its first use until `files` closes.
+    A file is mapped into memory from its first use on, for as long as the reader is there.
     """
 
-    def __init__(self, folder: Folder, files: ExitStack):
+    def __init__(self, folder: Folder):
         self.folder = folder
-        self.files = files
         self.open: dict[Path, Any] = {}
 
     def fill(self, placement: Placement, local: Tensor, offsets: tuple[int, ...]) -> None:
@@ -367,7 +363,7 @@ class RowReader:
     def rows(self, tensor: OnDisk, start: int, stop: int, width: int) -> Iterator[Tensor]:
         """Yield rows [start, stop) of a tensor viewed as [-1, width], a block at a time."""
         if tensor.file not in self.open:
-            self.open[tensor.file] = self.files.enter_context(safe_open(tensor.file, "pt"))
+            self.open[tensor.file] = safe_open(tensor.file, "pt")
         on_disk = self.open[tensor.file].get_slice(tensor.name)
         rows = math.prod(tensor.shape) // width
         # Rows per index of the first dimension, along which slices are read.

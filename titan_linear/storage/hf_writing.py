@@ -220,7 +220,7 @@ def write_tensors(
         single: the name of the file of tensors, if one is enough.
         header: additional entries of that file's header.
     """
-    failure = None
+    failure: OSError | RuntimeError | None = None
     left = iter(progress(parts, f"writing {path.name}"))
     # Rank 0 writes each parameter once it is gathered.
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -240,15 +240,11 @@ def write_tensors(
     # each other.
     for placement in left:
         get(placement.name)
-    _raise_everywhere(path, failure)
-
-
-def _raise_everywhere(path: Path, failure: OSError | RuntimeError | None) -> None:
-    """Raise rank 0's failure, if any, on every rank."""
-    outcome = [None if failure is None else describe(failure)]
+    # Rank 0's failure is raised on every rank.
+    outcome = [failure and describe(failure)]
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, 0)
-    if outcome[0] is not None:
+    if outcome[0]:
         raise SaveFailed(f"writing '{path}' failed: {outcome[0]}") from failure
 
 

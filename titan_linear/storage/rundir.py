@@ -75,22 +75,23 @@ def checkpoints_of(run: Path) -> Path:
     return stored_config(run).checkpoint_folder
 
 
+def config_in(run: Path) -> Config:
+    """Return the configuration stored in the folder `run`."""
+    return load_config(["--job.config_file", str(run / CONFIG)])
+
+
 def stored_config(run: Path) -> Config:
     """Return the configuration stored by this folder's run, with the folder's present path.
 
     Without one, return the defaults.
     """
-    stored = (
-        load_config(["--job.config_file", str(run / CONFIG)])
-        if (run / CONFIG).is_file()
-        else Config()
-    )
+    stored = config_in(run) if (run / CONFIG).is_file() else Config()
     return stored.changed({"job.dump_folder": str(run)})
 
 
 def config_of(checkpoint: Path) -> Config:
     """Return the configuration of the run of a step-N folder (`config_path`)."""
-    return load_config(["--job.config_file", str(config_path(checkpoint))])
+    return config_in(config_path(checkpoint).parent)
 
 
 def config_path(checkpoint: Path) -> Path:

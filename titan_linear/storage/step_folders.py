@@ -141,7 +141,7 @@ def check_step(folder: Path, load_step: int) -> None:
         raise ValueError(
             f"checkpoint.load_step = {load_step}: there is no complete checkpoint of this step in '{folder}'; "
             + (
-                f"use one of {_list(steps)}, or -1 for the newest"
+                f"use one of {', '.join(map(str, steps))}, or -1 for the newest"
                 if steps
                 else "it has none: use -1 for a new start"
             )
@@ -182,7 +182,8 @@ def verify(path: Path) -> None:
     """
     others = [step for step in complete_steps(path.parent) if path.name != f"step-{step}"]
     remedy = "restore it from a copy, or " + (
-        f"use another step: checkpoint.load_step = {_list(others)} (for another run's: checkpoint.initial_load_path)"
+        f"use another step: checkpoint.load_step = {', '.join(map(str, others))} (for another run's: "
+        "checkpoint.initial_load_path)"
         if others
         else "start a new run in another job.dump_folder"
     )
@@ -225,10 +226,6 @@ def _step_folders(folder: Path, suffix: str = "") -> dict[int, Path]:
 
 def _is_complete(path: Path) -> bool:
     return (path / STEP_MANIFEST).is_file()
-
-
-def _list(steps: list[int]) -> str:
-    return ", ".join(map(str, steps))
 
 
 def inspect(file: Path, stop: Event | None = None) -> list[int] | str:
