@@ -42,8 +42,7 @@ def main(argv: list[str]) -> int:
     args, keys = parse(argv)
     # A worker evaluates. The first process checks everything, then starts the workers.
     if under_launcher():
-        config = load_config(keys)
-        return joined(config.comm, partial(evaluate, args.output, config))
+        return joined(keys, partial(evaluate, args.output))
     if args.write:
         write_prompts(args.write, load_config(keys))
         return 0

@@ -43,13 +43,8 @@ def main(argv: list[str]) -> int:
     # Refuse wrong arguments before the weights are read.
     if args.max_new_tokens < 0:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens} must be 0 or more")
-    dtype = (
-        DTYPES[args.dtype]
-        if args.dtype
-        else torch.float32
-        if device.type == "cpu"
-        else torch.bfloat16
-    )
+    usual = "float32" if device.type == "cpu" else "bfloat16"
+    dtype = DTYPES[args.dtype or usual]
     if args.draft and args.temperature:
         raise ValueError(
             f"--draft takes the likeliest tokens, not those of --temperature {args.temperature:g}; give 0"

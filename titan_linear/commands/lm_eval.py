@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from titan_linear.commands import command_parser
 from titan_linear.commands.score import checked, joined
-from titan_linear.config import Config, load_config
+from titan_linear.config import Config
 from titan_linear.data import Prompts, TaskSample
 from titan_linear.data.corpus.chat import Conversations
 from titan_linear.data.streams.prompts import rows_of
@@ -47,8 +47,7 @@ def main(argv: list[str]) -> int:
     # A worker runs the harness. The first process checks everything, then starts the
     # workers.
     if under_launcher():
-        config = load_config(keys)
-        return joined(config.comm, partial(harness, options, config))
+        return joined(keys, partial(harness, options))
     parser = command_parser(
         "titan-linear lm-eval", __doc__, usage="titan-linear lm-eval PATH --tasks …"
     )

@@ -199,18 +199,15 @@ def mean_length(documents: str) -> Mean:
     Raises:
         ValueError: --documents is none of the three kinds.
     """
-    root, *levels = documents.split("+")
     if documents != "one" and not re.fullmatch(r"[1-9]\d*(\+[1-9]\d*\*[1-9]\d*)*", documents):
         raise ValueError(
             f"--documents {documents!r} must be 'one', or the mean length of a document in tokens, or a tree such as "
             "14336+8*2048"
         )
     # A tree: its root has one node, each further level a number of nodes and their tokens.
-    if levels:
-        return (
-            (1, int(root)),
-            *((int(count), int(tokens)) for count, tokens in (x.split("*") for x in levels)),
-        )
+    if "+" in documents:
+        levels = [level.split("*") for level in f"1*{documents}".split("+")]
+        return tuple((int(count), int(tokens)) for count, tokens in levels)
     return None if documents == "one" else int(documents)
 
 
@@ -290,19 +287,21 @@ def splits_table(splits: list[PlannedSplit], budget: float | None) -> str:
     head = ["split", "checkpointing", "local batch", "GiB", "ms a step", "tokens/s/GPU", "MFU"]
     rows = []
     for rank, needed, planned in splits:
-        rows.append(
-            [
-                rank.degrees,
-                rank.config.activation_checkpoint.name,
-                rank.training.local_batch_size,
-                f"{needed / GIB:.1f}",
-                f"{1e3 * planned.seconds:.0f}",
-                f"{planned.tokens_per_second / rank.gpus:,.0f}",
-                f"{planned.mfu:.1%}",
-                *([f"{_days(planned, budget):.1f}"] if budget else []),
-            ]
-        )
-    return table([*head, *(["days"] if budget else [])], rows)
+        row = [
+            rank.degrees,
+            rank.config.activation_checkpoint.name,
+            rank.training.local_batch_size,
+            f"{needed / GIB:.1f}",
+            f"{1e3 * planned.seconds:.0f}",
+            f"{planned.tokens_per_second / rank.gpus:,.0f}",
+            f"{planned.mfu:.1%}",
+        ]
+        if budget:
+            row.append(f"{_days(planned, budget):.1f}")
+        rows.append(row)
+    if budget:
+        head.append("days")
+    return table(head, rows)
 
 
 def _days(planned: PlannedStep, budget: float) -> float:

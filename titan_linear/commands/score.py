@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_linear.commands import command_parser
-from titan_linear.config import Comm, Config, check_config, load_config
+from titan_linear.config import Config, check_config, load_config
 from titan_linear.data import PackedStreams, Streams, Targets, split_corpus, streams_of
 from titan_linear.data.corpus.corpus import PLACE
 from titan_linear.data.corpus.scores import Scores, begin, differences, keep, put, read_scores
@@ -57,8 +57,7 @@ def main(argv: list[str]) -> int:
     args, keys = parse(argv)
     # A worker scores. The first process checks everything, then starts the workers.
     if under_launcher():
-        config = load_config(keys)
-        return joined(config.comm, partial(score_corpus, Path(args.output), config))
+        return joined(keys, partial(score_corpus, Path(args.output)))
     if args.compare:
         for name, (apart, token) in differences(*map(Path, args.compare)).items():
             print(f"{name}: largest difference {apart:.3g}, at token {token:,} of the corpus")
@@ -144,11 +143,15 @@ def streams_to_score(data: RunData) -> PackedStreams:
 # --- In each process ----------------------------------------------------------------------
 
 
-def joined(comm: Comm, work: Callable[[], None]) -> int:
-    """Run this process's part of `work` in the default group and return the exit code."""
+def joined(keys: list[str], work: Callable[[Config], None]) -> int:
+    """Run this process's part of `work` in the default group and return the exit code.
+
+    keys: the configuration, as arguments.
+    """
+    config = load_config(keys)
     try:
-        with process_group(timedelta(seconds=comm.init_timeout_seconds)):
-            work()
+        with process_group(timedelta(seconds=config.comm.init_timeout_seconds)):
+            work(config)
     except Exception as error:
         return report(error)
     return 0

@@ -89,8 +89,8 @@ def _at_once(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
             yield part
             part = []
             elements = 0
-        part = [*part, p]
-        elements = elements + number
+        part.append(p)
+        elements += number
     if part:
         yield part
 

@@ -112,8 +112,9 @@ class Outliers:
         """Return the fields to write about a step, or None. Ranks with the same numbers
         agree.
         """
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            return {"why": "not finite", "loss": loss, "grad_norm": grad_norm}
+        numbers = {"loss": loss, "grad_norm": grad_norm}
+        if not all(map(math.isfinite, numbers.values())):
+            return {"why": "not finite", **numbers}
         # Compare with the losses before this one, once there are enough of them.
         before = list(self.last)
         self.last.append(loss)
@@ -123,13 +124,7 @@ class Outliers:
         sigma = pstdev(before)
         if loss <= mean + self.sigmas * sigma:
             return None
-        return {
-            "why": "outlier",
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "mean": mean,
-            "sigma": sigma,
-        }
+        return {"why": "outlier", **numbers, "mean": mean, "sigma": sigma}
 
 
 def write_spike(folder: str, step: int, spike: Json, ranks: Iterable[Sequence[MicroLoss]]) -> None:

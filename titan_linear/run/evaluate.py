@@ -110,21 +110,13 @@ def examine(
         ask()
         if of_all:
             # Group the labels of all ranks by prompt, in the order of positions.
-            rows = _joined(of_all)
+            fields = [np.concatenate(of_ranks) for of_ranks in zip(*of_all)]
+            rows = np.rec.fromarrays(fields, LABEL)
             rows = rows[np.lexsort((rows["position"], rows["prompt"]))]
             for of in _groups(rows, "prompt"):
                 i = int(of["prompt"][0])
                 shown[i] = show(prompts.samples[i], of)
     return [record for i in sorted(shown) for record in shown[i]]
-
-
-def _joined(of_all: list[list[np.ndarray]]) -> np.ndarray:
-    """Return all ranks' numbers of `_answered`, [n] LABEL."""
-    fields = [np.concatenate(of_ranks) for of_ranks in zip(*of_all)]
-    rows = np.empty(len(fields[0]), LABEL)
-    for name, numbers in zip(LABEL.names, fields, strict=True):
-        rows[name] = numbers
-    return rows
 
 
 def _groups(rows: np.ndarray, field: str) -> list[np.ndarray]:

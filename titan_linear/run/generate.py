@@ -147,12 +147,14 @@ def prefill(
 ) -> DecodingState:
     """Read the prompts (each of one token or more), `chunk` tokens at a time."""
     read = [_prefill_one(model, prompt, chunk, device) for prompt in prompts]
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    growing = [
-        {name for mixer in layer.mixers for name in mixer.growing} for layer in model.config.layers
-    ]
-    caches = [_batched([caches[i] for caches, _ in read], names) for i, names in enumerate(growing)]
-    return DecodingState(caches, lengths, torch.cat([logits for _, logits in read]))
+    caches_of_rows, logits = zip(*read)
+    # Merge the rows' caches, layer by layer.
+    caches = []
+    for layer, rows in zip(model.config.layers, zip(*caches_of_rows)):
+        growing = {name for mixer in layer.mixers for name in mixer.growing}
+        caches.append(_batched(rows, growing))
+    lengths = torch.tensor(list(map(len, prompts)), device=device)
+    return DecodingState(caches, lengths, torch.cat(logits))
 
 
 @torch.no_grad()
@@ -176,7 +178,7 @@ def _prefill_one(
     return caches, logits
 
 
-def _batched(caches: list[LayerCache], growing: set[str]) -> LayerCache:
+def _batched(caches: Sequence[LayerCache], growing: set[str]) -> LayerCache:
     """Merge one layer's caches of single rows into the cache of a batch.
 
     Entries that grow with the text are padded in front to the longest.

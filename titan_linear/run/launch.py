@@ -371,10 +371,8 @@ class Workers(threading.Thread):
         """Return the process ids of the workers: the children of this thread."""
         # The files are missing once the thread has ended.
         with suppress(FileNotFoundError, ProcessLookupError):
-            return {
-                int(child)
-                for child in Path(f"/proc/self/task/{self.native_id}/children").read_text().split()
-            }
+            children = Path(f"/proc/self/task/{self.native_id}/children").read_text()
+            return set(map(int, children.split()))
         return set()
 
     def _on_request(self, number: int, _: FrameType | None) -> None:

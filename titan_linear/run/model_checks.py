@@ -85,11 +85,8 @@ def check_heads(model: ModelConfig, keys: Model, p: Parallelism) -> None:
             what = f"{mixer.name} layers" if mixer.over_heads else f"parallelism.{key} = 'ulysses'"
             remedy = "use" if mixer.over_heads else f"use {others}, or"
             ranks = f"context_parallel_degree = {p.context_parallel_degree}"
-            ranks += (
-                f" × tensor_parallel_degree = {p.tensor_parallel_degree}"
-                if p.tensor_parallel_degree > 1
-                else ""
-            )
+            if p.tensor_parallel_degree > 1:
+                ranks += f" × tensor_parallel_degree = {p.tensor_parallel_degree}"
             raise ValueError(
                 f"{what} cannot split the {heads} of model.flavor = {keys.flavor!r} among {ranks} "
                 f"ranks; {remedy} a degree that divides them"

@@ -244,10 +244,9 @@ class Origin:
     @property
     def title(self) -> str:
         """A console line that names the source of the weights."""
-        seed = self.config.debug.seed
-        return (
-            f"weights of '{self.path}'" if self.path else f"weights drawn from debug.seed = {seed}"
-        )
+        if self.path:
+            return f"weights of '{self.path}'"
+        return f"weights drawn from debug.seed = {self.config.debug.seed}"
 
     @property
     def fingerprint(self) -> str:

@@ -292,10 +292,7 @@ def prove(argv: list[str], world_size: int) -> None:
     """
     environment = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
     command = [sys.executable, "-m", "titan_linear.proof.doctor", *argv]
-    code = subprocess.run(
-        command, env=environment | {"NGPU": str(world_size)}, check=False
-    ).returncode
-    if code:
+    if code := subprocess.call(command, env=environment | {"NGPU": str(world_size)}):
         print("doctor.at_start = true: the run is not started", file=sys.stderr)
         raise SystemExit(code)
 
