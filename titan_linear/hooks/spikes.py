@@ -18,8 +18,8 @@ from titan_linear.data import Streams
 from titan_linear.distributed.ending import RunFailed
 from titan_linear.distributed.groups import of_all_ranks
 from titan_linear.hooks.hook import Hook, StepResult
-from titan_linear.storage.files import Json, open_own
-from titan_linear.storage.rundir import SPIKES, json_line
+from titan_linear.storage.files import Json
+from titan_linear.storage.rundir import SPIKES, append_lines
 
 # Most and fewest losses that a loss is compared with.
 LAST = 128
@@ -145,6 +145,4 @@ def write_spike(folder: str, step: int, spike: Json, ranks: Iterable[Sequence[Mi
         loss = sum(m.part for m in of) * total / weight if weight else 0.0
         micro_batches.append({"streams": streams, "weight": weight, "loss": loss})
     line = {"step": step, **spike, "micro_batches": micro_batches}
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with open_own(Path(folder) / SPIKES, "a") as file:
-        file.write(json_line(line))
+    append_lines(Path(folder) / SPIKES, [line])

@@ -60,7 +60,7 @@ def write_down(origin: Origin, session: Session, step: int) -> None:
     lines = [
         f"model {model_name(origin)}: {parameters:,} parameters, {model.config.composition}",
         *start_lines(model.implementations),
-        described(unallocated(model.config, torch.float32)),
+        described(unallocated(model.config)),
         float8_line(model),
         uncompiled(config.compile.enable, device),
         unbalanced(model.config),

@@ -31,8 +31,7 @@ from titan_linear.data.tasks import LOSS, SPREAD
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.data import RunData
 from titan_linear.run.reading import Reader
-from titan_linear.storage.files import open_own
-from titan_linear.storage.rundir import EVALUATION, json_line
+from titan_linear.storage.rundir import EVALUATION, append_lines
 
 Record = dict[str, Any]
 # Stands for a question in a chat template. No template contains it, and a template that
@@ -183,9 +182,7 @@ def tiles(records: Iterable[Record]) -> tuple[list[int], list[float], np.ndarray
 
 
 def write_down(records: Iterable[Record], step: int, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with open_own(folder / EVALUATION, "a") as file:
-        file.writelines(json_line({"step": step, **record}) for record in records)
+    append_lines(folder / EVALUATION, ({"step": step, **record} for record in records))
 
 
 def by_position(sample: TaskSample, rows: np.ndarray) -> list[Record]:

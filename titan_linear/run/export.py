@@ -183,7 +183,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, like: str = ""
         raise ValueError(
             "--export-dtype source: this run did not begin from a Hugging Face folder; name one by --like"
         )
-    check_weights(checkpoint, unallocated(origin.model, torch.float32))
+    check_weights(checkpoint, unallocated(origin.model))
     content = read_progress(checkpoint).content
     base = content.base if content else ""
     export(folder, origin, stored_weights(checkpoint), dtype=dtype, like=like, base=base)

@@ -362,7 +362,7 @@ class Checkpointed(Origin):
                 "checkpoint.initial_load_in_hf = true"
             )
         verify(self.checkpoint)
-        check_weights(self.model_step, unallocated(self.model, torch.float32))
+        check_weights(self.model_step, unallocated(self.model))
         title = f"checkpoint.initial_load_path = '{self.checkpoint}'"
         if warning := other_tokenizer(self.checkpoint, self.tokenizer, title):
             print(warning)
@@ -474,7 +474,7 @@ class Adapters(Origin):
             shared=shared,
             base_is_reference=of_base,
         )
-        check_adapters(unallocated(model, torch.float32), adapter)
+        check_adapters(unallocated(model), adapter)
         moe = model.moe and replace(model.moe, bias_update_rate=0.0)
         return replace(model, adapter=adapter, moe=moe)
 
@@ -514,7 +514,7 @@ class Adapters(Origin):
         else:
             trained = self.of_peft(self.definition, self.base_fingerprint).__getitem__
         # Names of frozen parameters, and of the ones among them that have adapters.
-        model = unallocated(self.definition, torch.float32)
+        model = unallocated(self.definition)
         options = self.definition.adapter
         names = dict(model.named_parameters())
         frozen = frozen_names(model)

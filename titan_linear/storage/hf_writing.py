@@ -184,12 +184,11 @@ def write_folder(
         SaveFailed: (on every rank) the folder could not be written, or another process is
             writing it.
     """
-    if like is None:
-        source = None
-        parts = placements(model, family) + tied_head(model, family)
-    else:
-        source, parts = check_folder(like, model, POSITIONS)
-        parts += tied_head(model, family) if HEAD in source.tensors else []
+    source, parts = (
+        check_folder(like, model, POSITIONS) if like else (None, placements(model, family))
+    )
+    if source is None or HEAD in source.tensors:
+        parts += tied_head(model, family)
     # Copy tensors outside the language model, except a stale copy of the embedding.
     others = sorted(ignored(model, family, source.shapes) - {HEAD}) if source else []
     copied = [source.tensors[name] for name in others]
