@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from titan_linear.commands import command_parser, table
+from titan_linear.commands import Parsed, command_parser, table
 from titan_linear.commands.score import checked, joined, path_and_keys
 from titan_linear.config import COLUMNS, Config, load_config
 from titan_linear.data import write_corpus
@@ -108,7 +108,7 @@ def shown(records: list[Record], output: str, step: int) -> None:
         write_down(records, step, Path(output))
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(argv: list[str]) -> Parsed:
     """Return the arguments of this command, and the arguments that are configuration keys."""
     parser = command_parser(
         "titan-linear evaluate",

@@ -27,7 +27,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from titan_linear.commands import command_parser, table
+from titan_linear.commands import Parsed, command_parser, table
 from titan_linear.config import Training, load_config
 from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.distributed.process import refusing
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(argv: list[str]) -> Parsed:
     """Return this command's own options, and the run's keys."""
     parser = command_parser("titan-linear plan", __doc__, allow_abbrev=False)
     parser.add_argument(

@@ -30,7 +30,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_linear.commands import command_parser
+from titan_linear.commands import Parsed, command_parser
 from titan_linear.config import Config, check_config, load_config
 from titan_linear.data import PackedStreams, Streams, Targets, split_corpus, streams_of
 from titan_linear.data.corpus.corpus import PLACE
@@ -205,9 +205,7 @@ def _columns(
 # --- Arguments ----------------------------------------------------------------------------
 
 
-def path_and_keys(
-    parser: argparse.ArgumentParser, argv: list[str]
-) -> tuple[argparse.Namespace, list[str]]:
+def path_and_keys(parser: argparse.ArgumentParser, argv: list[str]) -> Parsed:
     """Return the arguments, with PATH if it comes first, and the rest.
 
     argparse would take the value of a key for PATH.
@@ -218,7 +216,7 @@ def path_and_keys(
     return args, keys
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(argv: list[str]) -> Parsed:
     """Return the arguments of this command, and the arguments that are configuration keys."""
     parser = command_parser(
         "titan-linear score",

@@ -38,11 +38,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_linear.data import IGNORE, FileGroups, MixedStreams, Streams
 from titan_linear.hooks.hook import Hook, StepResult
-from titan_linear.hooks.norms import squares_of_each, update_squares
+from titan_linear.hooks.norms import Parameters, squares_of_each, update_squares
 from titan_linear.losses.loss import LocalBatch
 from titan_linear.models.decoder import Block
 from titan_linear.models.mlps.moe import MoE
@@ -138,7 +138,7 @@ class Telemetry(Hook):
         self._parts: dict[tuple[str, str], PartialSum] = {}
         self._windowed = False
         # Parameters that this rank counts in a watched step, and the unit of each.
-        self._counted: list[nn.Parameter] = []
+        self._counted: Parameters = []
         self._unit_of: Tensor | None = None
 
     def watches(self, step: int) -> bool:
@@ -266,7 +266,7 @@ class Telemetry(Hook):
         new = PartialSum(values.new_zeros(len(values), len(names)), partial(finish, names))
         self._parts.setdefault((quantity, ""), new).values.index_add_(1, index, values)
 
-    def gradients(self, counted: list[nn.Parameter]) -> None:
+    def gradients(self, counted: Parameters) -> None:
         """Record the gradients of a watched step, before clipping.
 
         counted: the parameters that this rank counts (`counted_parameters`).

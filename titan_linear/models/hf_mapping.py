@@ -18,7 +18,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 import torch
 
@@ -32,10 +31,11 @@ from titan_linear.models.config import (
 )
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.families import FAMILIES
-from titan_linear.models.families.keys import Keys
+from titan_linear.models.families.keys import Json, Keys
 from titan_linear.models.families.layout import Family, Layout
 
-Shapes = Mapping[str, tuple[int, ...]]
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class StoredTensor:
     """A tensor on disk."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Placement:
     """One of our parameters, whose rows are runs of rows of the concatenated `sources`."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     sources: tuple[StoredTensor, ...]
     # Runs (first, last + 1) of the concatenation; None: all of it, in order.
     rows: tuple[tuple[int, int], ...] | None
@@ -180,7 +180,7 @@ def ignored(config: ModelConfig, family: str, on_disk: Shapes) -> set[str]:
     return found
 
 
-def config_from_hf(config: Mapping[str, object], mtp_layers: int = 0) -> tuple[str, ModelConfig]:
+def config_from_hf(config: Json, mtp_layers: int = 0) -> tuple[str, ModelConfig]:
     """Read the dict of a config.json.
 
     Args:
@@ -213,16 +213,16 @@ def config_from_hf(config: Mapping[str, object], mtp_layers: int = 0) -> tuple[s
     )
 
 
-def mtp_depth(config: Mapping[str, object]) -> int:
+def mtp_depth(config: Json) -> int:
     """Return the number of further tokens that the layers of a config.json predict."""
     return _depth(FAMILIES[config_from_hf(config)[0]], config)
 
 
-def _depth(family: Family, config: Mapping[str, Any]) -> int:
+def _depth(family: Family, config: Json) -> int:
     return (family.mtp and _text(config).get(family.mtp.key, family.mtp.implied)) or 0
 
 
-def _text(config: Mapping[str, Any]) -> dict[str, Any]:
+def _text(config: Json) -> Json:
     """Return the language model's keys, which may be in text_config.
 
     `transformers` reads tie_word_embeddings outside of text_config.
@@ -231,7 +231,7 @@ def _text(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **(config.get("text_config") or {}), **outside}
 
 
-def _read(family: Family, config: Mapping[str, object]) -> ModelConfig:
+def _read(family: Family, config: Json) -> ModelConfig:
     """Read the model of a config.json.
 
     Raises:
@@ -254,7 +254,7 @@ def _read(family: Family, config: Mapping[str, object]) -> ModelConfig:
     return model
 
 
-def config_to_hf(family: str, config: ModelConfig) -> dict[str, object]:
+def config_to_hf(family: str, config: ModelConfig) -> Json:
     """Write the dict of a config.json without special tokens.
 
     Raises:
@@ -387,9 +387,9 @@ def _placements(layout: _Resolved, ours: Shapes) -> Iterator[Placement]:
         yield Placement(name, ours[name], layout.sources, None if len(layout.ours) == 1 else runs)
 
 
-def _width(shape: tuple[int, ...]) -> int:
+def _width(shape: Shape) -> int:
     return shape[-1] if len(shape) > 1 else 1
 
 
-def _rows(shape: tuple[int, ...], width: int) -> int:
+def _rows(shape: Shape, width: int) -> int:
     return math.prod(shape) // width

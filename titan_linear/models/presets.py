@@ -20,7 +20,7 @@ from titan_linear.models.rope import RopeScaling
 ALONE = Dense.name, MoEConfig.name
 
 
-def _model(config: Mapping[str, Any], flavor: str) -> ModelConfig:
+def _model(config: dict[str, Any], flavor: str) -> ModelConfig:
     """Read the model of a config.json.
 
     The selection biases of debug models move, which a config.json cannot express.

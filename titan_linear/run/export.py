@@ -23,7 +23,7 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.hf_mapping import config_to_hf, mtp_depth
 from titan_linear.run.build import DTYPES, unallocated, under_key
-from titan_linear.run.origin import Adapters, Origin, Weights
+from titan_linear.run.origin import Adapters, Origin
 from titan_linear.storage.files import Json, json_bytes, parse_json, read_inside
 from titan_linear.storage.hf_io import CONFIG, read_config, read_model
 from titan_linear.storage.hf_writing import (
@@ -38,7 +38,7 @@ from titan_linear.storage.hf_writing import (
 from titan_linear.storage.peft import PEFT_CONFIG, check_base, keys_of, options_of, settings_of
 from titan_linear.storage.rundir import config_of
 from titan_linear.storage.step_folders import read_progress, verify, weights_path
-from titan_linear.storage.tensors import check_weights, stored_weights
+from titan_linear.storage.tensors import Weights, check_weights, stored_weights
 
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16, "source": None}
 

@@ -35,6 +35,9 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.run.reading import Reader
 from titan_linear.step.passes import with_reference
 
+# Tokens of a text.
+Ids = Sequence[int]
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -108,7 +111,7 @@ def continuations(
 @torch.no_grad()
 def generate_tokens(
     model: Decoder,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Ids],
     *,
     max_new_tokens: int,
     sampling: Sampling,
@@ -143,7 +146,7 @@ def generate_tokens(
 
 @torch.no_grad()
 def prefill(
-    model: Decoder, prompts: Sequence[Sequence[int]], *, chunk: int, device: torch.device
+    model: Decoder, prompts: Sequence[Ids], *, chunk: int, device: torch.device
 ) -> DecodingState:
     """Read the prompts (each of one token or more), `chunk` tokens at a time."""
     read = [_prefill_one(model, prompt, chunk, device) for prompt in prompts]
@@ -167,7 +170,7 @@ def decode(model: Decoder, rows: DecodingState, tokens: Tensor) -> DecodingState
 
 
 def _prefill_one(
-    model: Decoder, prompt: Sequence[int], chunk: int, device: torch.device
+    model: Decoder, prompt: Ids, chunk: int, device: torch.device
 ) -> tuple[list[LayerCache], Tensor]:
     caches = [LayerCache() for _ in model.layers]
     tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
@@ -216,7 +219,7 @@ class _Reader:
         self.length = 0
         self.pending = model.embedding.weight.new_empty(1, 0, model.config.dim)
 
-    def read(self, tokens: Sequence[int]) -> list[int]:
+    def read(self, tokens: Ids) -> list[int]:
         """Read these tokens, and return the likeliest token after each."""
         h = self.model.head.norm(
             self._through(range(self.model.config.num_layers), self.length, tokens)
@@ -225,7 +228,7 @@ class _Reader:
         self.pending = torch.cat([self.pending, h], 1)
         return self._likeliest(h)
 
-    def draft(self, tokens: Sequence[int]) -> int:
+    def draft(self, tokens: Ids) -> int:
         """Return the likeliest token after these.
 
         They follow the tokens of the first pending hidden states.
@@ -241,7 +244,7 @@ class _Reader:
         ]
         return other
 
-    def _through(self, layers: range, first: int, tokens: Sequence[int], *h: Tensor) -> Tensor:
+    def _through(self, layers: range, first: int, tokens: Ids, *h: Tensor) -> Tensor:
         ids, positions = (
             torch.tensor(x, device=self.device) for x in (tokens, range(first, first + len(tokens)))
         )
@@ -256,7 +259,7 @@ class _Reader:
 @torch.no_grad()
 def draft_tokens(
     model: Decoder,
-    prompt: Sequence[int],
+    prompt: Ids,
     drafts: Drafts,
     *,
     max_new_tokens: int,

@@ -11,7 +11,6 @@ Everything that builds, loads, checks, exports or merges weights receives one of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -55,6 +54,7 @@ from titan_linear.storage.peft import (
 from titan_linear.storage.rundir import config_of, config_path
 from titan_linear.storage.step_folders import read_progress, verify, weights_path
 from titan_linear.storage.tensors import (
+    Weights,
     check_weights,
     lacks_base,
     load_weights,
@@ -67,8 +67,6 @@ from titan_linear.storage.tensors import (
 VOCAB_MULTIPLE = 64
 # Family by model.name, for models that several architectures can hold.
 FAMILY_OF = {"qwen3-next": "Qwen3NextForCausalLM"}
-# Maps a parameter's name to the whole tensor.
-Weights = Callable[[str], Tensor]
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,7 +52,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from titan_linear.distributed.ending import RunFailed, peer_is_lost
 from titan_linear.distributed.groups import of_all_ranks, on_rank_0
 from titan_linear.storage.files import remove, sync
-from titan_linear.storage.manifest import Manifest, Stored, stored_tensors
+from titan_linear.storage.manifest import Checksums, Manifest, Stored, stored_tensors
 from titan_linear.storage.rundir import STEP_MANIFEST
 from titan_linear.storage.step_folders import (
     PROGRESS,
@@ -323,7 +323,7 @@ class Checkpointer:
         dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
         # Collect the checksums of all ranks.
         sums = writer.fs.written | ({PROGRESS: checksum(content)} if self.rank == 0 else {})
-        every: dict[str, list[int]] = {}
+        every: Checksums = {}
         altered: list[str] = []
         parts = self._together(lambda: (sums, self._sync(tmp, sums)))
         for rank, (of_rank, names) in enumerate(parts):
@@ -364,7 +364,7 @@ class Checkpointer:
         tmp.mkdir()
         (tmp / PROGRESS).write_bytes(progress)
 
-    def _sync(self, tmp: Path, sums: dict[str, list[int]]) -> str:
+    def _sync(self, tmp: Path, sums: Checksums) -> str:
         """Sync files to the disk.
 
         Returns a message that names the files that read back differently, else "".
@@ -420,7 +420,7 @@ class _Summed(FileSystem):
     """A file system that computes the checksums of bytes before they go to the disk."""
 
     def __init__(self) -> None:
-        self.written: dict[str, list[int]] = {}  # name → [size, CRC-32]
+        self.written: Checksums = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:

@@ -32,7 +32,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from titan_linear.models.config import ModelConfig, differences
-from titan_linear.models.hf_mapping import Placement, config_from_hf, config_to_hf, placements
+from titan_linear.models.hf_mapping import (
+    Placement,
+    Shape,
+    Shapes,
+    config_from_hf,
+    config_to_hf,
+    placements,
+)
 from titan_linear.models.init import owned, runs
 from titan_linear.storage.files import Json, progress, read_json
 from titan_linear.storage.tensors import named_parameters
@@ -59,7 +66,7 @@ class OnDisk:
     file: Path
     # Its dtype as the file names it: "BF16".
     code: str
-    shape: tuple[int, ...]
+    shape: Shape
     # Its bytes [begin, end) in the file.
     begin: int
     end: int
@@ -83,7 +90,7 @@ class Folder:
     tensors: dict[str, OnDisk]
 
     @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> Shapes:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     @property
@@ -334,7 +341,7 @@ class RowReader:
         self.folder = folder
         self.open: dict[Path, Any] = {}
 
-    def fill(self, placement: Placement, local: Tensor, offsets: tuple[int, ...]) -> None:
+    def fill(self, placement: Placement, local: Tensor, offsets: Shape) -> None:
         """Fill `local`, the part of the placement's parameter that begins at `offsets`."""
         if local.numel() == 0:
             return
@@ -344,12 +351,14 @@ class RowReader:
         columns = slice(offsets[-1], offsets[-1] + local.shape[-1]) if matrix else slice(None)
         leading = slice(-1) if matrix else slice(None)
         # Read the runs of rows that the part covers, from every tensor that holds some of
-        # them.
+        # them. Row j of the part is row j + shift of the whole parameter.
         box = local.shape[leading], placement.shape[leading], offsets[leading]
-        for first, begin, end in row_runs(*box):
-            for source, start, stop, row in placement.pieces(begin, end):
+        length, shifts = runs(*box)
+        for i, shift in enumerate(shifts.tolist()):
+            begin = i * length + shift
+            for source, start, stop, row in placement.pieces(begin, begin + length):
                 tensor = self.folder.tensors[source.name]
-                row += first - begin
+                row -= shift
                 for values in self.rows(tensor, start, stop, placement.width):
                     rows[row : row + len(values)].copy_(values[:, columns])
                     row += len(values)
@@ -374,16 +383,3 @@ class RowReader:
             low = a // per_index
             values = on_disk[low : -(-b // per_index)].reshape(-1, width)
             yield values[a - low * per_index : b - low * per_index]
-
-
-def row_runs(
-    sizes: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...]
-) -> Iterator[tuple[int, int, int]]:
-    """Yield where a box lies in an array [shape] of rows, with both flattened.
-
-    Each (j, a, b) means that the box's rows from j on are rows [a, b) of the array.
-    """
-    length, shifts = runs(tuple(sizes), tuple(shape), tuple(offsets))
-    for i, shift in enumerate(shifts.astype("int64").tolist()):
-        first = i * int(length)
-        yield first, first + shift, first + shift + int(length)

@@ -6,9 +6,9 @@ gets its name once it is on disk.
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.remote import MODELING
 from titan_linear.models.hf_mapping import (
     Placement,
+    Shape,
     StoredTensor,
     config_from_hf,
     config_to_hf,
@@ -42,7 +43,7 @@ from titan_linear.storage.hf_io import (
     read_header,
 )
 from titan_linear.storage.step_folders import describe
-from titan_linear.storage.tensors import named_parameters
+from titan_linear.storage.tensors import Weights, named_parameters
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 # The content of files by name.
@@ -74,7 +75,7 @@ class Planned(NamedTuple):
     """A tensor to be written."""
 
     code: str
-    shape: tuple[int, ...]
+    shape: Shape
     # Its size in bytes.
     size: int
 
@@ -103,7 +104,7 @@ def find_family(model: ModelConfig, tokenizer: Files | None = None) -> str:
     )
 
 
-def check_tokenizer(family: str, config: Mapping[str, Any], tokenizer: Files) -> None:
+def check_tokenizer(family: str, config: Json, tokenizer: Files) -> None:
     """Refuse a tokenizer that `transformers` would alter, given this config.json."""
     theirs = FAMILIES[family].own_tokenizer
     kind = config.get("model_type")
@@ -117,7 +118,7 @@ def check_tokenizer(family: str, config: Mapping[str, Any], tokenizer: Files) ->
 
 
 @torch.no_grad()
-def gather(model: nn.Module) -> Callable[[str], Tensor]:
+def gather(model: nn.Module) -> Weights:
     """Return a function from a name to the whole parameter, on every rank.
 
     Ranks must ask for the same names in the same order.
@@ -152,12 +153,12 @@ def write_folder(
     path: Path,
     model: ModelConfig,
     family: str,
-    get: Callable[[str], Tensor],
+    get: Weights,
     *,
     dtype: torch.dtype | None,
     like: Path | None = None,
     tokenizer: Files | None = None,
-    extra: Mapping[str, object] | None = None,
+    extra: Json | None = None,
     longest: int = 0,
     shard_bytes: int = SHARD,
 ) -> None:
@@ -202,7 +203,7 @@ def write_tensors(
     path: Path,
     plan: Mapping[str, Planned],
     parts: list[Placement],
-    get: Callable[[str], Tensor],
+    get: Weights,
     files: Files,
     copied: Sequence[OnDisk] = (),
     *,
@@ -266,7 +267,7 @@ def plan_tensors(
     return plan | {t.name: Planned(t.code, t.shape, t.end - t.begin) for t in copied}
 
 
-def with_tokens(table: Json, tokens: Mapping[str, object]) -> Json:
+def with_tokens(table: Json, tokens: Json) -> Json:
     """Return settings with these tokens, except where a list already contains the token."""
     lists = {name: known for name, known in table.items() if isinstance(known, list)}
     return table | {name: x for name, x in tokens.items() if x not in lists.get(name, ())}
@@ -277,7 +278,7 @@ def _config_json(
     family: str,
     dtype: torch.dtype | None,
     source: Folder | None,
-    extra: Mapping[str, object],
+    extra: Json,
     longest: int,
 ) -> Json:
     config: Json = dict(source.config) if source else config_to_hf(family, model)
@@ -309,7 +310,7 @@ def _lengthen(config: Json, longest: int) -> None:
         config |= {name: max(longest, config.get(name) or 0) for name in names}
 
 
-def _change(config: Json, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _change(config: Json, before: Json, now: Json) -> None:
     """Change a config.json where `now` differs from `before`. Other entries of tables stay."""
     for key, value in now.items():
         if value != before.get(key):
@@ -325,7 +326,7 @@ def _change(config: Json, before: Mapping[str, Any], now: Mapping[str, Any]) -> 
         config.pop(older, None)
 
 
-def beside(config: Mapping[str, Any], like: Path | None) -> Files:
+def beside(config: Json, like: Path | None) -> Files:
     """Return settings of generation and processors from `like`, and needed Python files.
 
     The Python files are the ones that config.json's `auto_map` needs: ours, or the files of

@@ -32,6 +32,8 @@ from titan_linear.storage.rundir import STEP_MANIFEST
 
 REMEDY = "restore it from a copy"
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+# The name of a file → [size, CRC-32].
+Checksums = dict[str, list[int]]
 
 
 class Strict(BaseModel):
@@ -61,8 +63,7 @@ class Stored(Strict):
 
 
 class Manifest(Strict):
-    # name → [size, CRC-32]
-    files: dict[str, list[int]]
+    files: Checksums
     tensors: dict[str, Stored]
     # CRC-32 of the other fields.
     checksum: int = 0

@@ -13,10 +13,9 @@ no other place.
 
 import math
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
@@ -27,12 +26,13 @@ from titan_linear.config import Adapter as Options
 from titan_linear.models.config import LoraConfig, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.families import FAMILIES
-from titan_linear.models.hf_mapping import Placement, StoredTensor, live_layouts, shapes_of
+from titan_linear.models.hf_mapping import Placement, Shape, StoredTensor, live_layouts, shapes_of
 from titan_linear.models.layers import lora_name
 from titan_linear.models.lora import adaptable
 from titan_linear.storage.files import Json, json_bytes, read_json
 from titan_linear.storage.hf_io import HEAD, read_header
 from titan_linear.storage.hf_writing import Destination, plan_tensors, write_tensors
+from titan_linear.storage.tensors import Weights
 
 PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -69,7 +69,7 @@ class PeftTensor(NamedTuple):
     # The transformers module that peft wraps or copies.
     module: str
     # B of experts is [E, outputs, r].
-    shape: tuple[int, ...]
+    shape: Shape
     parts: tuple[Placement, ...]
     # "A", "B", or "" for a parameter that is trained as a whole.
     lora: str = ""
@@ -84,7 +84,7 @@ class PeftTensor(NamedTuple):
         return self.lora == "B" and len(self.shape) == 3
 
     @property
-    def on_disk(self) -> tuple[int, ...]:
+    def on_disk(self) -> Shape:
         """Return the shape in the file."""
         return tuple(self.laid(torch.empty(self.shape, device="meta")).shape)
 
@@ -190,7 +190,7 @@ SERVED = re.compile(
 )
 
 
-def not_served(config: Mapping[str, Any], architecture: str = "") -> str:
+def not_served(config: Json, architecture: str = "") -> str:
     """Return a line about what servers leave out of a PEFT folder, or "".
 
     Args:
@@ -222,9 +222,7 @@ def _short(names: list[str]) -> list[str]:
     return [name[name.index("layers.") :] if "layers." in name else name for name in names]
 
 
-def placed(
-    model: ModelConfig, family: str, get: Callable[[str], Tensor]
-) -> tuple[list[Placement], Callable[[str], Tensor]]:
+def placed(model: ModelConfig, family: str, get: Weights) -> tuple[list[Placement], Weights]:
     """Return the placements of a folder's tensors, and a function to our parameters.
 
     Args:
@@ -256,7 +254,7 @@ def write_peft(
     config: Json,
     model: ModelConfig,
     to: Destination,
-    get: Callable[[str], Tensor],
+    get: Weights,
     dtype: torch.dtype | None,
     base: str,
     keys: list[str],

@@ -3,9 +3,8 @@
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
 
 from titan_linear.storage.files import lock, open_own
 from titan_linear.storage.rundir import LOCK
@@ -16,30 +15,10 @@ class Unlockable(ValueError):
 
 
 @contextmanager
-def claimed(folder: str, checkpoints: Path | None = None) -> Iterator[None]:
-    """Lock the run's folder inside `with`, and its checkpoint folder if it lies elsewhere.
-
-    Another run with the same checkpoint.folder would mix its checkpoints with these. A disk
-    for checkpoints alone may have no locks. A start that is refused inside `with` leaves
-    nothing new behind.
-
-    Args:
-        checkpoints: a checkpoint folder outside of the run's folder.
-
-    Raises:
-        ValueError: another run holds a folder, or it cannot be written or locked.
-    """
-    with ExitStack() as held:
-        held.enter_context(lock_folder(folder))
-        if checkpoints:
-            with suppress(Unlockable):
-                held.enter_context(lock_folder(str(checkpoints.resolve()), "checkpoint.folder"))
-        yield
-
-
-@contextmanager
 def lock_folder(folder: str, key: str = "job.dump_folder") -> Iterator[None]:
     """Make the folder and lock it inside `with`, or until this process ends (`files.lock`).
+
+    A start that is refused inside `with` leaves nothing new behind.
 
     Raises:
         ValueError: another run holds the folder, or it cannot be written or locked.
@@ -51,7 +30,15 @@ def lock_folder(folder: str, key: str = "job.dump_folder") -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open_own(path, "a+")
     with file:
-        if not _locks(file, folder, key, new):
+        try:
+            locked = lock(file)
+        except OSError as error:
+            _take_back(new)
+            raise Unlockable(
+                f"{key} = {folder!r} cannot be locked: {error.strerror}; use a folder on another file system, or "
+                "have this one mounted with POSIX locks"
+            ) from None
+        if not locked:
             file.seek(0)
             raise ValueError(
                 f"{key} = {folder!r} is in use by another run ({file.read().strip()}); wait for it, stop it, or use "
@@ -68,17 +55,6 @@ def lock_folder(folder: str, key: str = "job.dump_folder") -> Iterator[None]:
             # The start is refused.
             _take_back(new)
             raise
-
-
-def _locks(file: TextIO, folder: str, key: str, new: list[Path]) -> bool:
-    try:
-        return lock(file)
-    except OSError as error:
-        _take_back(new)
-        raise Unlockable(
-            f"{key} = {folder!r} cannot be locked: {error.strerror}; use a folder on another file system, or "
-            "have this one mounted with POSIX locks"
-        ) from None
 
 
 def _take_back(new: list[Path]) -> None:

@@ -50,8 +50,8 @@ def write_manifest(
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         },
         "world_size": world_size,
-        "degrees": dict(degrees),
-        "implementations": dict(implementations),
+        "degrees": degrees,
+        "implementations": implementations,
     }
     write_whole(folder / RUN_MANIFEST, json.dumps(manifest, indent=2) + "\n")
 

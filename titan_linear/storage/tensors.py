@@ -22,6 +22,8 @@ from titan_linear.storage.files import progress
 from titan_linear.storage.manifest import REMEDY, CheckpointReader, read_manifest
 from titan_linear.storage.step_folders import describe, weights_path
 
+# Maps a parameter's name to the whole tensor.
+Weights = Callable[[str], Tensor]
 # State of a model or an optimizer, by name.
 State = dict[str, Any]
 # `_compare` checks names, with better messages.
@@ -55,7 +57,7 @@ def check_weights(path: Path, model: nn.Module) -> None:
     _compare(path, CheckpointReader(path), {"model": saved_parameters(model)})
 
 
-def stored_weights(path: Path) -> Callable[[str], Tensor]:
+def stored_weights(path: Path) -> Weights:
     """Return a function from a name to the whole tensor of a step-N folder.
 
     A tensor is read when it is asked for, in one process.

@@ -16,6 +16,8 @@ from titan_linear.models.mixers import Attention, Mamba2
 from titan_linear.models.rope import USES, RopeScaling
 
 Json = dict[str, Any]
+# A key, or (key, default).
+Name = str | tuple[str, object]
 
 
 @dataclass
@@ -102,7 +104,7 @@ def table(model_type: str, *rows: Row, **fixed: object) -> Part:
     return Part(ModelConfig, written(model_type=model_type), *rows, **fixed)
 
 
-def plain(**names: str | tuple[str, object]) -> Row:
+def plain(**names: Name) -> Row:
     """Map our options to their keys: ours = key, or (key, default).
 
     A key without a default is required. If a string has several names, the first that
@@ -111,13 +113,13 @@ def plain(**names: str | tuple[str, object]) -> Row:
     return _by_name(0, names)
 
 
-def overruled(**names: str | tuple[str, object]) -> Row:
+def overruled(**names: Name) -> Row:
     """Do the same as `plain`, but write the last name."""
     return _by_name(-1, names)
 
 
 # `place` is the index of the name that is written.
-def _by_name(place: int, names: dict[str, str | tuple[str, object]]) -> Row:
+def _by_name(place: int, names: dict[str, Name]) -> Row:
     keys = {ours: (name,) if isinstance(name, str) else name for ours, name in names.items()}
 
     def read(key: Keys, spellings: str, *default: object) -> object:
@@ -232,9 +234,7 @@ def share_of_width(key: Keys) -> int:
     return key("hidden_size") // key("num_attention_heads")
 
 
-def names_of_model(
-    norm_eps: str | tuple[str, object], num_layers: str | tuple[str, object] = "num_hidden_layers"
-) -> Row:
+def names_of_model(norm_eps: Name, num_layers: Name = "num_hidden_layers") -> Row:
     return plain(
         vocab_size="vocab_size",
         dim="hidden_size",
