@@ -116,20 +116,17 @@ def parse(argv: list[str]) -> Parsed:
         allow_abbrev=False,
         usage="titan-linear evaluate PATH --tasks … --lengths …",
     )
-    parser.add_argument("--tasks", nargs="+", default=[], help="evaluation.tasks")
-    parser.add_argument(
+    option = parser.add_argument
+    option("--tasks", nargs="+", default=[], help="evaluation.tasks")
+    option(
         "--lengths",
         nargs="+",
         type=size,
         default=[],
         help="evaluation.lengths: 512, 4k or 1m tokens",
     )
-    parser.add_argument(
-        "--write", default="", metavar="FOLDER", help="only make prompts, to train on"
-    )
-    parser.add_argument(
-        "-o", "--output", default="", help="folder for evaluation.jsonl (default: none)"
-    )
+    option("--write", default="", metavar="FOLDER", help="only make prompts, to train on")
+    option("-o", "--output", default="", help="folder for evaluation.jsonl (default: none)")
     args, keys = path_and_keys(parser, argv)
     if not (args.path or args.write or under_launcher()):
         # These options are short forms of configuration keys.

@@ -56,29 +56,24 @@ def main(argv: list[str]) -> int:
 def parse(argv: list[str]) -> Parsed:
     """Return this command's own options, and the run's keys."""
     parser = command_parser("titan-linear plan", __doc__, allow_abbrev=False)
-    parser.add_argument(
-        "--gpus", type=int, default=8, help="number of GPUs of the run (default: 8)"
-    )
-    parser.add_argument("--gpu", default="H200", help=f"{', '.join(shipped())} (default: H200)")
-    parser.add_argument(
-        "--rates", default="", help="file written by tools.bench_rates, instead of --gpu"
-    )
-    parser.add_argument("--node", type=int, default=8, help="GPUs per node (default: 8)")
-    parser.add_argument(
+    option = parser.add_argument
+    option("--gpus", type=int, default=8, help="number of GPUs of the run (default: 8)")
+    option("--gpu", default="H200", help=f"{', '.join(shipped())} (default: H200)")
+    option("--rates", default="", help="file written by tools.bench_rates, instead of --gpu")
+    option("--node", type=int, default=8, help="GPUs per node (default: 8)")
+    option(
         "--network",
         type=float,
         default=H200.between_nodes / 1e9,
         help="GB/s from each GPU to other nodes (default: 50)",
     )
-    parser.add_argument(
-        "--attention", default="", help="kernel of softmax attention, one that the rates have"
-    )
-    parser.add_argument(
+    option("--attention", default="", help="kernel of softmax attention, one that the rates have")
+    option(
         "--documents",
         default="one",
         help='"one" per stream, their mean tokens, or a tree: 14336+8*2048 (default: one)',
     )
-    parser.add_argument(
+    option(
         "--tokens", nargs="+", default=[], help="budget, to say how many days it takes: 100B, 2.5T"
     )
     args, keys = parser.parse_known_args(argv)

@@ -224,17 +224,14 @@ def parse(argv: list[str]) -> Parsed:
         allow_abbrev=False,
         usage="titan-linear score PATH -o FOLDER …",
     )
-    parser.add_argument("-o", "--output", default="", help="folder for the scores")
-    parser.add_argument(
-        "--as", dest="column", choices=("reference", "behaviour"), default="reference"
-    )
-    parser.add_argument(
+    option = parser.add_argument
+    option("-o", "--output", default="", help="folder for the scores")
+    option("--as", dest="column", choices=("reference", "behaviour"), default="reference")
+    option(
         "--top-k", type=int, default=0, help=f"likeliest tokens to keep, up to {MOST_IDS} (none)"
     )
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, help="of the softmax (default: 1)"
-    )
-    parser.add_argument("--compare", nargs=2, metavar="FOLDER", default=[])
+    option("--temperature", type=float, default=1.0, help="of the softmax (default: 1)")
+    option("--compare", nargs=2, metavar="FOLDER", default=[])
     args, keys = path_and_keys(parser, argv)
     if not (0 <= args.top_k <= MOST_IDS and 0 < args.temperature < float("inf")):
         raise ValueError(

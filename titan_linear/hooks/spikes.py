@@ -144,5 +144,4 @@ def write_spike(folder: str, step: int, spike: Json, ranks: Iterable[Sequence[Mi
         weight = of[0].weight
         loss = sum(m.part for m in of) * total / weight if weight else 0.0
         micro_batches.append({"streams": streams, "weight": weight, "loss": loss})
-    line = {"step": step, **spike, "micro_batches": micro_batches}
-    append_lines(Path(folder) / SPIKES, [line])
+    append_lines(Path(folder) / SPIKES, [{"step": step, **spike, "micro_batches": micro_batches}])

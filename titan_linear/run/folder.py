@@ -163,8 +163,7 @@ class RunFolder:
         left = dict.fromkeys(Path(os.path.normpath(name)) for name in (*files, *traces))
         # Traces may lie in tb: a folder takes its content along.
         moved = [self.path / path for path in left if not left.keys() & set(path.parents)]
-        existing = [path for path in moved if path.exists()]
-        set_aside(self.path, existing, "job.start_anew = true")
+        set_aside(self.path, list(filter(Path.exists, moved)), "job.start_anew = true")
 
     @property
     def finished_without_checkpoint(self) -> bool:
@@ -200,8 +199,7 @@ class RunFolder:
 
     def write_config(self) -> None:
         """Write config.toml, which starts the same run from anywhere."""
-        folder = self.config.job.dump_folder
-        text = f"{MARK} '{folder}'; with another job.dump_folder it starts the same run anew\n\n"
+        text = f"{MARK} '{self.config.job.dump_folder}'; with another job.dump_folder it starts the same run anew\n\n"
         write_whole(self.path / CONFIG, text + config_to_toml(self.config.stored()))
 
     @contextmanager

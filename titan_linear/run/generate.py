@@ -163,8 +163,7 @@ def prefill(
 @torch.no_grad()
 def decode(model: Decoder, rows: DecodingState, tokens: Tensor) -> DecodingState:
     """Read one more token of each row, tokens [B]. The caches are updated in place."""
-    longest = rows.lengths.max()
-    plan = BatchPlan(rows.lengths.unsqueeze(1), first_key=longest - rows.lengths)
+    plan = BatchPlan(rows.lengths.unsqueeze(1), first_key=rows.lengths.max() - rows.lengths)
     logits = model(tokens.unsqueeze(1), plan, caches=rows.caches, logits_to_keep=1)[:, -1]
     return replace(rows, lengths=rows.lengths + 1, logits=logits)
 

@@ -388,8 +388,7 @@ class Published(Origin):
         """Check the folder of a new run, or of a run whose exports are like it."""
         free = POSITIONS if self.config.model.flavor == "hf" else ()
         if new or exports:
-            key = "checkpoint.initial_load_in_hf"
-            under_key(key, check_folder, self.path, self.model, free)
+            under_key("checkpoint.initial_load_in_hf", check_folder, self.path, self.model, free)
 
     def weights(self) -> Weights:
         folder, places = check_folder(self.path, self.definition, POSITIONS)

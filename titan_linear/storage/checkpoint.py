@@ -406,10 +406,9 @@ class Checkpointer:
 
 def _discard(path: Path) -> None:
     """Remove an obsolete path, or warn that it stays."""
-    # A removal that is cut short leaves no broken step-N.
-    doomed = path.with_suffix(".tmp")
     try:
-        remove(path.rename(doomed))
+        # A removal that is cut short leaves no broken step-N.
+        remove(path.rename(path.with_suffix(".tmp")))
     except OSError as error:
         print(
             f"warning: '{path}' is no longer needed and could not be removed: {error.strerror or error}"

@@ -271,8 +271,9 @@ def read_header(file: Path) -> dict[str, OnDisk]:
     tensors = {}
     for name, described in header.items():
         begin, end = (8 + length + offset for offset in described["data_offsets"])
-        shape = tuple(described["shape"])
-        tensors[name] = OnDisk(name, file, described["dtype"], shape, begin, end)
+        tensors[name] = OnDisk(
+            name, file, described["dtype"], tuple(described["shape"]), begin, end
+        )
     return tensors
 
 

@@ -101,8 +101,7 @@ def stored_tensors(
 ) -> dict[str, Stored]:
     """Return the tensors that DCP has written, from the arguments of `Writer.finish`."""
     # The place of each slice, by tensor and offsets.
-    written = chain.from_iterable(results)
-    where = {result.index: result.storage_data for result in written}
+    where = {result.index: result.storage_data for result in chain.from_iterable(results)}
     tensors = {}
     for name, tensor in metadata.state_dict_metadata.items():
         stored = Stored(dtype=str(tensor.properties.dtype), size=list(tensor.size), chunks=[])
@@ -134,8 +133,7 @@ class CheckpointReader(dcp.FileSystemReader):
             chunks = []
             for chunk in stored.chunks:
                 offsets = torch.Size(chunk.offsets)
-                sizes = torch.Size(chunk.sizes)
-                chunks.append(ChunkStorageMetadata(offsets, sizes))
+                chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
                 where[MetadataIndex(name, offsets)] = chunk
             properties = TensorProperties(DTYPES[stored.dtype])
             tensors[name] = TensorStorageMetadata(properties, torch.Size(stored.size), chunks)

@@ -103,10 +103,9 @@ def contents(model: ModelConfig, family: str) -> list[PeftTensor]:
         adapted = Decoder(model)
     weights, _ = adaptable(adapted)
     ours = {name: tuple(p.shape) for name, p in adapted.named_parameters() if p.requires_grad}
-    rank = model.adapter.rank
-    # B has the outputs of the weight that it adapts, and `rank` columns.
+    # B has the outputs of the weight that it adapts, and as many columns as the rank.
     shapes = shapes_of(model) | {
-        name: (*adapted.get_parameter(name).shape[:-1], rank) for name in weights
+        name: (*adapted.get_parameter(name).shape[:-1], model.adapter.rank) for name in weights
     }
     held: list[PeftTensor] = []
     for source, placements in reversed(list(live_layouts(model.base, family, shapes))):

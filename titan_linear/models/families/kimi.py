@@ -64,10 +64,9 @@ LATENT = (
 
 # Layers without experts: listed by type, or the first ones.
 def _dense_layers(key: Keys, first_sparse: int) -> tuple[int, ...]:
-    layers = key("num_hidden_layers")
     first = key("first_k_dense_replace", first_sparse)
     types = key("mlp_layer_types", None) or [
-        "dense" if i < first else "sparse" for i in range(layers)
+        "dense" if i < first else "sparse" for i in range(key("num_hidden_layers"))
     ]
     return tuple(i for i, kind in enumerate(types) if kind == "dense")
 
