@@ -188,9 +188,8 @@ class MetricsLogger(Hook):
         for board in self.boards:
             for quantity, found in seen.items():
                 for where, value in found.items():
-                    many = isinstance(value, list)
                     value = np.array(value)
-                    if not many:
+                    if not value.ndim:
                         board.add_scalar(_tag(quantity, where), value, step)
                     elif len(finite := value[np.isfinite(value)]):
                         # TensorBoard refuses an empty histogram.

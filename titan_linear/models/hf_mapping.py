@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -38,8 +39,7 @@ Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor on disk."""
 
     name: str
@@ -293,8 +293,7 @@ def config_to_hf(family: str, config: ModelConfig) -> Json:
 # --- From the table to placements -------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Resolved:
+class _Resolved(NamedTuple):
     """A layout applied to one layer: our names, and the sources with their shapes."""
 
     ours: tuple[str, ...]

@@ -17,10 +17,10 @@ from collections import UserDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,8 +56,7 @@ class Sampling:
             raise ValueError(f"top_p = {self.top_p} must be above 0 and at most 1")
 
 
-@dataclass(frozen=True)
-class DecodingState:
+class DecodingState(NamedTuple):
     """Texts in progress: caches of the tokens read, and logits of the next token."""
 
     # One cache per layer.
@@ -165,7 +164,7 @@ def decode(model: Decoder, rows: DecodingState, tokens: Tensor) -> DecodingState
     """Read one more token of each row, tokens [B]. The caches are updated in place."""
     plan = BatchPlan(rows.lengths.unsqueeze(1), first_key=rows.lengths.max() - rows.lengths)
     logits = model(tokens.unsqueeze(1), plan, caches=rows.caches, logits_to_keep=1)[:, -1]
-    return replace(rows, lengths=rows.lengths + 1, logits=logits)
+    return rows._replace(lengths=rows.lengths + 1, logits=logits)
 
 
 def _prefill_one(

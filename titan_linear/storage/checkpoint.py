@@ -233,16 +233,15 @@ class Checkpointer:
         on_rank_0(lambda: check_step(self.folder, step), self.group)
         path = self.folder / f"step-{step}"
         state = {"model": saved_parameters(model)}
-        if optimizer is None:
-            read_state(path, state, self.group)
-        else:
+        if optimizer is not None:
             # With gradients present, DCP cannot make the state to load into.
             optimizer.zero_grad()
             moments, rest = optimizer_state(model, optimizer)
             state["optimizer"] = of_whole(moments, model)
             if dataloader:
                 state["dataloader"] = dataloader.state_dict()
-            read_state(path, state, self.group)
+        read_state(path, state, self.group)
+        if optimizer is not None:
             if dataloader:
                 dataloader.load_state_dict(state["dataloader"])
             set_optimizer_state_dict(model, optimizer, moments | rest, options=FLAT)

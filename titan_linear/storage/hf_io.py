@@ -143,18 +143,17 @@ def open_folder(path: Path) -> Folder:
     """
     where = _index(path)
     headers = {file: read_header(path / file) for file in sorted(set(where.values()))}
-    for name, file in where.items():
-        if name not in headers[file]:
-            raise ValueError(
-                f"'{path / file}' lacks tensor {name!r}, which {INDEX} says it holds; fetch it again"
-            )
-    config = read_config(path) if (path / CONFIG).is_file() else {}
     # All tensors of the files, indexed or not. For duplicates, the index decides.
     tensors: dict[str, OnDisk] = {}
     for header in headers.values():
         tensors |= header
     for name, file in where.items():
+        if name not in headers[file]:
+            raise ValueError(
+                f"'{path / file}' lacks tensor {name!r}, which {INDEX} says it holds; fetch it again"
+            )
         tensors[name] = headers[file][name]
+    config = read_config(path) if (path / CONFIG).is_file() else {}
     return Folder(path, config, tensors)
 
 
@@ -175,12 +174,11 @@ def check_folder(
     # The folder's model may differ in free options only.
     family, theirs = read_model(path, model.mtp_layers)
     changed = differences(theirs, model)
-    differing = [
+    if differing := [
         f"{option} = {a!r} (this run: {b!r})"
         for option, (a, b) in changed.items()
         if option not in free
-    ]
-    if differing:
+    ]:
         raise ValueError(
             f"'{path / CONFIG}' is another model: {', '.join(differing)}; use model.flavor = 'hf', or this model's "
             "folder"

@@ -63,7 +63,7 @@ def complete_steps(folder: Path) -> list[int]:
 
     Their contents are not read; see `verify`.
     """
-    return sorted(step for step, path in _step_folders(folder).items() if _is_complete(path))
+    return sorted(step for step, path in _step_folders(folder) if _is_complete(path))
 
 
 def find_step(folder: Path, load_step: int) -> int | None:
@@ -128,7 +128,7 @@ def set_steps_aside(folder: Path, step: int, why: str) -> None:
     A run's steps ascend, so the run has left these behind.
     """
     # Include their exports.
-    folders = [*_step_folders(folder).items(), *_step_folders(folder, "-hf").items()]
+    folders = _step_folders(folder) + _step_folders(folder, "-hf")
     set_aside(
         folder, sorted(path for number, path in folders if number >= step), why, "checkpoint: "
     )
@@ -216,12 +216,12 @@ def read_progress(path: Path) -> Progress:
     return read_json(path / PROGRESS, Progress, REMEDY)
 
 
-def _step_folders(folder: Path, suffix: str = "") -> dict[int, Path]:
-    return {
-        int(match[1]): path
+def _step_folders(folder: Path, suffix: str = "") -> list[tuple[int, Path]]:
+    return [
+        (int(match[1]), path)
         for path in folder.glob("step-*")
         if (match := re.fullmatch(rf"step-(0|[1-9]\d*){suffix}", path.name))
-    }
+    ]
 
 
 def _is_complete(path: Path) -> bool:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_linear.models.families.keys import Json, Part
 from titan_linear.models.mixers import MIXERS
@@ -53,8 +53,7 @@ Spellings = tuple[Layout, ...]
 Parts = tuple[Spellings, ...]
 
 
-@dataclass(frozen=True)
-class OwnTokenizer:
+class OwnTokenizer(NamedTuple):
     """The family's own tokenizer.
 
     `transformers` reads folders of these model types as if tokenizer.json were the family's
@@ -66,8 +65,7 @@ class OwnTokenizer:
     fits: Callable[[Json], bool]
 
 
-@dataclass(frozen=True)
-class MTP:
+class MTP(NamedTuple):
     """Layers that predict further tokens."""
 
     # The key of config.json with the number of further tokens.
