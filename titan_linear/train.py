@@ -55,7 +55,7 @@ from titan_linear.run.generate import Validator
 from titan_linear.run.origin import Origin
 from titan_linear.run.preflight import cleared
 from titan_linear.run.reading import Reader
-from titan_linear.run.session import session_of
+from titan_linear.run.session import join_group, session_of
 from titan_linear.run.start import (
     build_checkpointer,
     build_loader,
@@ -78,6 +78,7 @@ class Trainer:
     def __init__(self, config: Config):
         self.config = config = with_epochs(config)
         self.stop = StopSignal()
+        join_group()
         self.host = host_group()
 
         # What is trained, on which devices, and from which weights.

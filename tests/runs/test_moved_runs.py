@@ -322,7 +322,7 @@ def test_a_run_ends_once_its_validation_loss_no_longer_falls(corpus, tmp_path, l
         "checkpoint__interval": 1,
         "checkpoint__keep_latest_k": 1,
     }
-    ended = r"finished: {} of training.steps = 9, .*patience = {} v.*\nlowest .* at step 1, saved in '.*step-1'"
+    ended = r"finished: {} of training.steps = 9, .*patience = {} v[^|]*lowest .* at step 1, saved in '.*step-1'"
     for patience, last in ((2, 3), (4, 5)):
         said = launched(corpus, folder, **keys, validation__patience=patience)
         assert re.search(ended.format(last, patience), said)

@@ -192,10 +192,6 @@ def finished(config: Config, step: int) -> str:
     lines = [
         f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}{early}"
     ]
-    if lowest.step:
-        best = config.checkpoint_folder / f"step-{lowest.step}"
-        kept = f", saved in '{best}'" if best.exists() else ""
-        lines.append(f"lowest validation loss: {lowest.loss:.4f} at step {lowest.step}{kept}")
     if config.metrics.enable_tensorboard:
         lines.append(
             f"see its curves:  {program('tensorboard', 'tensorboard.main')} --logdir {folder}/{BOARD}"
@@ -204,6 +200,10 @@ def finished(config: Config, step: int) -> str:
         lines.append(f"let it write:    {ours} generate {folder} --prompt {prompt}")
     if config.checkpoint.enable and not is_exported(config, step):
         lines.append(f"export it:       {ours} convert to-hf {folder} FOLDER")
+    if lowest.step:
+        best = config.checkpoint_folder / f"step-{lowest.step}"
+        kept = f", saved in '{best}'" if best.exists() else ""
+        lines.append(f"lowest validation loss: {lowest.loss:.4f} at step {lowest.step}{kept}")
     return "\n".join(lines)
 
 

@@ -199,6 +199,7 @@ class RunFolder:
 
     def write_config(self) -> None:
         """Write config.toml, which starts the same run from anywhere."""
+        self.path.mkdir(parents=True, exist_ok=True)
         text = f"{MARK} '{self.config.job.dump_folder}'; with another job.dump_folder it starts the same run anew\n\n"
         write_whole(self.path / CONFIG, text + config_to_toml(self.config.stored()))
 
