@@ -159,8 +159,7 @@ def prune(args: argparse.Namespace) -> int:
     # Caches that a process is using are kept.
     for cache in [folder / name for name in args.names] or caches(folder):
         if args.older_than is None or days(cache) > args.older_than:
-            freed = size(cache)
-            removed = f"removed {cache.name}, {freed / 2**20:,.1f} MiB"
+            removed = f"removed {cache.name}, {size(cache) / 2**20:,.1f} MiB"
             print(removed if remove_cache(cache) else f"in use: {cache.name}")
     return 0
 

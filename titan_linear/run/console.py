@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_linear.config import Config, Model, Parallelism, toml_value
+from titan_linear.config import Config, Parallelism, toml_value
 from titan_linear.data import Streams, Tokenizer, TreeStreams
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.models.config import ModelConfig
@@ -60,7 +60,7 @@ def write_down(origin: Origin, session: Session, step: int) -> None:
     lines = [
         f"model {model_name(origin)}: {parameters:,} parameters, {model.config.composition}",
         *start_lines(model.implementations),
-        described(unallocated(model.config, torch.float32)),
+        described(unallocated(model.config)),
         float8_line(model),
         uncompiled(config.compile.enable, device),
         unbalanced(model.config),
@@ -80,15 +80,12 @@ def model_name(origin: Origin) -> str:
     model's sizes.
     """
     m = origin.config.model
-    default = Model()
     name = f"{m.name}/{m.flavor}"
     if m.flavor == "hf":
         name = f"{origin.family()} of '{origin.assets}'"
-    sizes = ("dim", "num_layers", "hidden_dim", "pattern", "moe")
-    changed_keys = {
-        key: getattr(m, key) for key in sizes if getattr(m, key) != getattr(default, key)
-    }
-    changes = [f"{key} = {toml_value(value)}" for key, value in (changed_keys | m.mixers).items()]
+    sizes = {"dim", "num_layers", "hidden_dim", "pattern", "moe"}
+    keys = m.model_dump(include=sizes, exclude_defaults=True) | m.mixers
+    changes = [f"{key} = {toml_value(value)}" for key, value in keys.items()]
     return name + (f" with {', '.join(changes)}" if changes else "")
 
 

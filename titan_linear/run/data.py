@@ -1,7 +1,5 @@
 """Data for training as configured: corpora, streams, and their identity in a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
