@@ -385,8 +385,13 @@ def _same_texts(caches: Path, texts: Texts) -> Path | None:
 
 def _tokenise_into(folder: Path, texts: Texts) -> None:
     group, leaves = (1, texts.group) if texts.share_prefixes else (texts.group, 1)
-    new = Journal(texts.key, texts.content, columns=texts.all_columns, group=group, leaves=leaves)
-    journal = _resumable(folder, texts) or new
+    journal = _resumable(folder, texts) or Journal(
+        key=texts.key,
+        texts=texts.content,
+        columns=texts.all_columns,
+        group=group,
+        leaves=leaves,
+    )
     if journal.read:
         print(f"continuing where tokenising was stopped, after {journal.num_documents:,} documents")
     # Its processes end with the writing, however that ends.
