@@ -450,8 +450,9 @@ class PlannedRank:
         # Stored parameters, and gradients accumulated over micro-steps.
         u = self.units
         batch = self.batch
-        here = 0 if u.offloaded else u.local * u.stored
-        stored = here + u.whole * widened(DTYPES[self.training.dtype]).itemsize
+        # With offload, shards are in the host's memory.
+        here = 0 if u.offloaded else 1
+        stored = here * u.local * u.stored + u.whole * widened(DTYPES[self.training.dtype]).itemsize
         accumulates = self.micro_steps > 1
         accumulated = stored if accumulates else 0
         # Activations of each layer, and the columns that the loss reads.
@@ -468,12 +469,12 @@ class PlannedRank:
         # head until it is reduced.
         stream = self.model.dim * batch.tokens * (u.compute + 4)
         around = stream + u.trained_head * u.compute
-        optimizer = 2 * stored - (0 if u.offloaded else u.muon * u.stored)
+        optimizer = 2 * stored - here * u.muon * u.stored
         begins = {"gradients": accumulated, "copies": copies, "activations": sum(kept)}
         # At the end of backward, only the first layer and the embedding have no gradients yet.
         # The second layer's are being reduced.
         last = u.gathered[0] + u.head
-        missing = 0 if u.offloaded else last // u.shards * u.stored
+        missing = here * (last // u.shards) * u.stored
         ends = {
             "gradients": accumulated or stored - missing,
             "copies": _copies(u, last, max(u.trained[:-1][:2])),
@@ -494,7 +495,7 @@ class PlannedRank:
             "first layer": ends,
             "update": update,
         }
-        frozen = 0 if u.offloaded else u.frozen * u.compute
+        frozen = here * u.frozen * u.compute
         frozen += u.frozen_whole * widened(batch.dtype).itemsize
         always = {"parameters": stored + frozen, "optimizer": optimizer}
         return {

@@ -81,9 +81,9 @@ def session_on(
     shared = {name: p.detach() for name, p in whole.named_parameters()}
     model.load_state_dict(shared, strict=False, assign=True)
     # Each rank counts the loads of experts by itself.
-    for local, layer in zip(model.layers, whole.layers, strict=True):
-        if isinstance(local.mlp, MoE):
-            local.mlp.loads = torch.zeros_like(layer.mlp.loads)
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.loads = torch.zeros_like(module.loads, device=subject.device)
     # Restore what the constructor ties, then split the model as in the run.
     if whole.config.tie_embeddings:
         model.head.weight = model.embedding.weight
