@@ -188,7 +188,7 @@ class Training(Section):
     tokens of a document, or a list with one per token. Example: ["weights"]."""
     share_prefixes: bool = False
     """Merge consecutive records that share their beginnings into prefix trees, in which
-    each shared token is computed once (docs/data.md)."""
+    each shared token is computed once (docs/prefix_trees.md)."""
     group_field: str = ""
     """Record field for share_prefixes: consecutive records with the same value are compared
     as one group."""
