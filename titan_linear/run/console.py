@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_linear.config import Config, Model, Parallelism, toml_value
+from titan_linear.config import Config, Model, Parallelism, Sample, Training, toml_value
 from titan_linear.data import Streams, Tokenizer, TreeStreams
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.models.config import ModelConfig
@@ -180,11 +180,6 @@ def finished(config: Config, step: int) -> str:
     """Return lines that tell where a finished run lies and what to do with it."""
     folder = shlex.quote(config.job.dump_folder)
     ours = program("titan-linear", "titan_linear")
-    # The default prompt is code, so it fits only a run on code.
-    of_code = config.training.dataset == "stdlib" and not config.training.mixture
-    prompt = (
-        shlex.quote(config.sample.prompt) if of_code or config.sample != Config().sample else "TEXT"
-    )
     lines = [
         f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}"
     ]
@@ -192,11 +187,27 @@ def finished(config: Config, step: int) -> str:
         lines.append(
             f"see its curves:  {program('tensorboard', 'tensorboard.main')} --logdir {folder}/{BOARD}"
         )
-    if config.checkpoint.enable:
-        lines.append(f"let it write:    {ours} generate {folder} --prompt {prompt}")
-    if config.checkpoint.enable and not is_exported(config, step):
+    # The remaining commands read a checkpoint.
+    if not config.checkpoint.enable:
+        return "\n".join(lines)
+    first = first_words(config.training, config.sample)
+    lines.append(f"let it write:    {ours} generate {folder} {first}")
+    if not Origin.of(config).exports_whole:
+        lines.append(f"merge it:        {ours} convert merge {folder} FOLDER")
+    if not is_exported(config, step):
         lines.append(f"export it:       {ours} convert to-hf {folder} FOLDER")
     return "\n".join(lines)
+
+
+def first_words(training: Training, sample: Sample) -> str:
+    """Return the option of titan-linear generate that fits the run's texts."""
+    if any(source.dataset_format == "messages" for source in training.sources):
+        return "--chat"
+    # The default prompt is code, so it fits only a run on code.
+    of_code = training.dataset == "stdlib" and not training.mixture
+    if of_code or sample != Sample():
+        return f"--prompt {shlex.quote(sample.prompt)}"
+    return "--prompt TEXT"
 
 
 def stopped(step: int, folder: Path | None) -> str:
