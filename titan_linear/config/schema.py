@@ -340,6 +340,9 @@ class DPO(Section):
     margin: AtLeast0 = 0.0
     """Required gap between chosen and rejected rewards, after scaling by beta. SimPO: set
     margin, length_normalised and reference_free."""
+    initial_weights: Annotated[Literal["loaded", "drawn"], KeyRule.MAY_CHANGE] = "loaded"
+    """Weights to tune. loaded: a run that would tune weights drawn at random is refused;
+    drawn: it is not, for trials."""
 
 
 class Distillation(Section):
