@@ -295,7 +295,7 @@ def test_git_commit_of_the_sources_only(tmp_path, monkeypatch):
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()
-    monkeypatch.setattr(run_manifest, "__file__", str(package / "storage" / "run_manifest.py"))
+    monkeypatch.setattr(run_manifest, "PACKAGE", package)
     assert run_manifest._git_commit() is None
     git("init")
     git("commit", "--allow-empty", "-m", "other work")

@@ -7,6 +7,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+# A command's own options, and arguments that are keys of the configuration.
+Parsed = tuple[argparse.Namespace, list[str]]
+
 
 def command_parser(prog: str, about: str | None, **options: Any) -> argparse.ArgumentParser:
     """Return a command's parser, whose help begins with the module's docstring, unchanged."""

@@ -42,12 +42,11 @@ EFFECTIVE_WITH = {
     ),
     ("checkpoint.enable", True): (
         "checkpoint.load_step",
-        "checkpoint.initial_load_path",
-        "checkpoint.initial_load_in_hf",
         "checkpoint.last_save_model_only",
         "checkpoint.last_save_in_hf",
         "checkpoint.export_interval",
         "checkpoint.grace_seconds",
+        "validation.keep_best",
     ),
     ("compile.enable", True): ("compile.backend",),
     ("float8.enable", True): ("float8.filter_fqns", "float8.emulate"),
@@ -56,7 +55,11 @@ EFFECTIVE_WITH = {
         for name in LOSS_NAMES
     },
     ("optimizer.name", "muon"): ("optimizer.momentum",),
-    ("validation.enable", True): ("validation.sample_tokens",),
+    ("validation.enable", True): (
+        "validation.sample_tokens",
+        "validation.keep_best",
+        "validation.patience",
+    ),
 }
 
 
@@ -76,7 +79,10 @@ def check_config(config: Config, world_size: int) -> None:
     _check_batch(training, parallelism, dp)
     _, shards = parallelism.fsdp_degrees(world_size)
     _check_expert_parallel(parallelism, shards)
-    _check_schedule(config.lr_scheduler, training.steps)
+    if training.epochs:
+        _check_epochs(training, config.lr_scheduler)
+    else:
+        _check_schedule(config.lr_scheduler, training.steps)
     _check_training(training)
     # The optimizer.
     if (taken := config.optimizer.lr * config.optimizer.weight_decay) >= 1:
@@ -95,6 +101,11 @@ def check_config(config: Config, world_size: int) -> None:
     _check_float8(config.float8, parallelism.tensor_parallel_degree)
     _check_data(training, config.validation)
     _check_checkpoint(config.checkpoint)
+    if config.validation.keep_best and config.validation.freq % config.checkpoint.interval:
+        raise ValueError(
+            f"validation.keep_best = true: validation.freq = {config.validation.freq} must be a multiple of "
+            f"checkpoint.interval = {config.checkpoint.interval}, so that what is validated is saved; change one"
+        )
     _check_file_groups(config.metrics, training.mixture)
     _check_profiling(config.profiling)
     if config.comm.max_restarts and not config.checkpoint.enable:
@@ -194,6 +205,19 @@ def _check_schedule(s: LRScheduler, steps: int) -> None:
         )
 
 
+def _check_epochs(t: Training, s: LRScheduler) -> None:
+    # The number of steps is not known yet.
+    for key, value, reason in (
+        ("training.mixture", t.mixture, "whose sources have epochs of their own"),
+        ("training.seq_len_schedule", t.seq_len_schedule, "which counts steps"),
+        ("lr_scheduler.total_steps", s.total_steps, "which counts steps"),
+    ):
+        if value:
+            raise ValueError(
+                f"training.epochs = {t.epochs} is not for {key}, {reason}; give training.steps, or remove {key}"
+            )
+
+
 def _check_training(t: Training) -> None:
     # Types.
     types = (t.dtype, t.mixed_precision_param, t.mixed_precision_reduce)
@@ -226,9 +250,18 @@ def _check_data(t: Training, v: Validation) -> None:
         raise ValueError(
             f"training.group_field = {t.group_field!r} needs training.share_prefixes = true; set it"
         )
+    if t.truncation != "right" and not t.max_length:
+        raise ValueError(
+            f"training.truncation = {t.truncation!r} needs training.max_length; set it, or remove truncation"
+        )
     # Each source, and how its records can share prefixes.
     for source in t.sources:
         _check_source(source)
+        if t.max_length and (source.dataset == "tokens" or source.dataset_format == "tree"):
+            raise ValueError(
+                f"training.max_length = {t.max_length} is for documents that are tokenised, one per record, and "
+                f"{source.key('dataset')} = {source.dataset!r}, _format = {source.dataset_format!r}; remove it"
+            )
         if t.group_field and source.dataset_format == "preference":
             raise ValueError(
                 f"training.group_field = {t.group_field!r}: each pair is a tree of its own; remove it"

@@ -158,7 +158,7 @@ def _introduction(subject: ProofSubject) -> str:
         f"{(n := subject.degrees.ranks)} rank{'s' * (n > 1)} in one process on {name}: {subject.degrees}, "
         f"{c.parallelism.context_parallel_layout}",
         *(f"cut: {line}" for line in subject.said),
-        described(unallocated(subject.model, torch.float32)),
+        described(unallocated(subject.model)),
     ]
     return "\n".join(filter(None, lines))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_linear.config import Config, Model, Parallelism, Sample, Training, toml_value
+from titan_linear.config import Config, Parallelism, Sample, Training, toml_value
 from titan_linear.data import Streams, Tokenizer, TreeStreams
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.models.config import ModelConfig
@@ -19,6 +19,7 @@ from titan_linear.models.mixers.recurrent import RecurrentOptions
 from titan_linear.ops.layout.fragments import cut_streams
 from titan_linear.ops.layout.tree_tables import exchanged, tree_of
 from titan_linear.ops.registry import start_lines
+from titan_linear.run.best import LowestLoss
 from titan_linear.run.build import unallocated
 from titan_linear.run.export import is_exported
 from titan_linear.run.folder import RunFolder
@@ -59,7 +60,7 @@ def write_down(origin: Origin, session: Session, step: int) -> None:
     lines = [
         f"model {model_name(origin)}: {parameters:,} parameters, {model.config.composition}",
         *start_lines(model.implementations),
-        described(unallocated(model.config, torch.float32)),
+        described(unallocated(model.config)),
         float8_line(model),
         uncompiled(config.compile.enable, device),
         unbalanced(model.config),
@@ -79,15 +80,12 @@ def model_name(origin: Origin) -> str:
     model's sizes.
     """
     m = origin.config.model
-    default = Model()
     name = f"{m.name}/{m.flavor}"
     if m.flavor == "hf":
         name = f"{origin.family()} of '{origin.assets}'"
-    sizes = ("dim", "num_layers", "hidden_dim", "pattern", "moe")
-    changed_keys = {
-        key: getattr(m, key) for key in sizes if getattr(m, key) != getattr(default, key)
-    }
-    changes = [f"{key} = {toml_value(value)}" for key, value in (changed_keys | m.mixers).items()]
+    sizes = {"dim", "num_layers", "hidden_dim", "pattern", "moe"}
+    keys = m.model_dump(include=sizes, exclude_defaults=True) | m.mixers
+    changes = [f"{key} = {toml_value(value)}" for key, value in keys.items()]
     return name + (f" with {', '.join(changes)}" if changes else "")
 
 
@@ -180,8 +178,14 @@ def finished(config: Config, step: int) -> str:
     """Return lines that tell where a finished run lies and what to do with it."""
     folder = shlex.quote(config.job.dump_folder)
     ours = program("titan-linear", "titan_linear")
+    lowest = LowestLoss.so_far(config, step)
+    early = (
+        f", as the loss did not fall in validation.patience = {lowest.patience} validations"
+        if step < config.training.steps
+        else ""
+    )
     lines = [
-        f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}"
+        f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}{early}"
     ]
     if config.metrics.enable_tensorboard:
         lines.append(
@@ -196,6 +200,10 @@ def finished(config: Config, step: int) -> str:
         lines.append(f"merge it:        {ours} convert merge {folder} FOLDER")
     if not is_exported(config, step):
         lines.append(f"export it:       {ours} convert to-hf {folder} FOLDER")
+    if lowest.step:
+        best = config.checkpoint_folder / f"step-{lowest.step}"
+        kept = f", saved in '{best}'" if best.exists() else ""
+        lines.append(f"lowest validation loss: {lowest.loss:.4f} at step {lowest.step}{kept}")
     return "\n".join(lines)
 
 

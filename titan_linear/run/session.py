@@ -5,8 +5,6 @@ the doctor, the commands that read weights, and other people's trainers (docs/py
 drive the same object. Every rank calls every method, in the same order.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -6,7 +6,7 @@ import platform
 import socket
 import subprocess
 from collections.abc import Mapping
-from importlib import metadata
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 from titan_linear import __version__
 from titan_linear.storage.files import write_whole
 from titan_linear.storage.rundir import RUN_MANIFEST
+
+PACKAGE = Path(__file__).parents[1]
 
 
 def write_manifest(
@@ -37,7 +39,7 @@ def write_manifest(
             "titan_linear": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "triton": _version_of("triton"),
+            "triton": next((found.version for found in distributions(name="triton")), None),
             "cuda": torch.version.cuda,
         },
         "git": _git_commit(),
@@ -48,17 +50,10 @@ def write_manifest(
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         },
         "world_size": world_size,
-        "degrees": dict(degrees),
-        "implementations": dict(implementations),
+        "degrees": degrees,
+        "implementations": implementations,
     }
     write_whole(folder / RUN_MANIFEST, json.dumps(manifest, indent=2) + "\n")
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _cpu_name() -> str:
@@ -73,17 +68,17 @@ def _git_commit() -> Any:
 
     Returns None for an installed package or without git.
     """
-    package = Path(__file__).parents[1]
-    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+    if _git("ls-files", "--error-unmatch", "__init__.py") is None:
         return None
-    commit = _git(package, "rev-parse", "HEAD")
-    return commit and {"commit": commit, "dirty": bool(_git(package, "status", "--porcelain"))}
+    commit = _git("rev-parse", "HEAD")
+    return commit and {"commit": commit, "dirty": bool(_git("status", "--porcelain"))}
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def _git(*arguments: str) -> str | None:
+    """Run git in this package's folder and return its output, or None if that fails."""
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
+            ["git", *arguments], cwd=PACKAGE, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         # Git is missing, or this is not a repository.

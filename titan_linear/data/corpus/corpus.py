@@ -162,8 +162,19 @@ class Corpus:
         ]
         # Warnings.
         if bad := source.get("skipped_bad"):
-            named = "; ".join([*source["bad"], "…"][:bad])
-            lines.append(f"warning: {bad:,} bad documents skipped: {named}")
+            # The first of each reason, and how many share it.
+            counts = [*source.get("reasons", {}).values()] or [1] * len(source["bad"])
+            named = []
+            for problem, count in zip(source["bad"], counts, strict=True):
+                named.append(problem + (f" ({count:,} such)" if count > 1 else ""))
+            if sum(counts) < bad:
+                named.append("…")
+            lines.append(f"warning: {bad:,} bad documents skipped: {'; '.join(named)}")
+        if too_long := source.get("too_long"):
+            lines.append(
+                f"{too_long:,} records are longer than training.max_length, and were cut or left out as "
+                "training.truncation has it"
+            )
         if unread := source.get("unread"):
             lines.append(
                 f"warning: fields that are not read: {unread}; training.dataset_columns reads those that a loss has, "
@@ -221,7 +232,7 @@ def load_corpus(folder: Path) -> Corpus:
         raise unfitting(folder / OFFSETS)
     if count <= SMALL:
         check_lengths(corpus, 0, count)
-    if ends is not None and (not _spans(ends, count) or _falls(ends)):
+    if ends is not None and (not _spans(ends, count) or (np.diff(ends) < 0).any()):
         raise unfitting(folder / FILE_ENDS)
     return corpus
 
@@ -282,18 +293,6 @@ def read(numbers: ndarray, low: int, high: int) -> ndarray:
         offset = low * numbers.itemsize
         return np.fromfile(numbers.base.filename, numbers.dtype, high - low, offset=offset)
     return numbers[low:high]
-
-
-def _falls(numbers: ndarray) -> bool:
-    """Whether any number is less than the one before.
-
-    Numbers are checked in parts, as there may be 10⁹.
-    """
-    for low in range(0, len(numbers), SMALL - 1):
-        part = read(numbers, low, min(low + SMALL, len(numbers)))
-        if (part[1:] < part[:-1]).any():
-            return True
-    return False
 
 
 def verify_corpus(corpus: Corpus) -> None:
