@@ -273,8 +273,8 @@ class Origin:
         if new and config.loss.name == "dpo" and config.dpo.initial_weights == "loaded":
             raise ValueError(
                 "loss.name = 'dpo' tunes weights by preferences, and this run would draw them: "
-                "checkpoint.initial_load_path is empty; give a checkpoint or, with checkpoint.initial_load_in_hf = true, "
-                "a Hugging Face folder; a trial of drawn weights sets dpo.initial_weights = 'drawn'"
+                "checkpoint.initial_load_path is empty; give a checkpoint or, with checkpoint.initial_load_in_hf = "
+                "true, a Hugging Face folder; a trial of drawn weights sets dpo.initial_weights = 'drawn'"
             )
 
     def weights(self) -> Weights:
