@@ -192,7 +192,7 @@ class Training(Section):
     tokens of a document, or a list with one per token. Example: ["weights"]."""
     share_prefixes: bool = False
     """Merge consecutive records that share their beginnings into prefix trees, in which
-    each shared token is computed once (docs/data.md)."""
+    each shared token is computed once (docs/prefix_trees.md)."""
     group_field: str = ""
     """Record field for share_prefixes: consecutive records with the same value are compared
     as one group."""
@@ -354,6 +354,9 @@ class DPO(Section):
     margin: AtLeast0 = 0.0
     """Required gap between chosen and rejected rewards, after scaling by beta. SimPO: set
     margin, length_normalised and reference_free."""
+    initial_weights: Annotated[Literal["loaded", "drawn"], MAY_CHANGE] = "loaded"
+    """Weights to tune. loaded: a run that would tune weights drawn at random is refused;
+    drawn: it is not, for trials."""
 
 
 class Distillation(Section):

@@ -305,6 +305,8 @@ def scored(setting: Setting) -> list[Job]:
     ]
 
 
+# Jobs that make what keys of the doctor's lines name.
+NEEDED = {BEGUN: "export", POLICY: "behaviour", DISTILLATION: "teacher"}
 # Lines of the doctor: shipped file → its number of processes, its half of the proof (0: only with
 # --doctors), and keys that replace its folders.
 DOCTORS = {
@@ -319,6 +321,9 @@ DOCTORS = {
     "sft_qwen3_5_9b_32k": (1, 0, f"{ANSWERS} {DRAWN}"),
     "continue_hf": (1, 0, f"{DOCUMENTS} {BEGUN}"),
     "sft_chat": (1, 0, f"{ANSWERS} {BEGUN}"),
+    "lora_chat": (1, 0, f"{ANSWERS} {BEGUN}"),
+    "grpo": (1, 0, f"{TREES} {BEGUN} {POLICY}"),
+    "distil": (1, 0, f"{DOCUMENTS} --training.dataset_format=text {BEGUN} {DISTILLATION}"),
     "dpo": (1, 0, f"{PAIRS} {DPO} --adapter.enable=true"),
 }
 
@@ -336,7 +341,7 @@ def doctors(setting: Setting) -> list[Job]:
             [f"titan_linear doctor {file} {batch} {keys} {small}"],
             part=part,
             processes=processes,
-            needs=("export",) if BEGUN in keys else (),
+            needs=tuple(need for at, need in NEEDED.items() if at in keys),
             gib=DOCTOR_GIB if part else DOCTOR_GIB / 2,
             share=DOCTOR_SHARE if part else DOCTOR_SHARE / 2,
         )
