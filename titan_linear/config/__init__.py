@@ -35,5 +35,6 @@ from titan_linear.config.schema import (
     Training,
     Validation,
     absolute,
+    has_records,
     keys_with,
 )

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -21,6 +21,7 @@ else:
 from titan_linear.config.nesting import check_depth, check_nesting
 from titan_linear.config.schema import (
     KEYS,
+    LOSS_NAMES,
     PRINT,
     SECTIONS,
     Config,
@@ -29,9 +30,11 @@ from titan_linear.config.schema import (
     Training,
     keys_with,
 )
+from titan_linear.registry import TABLES, import_custom
 
 # Tables of TOML.
 Tables = dict[str, Any]
+Keys = TypeVar("Keys", bound=Section)
 # Number of problems that a message names.
 LISTED = 20
 # Other names of keys, and replacements for TorchTitan's keys and sections that do not exist
@@ -59,19 +62,23 @@ def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
     overrides = _with_mixers(
         _read_command_line([argument for argument in argv if argument != PRINT])
     )
-    _validate(overrides, "command line")
-    tables: Tables = {}
-    # Each source is validated separately, so that an error names its source.
     path = overrides.get("job", {}).get("config_file", "")
+    tables = _with_mixers(_read_toml(path)) if path else {}
+    # The command line takes precedence over the file.
+    merged = _merged(tables, overrides)
+    _import_custom(merged)
+    # Each source is validated separately, so that an error names its source.
+    _validate(overrides, "command line")
     if path:
-        tables = _with_mixers(_read_toml(path))
         _validate(tables, path)
         if "config_file" in tables.get("job", {}):
             raise ValueError(
                 f"{path}: job.config_file belongs on the command line; remove it from the file"
             )
-    # The command line takes precedence over the file.
-    given = _validate(_merged(tables, overrides), "configuration")
+    given = _validate(merged, "configuration")
+    if given.loss.name not in LOSS_NAMES:
+        section = TABLES["loss.name"][given.loss.name].section
+        _validate(given.loss.options, "configuration", section, ("loss", "options"))
     # The saved configuration is explicit: home folders, and types that depend on the device.
     values = given.flat_keys()
     expanded = {key: os.path.expanduser(values[key]) for key in keys_with(KeyRule.HOME)}
@@ -83,6 +90,15 @@ def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
         print(config_to_toml(config, origins), end="")
         raise SystemExit(0)
     return config
+
+
+def _import_custom(tables: Tables) -> None:
+    """Import the module of job.custom_import, before names that it registers are checked."""
+    job = tables.get("job")
+    module = job.get("custom_import") if isinstance(job, dict) else None
+    # Otherwise, validation refuses it.
+    if module and isinstance(module, str):
+        import_custom(module)
 
 
 def _merged(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> Tables:
@@ -386,23 +402,34 @@ def type_name(annotation: type) -> str:
     return f"{{{','.join(choices)}}}" if choices else annotation.__name__.upper()
 
 
-def _validate(tables: Tables, source: str) -> Config:
+def _validate(
+    tables: Tables, source: str, kind: type[Keys] = Config, place: tuple[str, ...] = ()
+) -> Keys:
+    """Read tables as keys of a section, or of all.
+
+    Args:
+        source: where they are from, and `place`: the key that has them, in messages.
+    """
     try:
-        return Config.model_validate(tables)
+        return kind.model_validate(tables)
     except ValidationError as invalid:
-        problems = [_explain(error) for error in invalid.errors()[:LISTED]]
+        errors = [error | {"loc": (*place, *error["loc"])} for error in invalid.errors()[:LISTED]]
+        problems = [_explain(error, kind if place else None) for error in errors]
         if (more := invalid.error_count() - LISTED) > 0:
             problems.append(f"{more:,} more problems")
         raise ValueError("\n".join(f"{source}: {problem}" for problem in problems)) from None
 
 
-def _explain(error: Any) -> str:
-    """Return a pydantic error in our words: the key, the value, and a valid value."""
+def _explain(error: Any, table: type[Section] | None) -> str:
+    """Return a pydantic error in our words: the key, the value, and a valid value.
+
+    table: the section of a table's keys.
+    """
     key = ".".join(map(str, error["loc"]))
     value = error["input"]
     kind = error["type"]
     list_key = ".".join(map(str, error["loc"][:2]))
-    table = _table_of(list_key)
+    table = table or _table_of(list_key)
     # Unknown or missing keys.
     if kind == "extra_forbidden" and table:
         return f"{key} is not a key; a table of {list_key} has {', '.join(table.model_fields)}"
@@ -425,7 +452,7 @@ def _explain(error: Any) -> str:
         return f"{key} = {value!r} must be true or false"
     # Values that are not among the choices or out of range.
     choices = error["ctx"]["expected"].split("'")[1::2] if kind == "literal_error" else []
-    near = difflib.get_close_matches(str(value), choices, 1)
+    near = difflib.get_close_matches(str(value), [*choices, *TABLES.get(key, ())], 1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
     return f"{key} = {value!r} must {error['msg'].partition(' should ')[2] or error['msg']}{meant}"
 

@@ -12,7 +12,9 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
+
+from titan_linear.registry import TABLES
 
 
 class KeyRule(Enum):
@@ -47,6 +49,15 @@ class Section(BaseModel):
     rules: ClassVar[tuple[KeyRule, ...]] = ()
 
 
+def or_registered(key: str) -> WrapValidator:
+    """Allow a key the names that users' modules have registered, too."""
+
+    def check(value: Any, choose: ValidatorFunctionWrapHandler) -> Any:
+        return value if isinstance(value, str) and value in TABLES[key] else choose(value)
+
+    return WrapValidator(check)
+
+
 # A value of model.tokenizer_path that is not a path.
 BYTES = "bytes"
 Count = Annotated[int, Field(ge=0)]
@@ -66,16 +77,20 @@ Corpus = Annotated[str, KeyRule.PATH, KeyRule.OF_A_NODE, KeyRule.MAY_MOVE]
 class Job(Section):
     """The run and its folder."""
 
-    rules = (KeyRule.MAY_CHANGE, KeyRule.OF_A_NODE)
+    rules = (KeyRule.MAY_CHANGE,)
 
-    config_file: str = ""
+    config_file: Annotated[str, KeyRule.OF_A_NODE] = ""
     """TOML file to read; command-line keys override it. Not a key of the file itself."""
-    dump_folder: Annotated[Text, KeyRule.PATH, KeyRule.HOME] = "outputs"
+    dump_folder: Annotated[Text, KeyRule.OF_A_NODE, KeyRule.PATH, KeyRule.HOME] = "outputs"
     """Folder of the run. Repeating the command resumes from its newest complete
     checkpoint."""
-    description: str = ""
+    description: Annotated[str, KeyRule.OF_A_NODE] = ""
     """Free text, kept with the run."""
-    start_anew: bool = False
+    custom_import: str = ""
+    """Python module that is imported first, also from the working directory, and registers
+    losses, mixers, hooks, sources of texts or families (docs/extending.md):
+    "my_package.my_module"."""
+    start_anew: Annotated[bool, KeyRule.OF_A_NODE] = False
     """Start over, with any configuration, in a folder whose run left no checkpoint to
     resume from. The files of that run are moved to abandoned-DATE/."""
 
@@ -140,8 +155,14 @@ class Model(Section):
 
 
 Dataset = Literal["stdlib", "text", "jsonl", "parquet", "arrow", "tokens"]
+AnyDataset = Annotated[Dataset, or_registered("training.dataset")]
 RECORDS = ("jsonl", "parquet", "arrow")
 DatasetFormat = Literal["text", "tokens", "messages", "completion", "preference", "tree"]
+
+
+def has_records(dataset: str) -> bool:
+    """Whether a source's documents are records, as in all that users' modules register."""
+    return dataset in RECORDS or dataset not in get_args(Dataset)
 
 
 class Source(Section):
@@ -149,7 +170,7 @@ class Source(Section):
 
     name: Text
     weight: Above0
-    dataset: Dataset
+    dataset: AnyDataset
     dataset_path: str = ""
     dataset_text_field: Text = "text"
     dataset_format: DatasetFormat = "text"
@@ -170,7 +191,7 @@ class Shorter(Section):
 class Training(Section):
     """Data, batch and numerical precision."""
 
-    dataset: Dataset = "stdlib"
+    dataset: AnyDataset = "stdlib"
     """Source of the documents (docs/data.md): the Python standard library, text files, JSON
     Lines, Parquet, a folder saved by Hugging Face datasets, or token files."""
     dataset_path: Corpus = ""
@@ -299,8 +320,11 @@ class Loss(Section):
     """Training objective and token weights (docs/losses.md). Each loss has its own
     section."""
 
-    name: LossName = "cross_entropy"
+    name: Annotated[LossName, or_registered("loss.name")] = "cross_entropy"
     """Loss function."""
+    options: dict[str, Any] = {}
+    """Options of a loss that job.custom_import registers: a table, or --loss.options.NAME
+    value. Other losses have sections."""
     normalise: Literal["auto", "token", "document", "stream"] = "auto"
     """Divide the loss by the number of labeled tokens in the step (token), or first take
     means within each document or stream, which count equally. With weights, sums of weights
@@ -852,8 +876,11 @@ class Config(Section):
 
     @property
     def objective(self) -> Section:
-        """The section of the loss."""
-        return getattr(self, self.loss.name)
+        """The section of the loss; of a registered loss, its options."""
+        loss = self.loss
+        if loss.name in LOSS_NAMES:
+            return getattr(self, loss.name)
+        return TABLES["loss.name"][loss.name].section(**loss.options)
 
     def micro_steps(self, world_size: int) -> int:
         """Return the number of micro-batches per rank in a step."""

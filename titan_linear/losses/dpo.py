@@ -23,6 +23,8 @@ from titan_linear.ops.cross_entropy import ChunkedLogits, LogitStatistics
 
 
 class DPOLoss(LossFunction):
+    name = "dpo"
+    section = schema.DPO
     keys: schema.DPO
     group = 2
     reads_twice = True
