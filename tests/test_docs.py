@@ -360,8 +360,11 @@ MINE = [
 
 
 def mixer_of_the_page(patch):
+    # A process that was forked from one with this mixer has it.
+    MIXERS.pop("gla", None)
     names = program("adding_a_mixer.md")
-    patch.setitem(MIXERS, "gla", names["GLA"])
+    assert MIXERS["gla"] is names["GLA"]
+    patch.setitem(MIXERS, "gla", MIXERS.pop("gla"))
     return names
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_linear.config.schema import LOSS_NAMES
 from titan_linear.models.draws import generator
 from titan_linear.models.float8 import SMALLEST
 from titan_linear.models.layers import rotate
@@ -20,8 +21,8 @@ from titan_linear.models.rope import inverse_frequencies
 from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits, cross_entropy
 from titan_linear.ops.float8 import emulated_linear, float8_linear
 from titan_linear.ops.runtime.support import short
-from titan_linear.proof.cases import DELTA
-from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
+from titan_linear.proof.cases import DELTA, cases
+from titan_linear.proof.findings import UNIT, Finding, Findings, Note, off, worst
 from titan_linear.proof.subject import ProofSubject
 
 # Number of tokens, and the most rows of the head: all rows are computed alike.
@@ -77,6 +78,17 @@ def loss(subject: ProofSubject) -> Findings:
         name = worst(errors, bounds)
         what = "loss, against the definition"
         yield Finding(f"implementation, {short(dtype)}", what, errors[name], bounds[name], name)
+
+
+def missing(subject: ProofSubject) -> Findings:
+    """Name the registered losses, and the mixers, that have no definition here."""
+    name = subject.config.loss.name
+    without = [f"loss.name = {name!r}"] if name not in LOSS_NAMES else []
+    for mixer in subject.model.mixers:
+        if cases.dispatch(type(mixer)) is cases.dispatch(object):
+            without.append(f"the op of {mixer.name}")
+    for what in dict.fromkeys(without):
+        yield Note(f"definition: {what} has none here; it is only compared with itself")
 
 
 def float8(subject: ProofSubject) -> Findings:

@@ -53,7 +53,12 @@ def checks(subject: ProofSubject) -> Iterator[tuple[str, Callable[[], Findings]]
     for case in ops.cases(subject):
         for check in of_case:
             yield f"{check.__name__}, {case}", lambda check=check, case=case: check(subject, case)
-    for check in (definitions.loss, definitions.positions, definitions.float8):
+    for check in (
+        definitions.missing,
+        definitions.loss,
+        definitions.positions,
+        definitions.float8,
+    ):
         yield check.__name__, lambda check=check: check(subject)
     for check in (model.split, model.documents, model.repeated, resume.resume, hf.logits):
         yield check.__name__, lambda check=check: check(subject)
