@@ -25,7 +25,7 @@ ASSETS = {"model.flavor": "hf", "model.hf_assets_path": "assets"}
         (LOADS | IN_HF, Published, "gone", "gone"),
         (ASSETS | IN_HF, Published, "assets", "assets"),
         (LOADS | ASSETS | IN_HF, Published, "gone", "assets"),
-        (LOADS | IN_HF | {"checkpoint.enable": "false"}, Origin, None, None),
+        (LOADS | IN_HF | {"checkpoint.enable": "false"}, Published, "gone", "gone"),
     ],
 )
 @pytest.mark.parametrize("adapted", ["false", "true"])

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import titan_linear
+from tests.keys import argv_of
 from tests.models.ours import initialised, labels_of
 from tests.refusals import refused
 from titan_linear.config import Optimizer, Parallelism
@@ -246,3 +247,23 @@ print(json.dumps([before, "torch" in sys.modules]))
     assert json.loads(done.stdout) == [False, True]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         titan_linear.nothing  # noqa: B018
+
+
+def test_a_trainer_needs_no_preparation(tmp_path):
+    """Neither processes nor a folder, as in a notebook."""
+    keys = {
+        "job.dump_folder": tmp_path / "runs/first",
+        "model.name": "kda",
+        "training.seq_len": 64,
+        "training.steps": 1,
+        "lr_scheduler.warmup_steps": 0,
+        "metrics.enable_tensorboard": "false",
+    }
+    code = (
+        "from titan_linear.config import load_config\n"
+        "from titan_linear.train import Trainer\n"
+        f"Trainer(load_config({argv_of(keys)})).train()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "is finished: 1 of training.steps = 1" in done.stdout
+    assert (tmp_path / "runs/first/metrics.jsonl").exists()

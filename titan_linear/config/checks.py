@@ -43,12 +43,11 @@ EFFECTIVE_WITH = {
     ),
     ("checkpoint.enable", True): (
         "checkpoint.load_step",
-        "checkpoint.initial_load_path",
-        "checkpoint.initial_load_in_hf",
         "checkpoint.last_save_model_only",
         "checkpoint.last_save_in_hf",
         "checkpoint.export_interval",
         "checkpoint.grace_seconds",
+        "validation.keep_best",
     ),
     ("compile.enable", True): ("compile.backend",),
     ("float8.enable", True): ("float8.filter_fqns", "float8.emulate"),
@@ -57,7 +56,11 @@ EFFECTIVE_WITH = {
         for name in LOSS_NAMES
     },
     ("optimizer.name", "muon"): ("optimizer.momentum",),
-    ("validation.enable", True): ("validation.sample_tokens",),
+    ("validation.enable", True): (
+        "validation.sample_tokens",
+        "validation.keep_best",
+        "validation.patience",
+    ),
 }
 
 
@@ -77,7 +80,10 @@ def check_config(config: Config, world_size: int) -> None:
     _check_batch(training, parallelism, dp)
     _, shards = parallelism.fsdp_degrees(world_size)
     _check_expert_parallel(parallelism, shards)
-    _check_schedule(config.lr_scheduler, training.steps)
+    if training.epochs:
+        _check_epochs(training, config.lr_scheduler)
+    else:
+        _check_schedule(config.lr_scheduler, training.steps)
     _check_training(training)
     # The optimizer.
     if (taken := config.optimizer.lr * config.optimizer.weight_decay) >= 1:
@@ -101,6 +107,11 @@ def check_config(config: Config, world_size: int) -> None:
     _check_float8(config.float8, parallelism.tensor_parallel_degree)
     _check_data(training, config.validation)
     _check_checkpoint(config.checkpoint)
+    if config.validation.keep_best and config.validation.freq % config.checkpoint.interval:
+        raise ValueError(
+            f"validation.keep_best = true: validation.freq = {config.validation.freq} must be a multiple of "
+            f"checkpoint.interval = {config.checkpoint.interval}, so that what is validated is saved; change one"
+        )
     _check_file_groups(config.metrics, training.mixture)
     _check_profiling(config.profiling)
     if config.comm.max_restarts and not config.checkpoint.enable:
@@ -198,6 +209,19 @@ def _check_schedule(s: LRScheduler, steps: int) -> None:
             f"lr_scheduler.total_steps = {s.total_steps} is less than training.steps = {steps}; use at least {steps}, "
             "or 0 to follow training.steps"
         )
+
+
+def _check_epochs(t: Training, s: LRScheduler) -> None:
+    # The number of steps is not known yet.
+    for key, value, reason in (
+        ("training.mixture", t.mixture, "whose sources have epochs of their own"),
+        ("training.seq_len_schedule", t.seq_len_schedule, "which counts steps"),
+        ("lr_scheduler.total_steps", s.total_steps, "which counts steps"),
+    ):
+        if value:
+            raise ValueError(
+                f"training.epochs = {t.epochs} is not for {key}, {reason}; give training.steps, or remove {key}"
+            )
 
 
 def _check_training(t: Training) -> None:

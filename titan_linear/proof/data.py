@@ -52,7 +52,7 @@ def labels(subject: ProofSubject) -> Findings:
         bad = labelled & (ends | (stream.labels != want))
         absent = ~labelled & ~ends & (not weighted)
         # The last token, and padding, have no label.
-        _, lengths = sources[name].runs(number)
+        lengths = sources[name].runs(number).lengths
         absent[lengths.sum() - 1 :] = False
         wrong += int(bad.sum())
         missing += int(absent.sum())
@@ -80,7 +80,7 @@ def targets(subject: ProofSubject) -> Findings:
         source = subject.streams.sources[name]
         # The documents of the stream, in the order of the corpus.
         corpus = source.corpus
-        starts, lengths = source.runs(number)
+        starts, lengths, *_ = source.runs(number)
         documents = np.searchsorted(corpus.offsets, starts, side="right") - 1
         # The documents of a group follow each other, from the group's first.
         first = documents[:: corpus.group] // corpus.group * corpus.group

@@ -19,6 +19,7 @@ from titan_linear.models.mixers.recurrent import RecurrentOptions
 from titan_linear.ops.layout.fragments import cut_streams
 from titan_linear.ops.layout.tree_tables import exchanged, tree_of
 from titan_linear.ops.registry import start_lines
+from titan_linear.run.best import LowestLoss
 from titan_linear.run.build import unallocated
 from titan_linear.run.export import is_exported
 from titan_linear.run.folder import RunFolder
@@ -185,8 +186,14 @@ def finished(config: Config, step: int) -> str:
     prompt = (
         shlex.quote(config.sample.prompt) if of_code or config.sample != Config().sample else "TEXT"
     )
+    lowest = LowestLoss.so_far(config, step)
+    early = (
+        f", as the loss did not fall in validation.patience = {lowest.patience} validations"
+        if step < config.training.steps
+        else ""
+    )
     lines = [
-        f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}"
+        f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}{early}"
     ]
     if config.metrics.enable_tensorboard:
         lines.append(
@@ -196,6 +203,10 @@ def finished(config: Config, step: int) -> str:
         lines.append(f"let it write:    {ours} generate {folder} --prompt {prompt}")
     if config.checkpoint.enable and not is_exported(config, step):
         lines.append(f"export it:       {ours} convert to-hf {folder} FOLDER")
+    if lowest.step:
+        best = config.checkpoint_folder / f"step-{lowest.step}"
+        kept = f", saved in '{best}'" if best.exists() else ""
+        lines.append(f"lowest validation loss: {lowest.loss:.4f} at step {lowest.step}{kept}")
     return "\n".join(lines)
 
 

@@ -313,6 +313,16 @@ def _side(source: Training | Source, corpus: Corpus, holdout: float, split: str)
     return split_corpus(corpus, holdout, split)
 
 
+def with_epochs(config: Config) -> Config:
+    """Return the configuration with the number of steps that training.epochs takes, if set."""
+    t = config.training
+    if not t.epochs:
+        return config
+    streams, _ = RunData(config, Origin.of(config).tokenizer).streams(None)
+    steps = -(-streams.streams_in(t.epochs) // t.global_batch_size)
+    return config.changed({"training.steps": steps})
+
+
 def tokens_of(streams: Streams) -> int:
     """Return the number of tokens in an epoch of all sources."""
     return sum(source.num_tokens for source in streams.sources.values())

@@ -55,12 +55,11 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-def export_folder(config: Config, step: int = 0) -> Path:
-    """Return the Hugging Face folder of a step; by default, of the run's last step."""
-    return config.checkpoint_folder / f"step-{step or config.training.steps}-hf"
+def export_folder(config: Config, step: int) -> Path:
+    return config.checkpoint_folder / f"step-{step}-hf"
 
 
-def is_exported(config: Config, step: int = 0) -> bool:
+def is_exported(config: Config, step: int) -> bool:
     """Whether the step's Hugging Face folder exists and has not been emptied.
 
     The folder gets its name only when it is whole.
@@ -285,15 +284,15 @@ def _adapters_of_run(source: Path, base: str) -> AdaptedModel:
     return AdaptedModel(replace(origin, checkpoint=checkpoint), model, origin.tokenizer)
 
 
-def export_last(origin: Origin, model: Decoder, base: str) -> None:
-    """Write the run's last weights as a Hugging Face folder, step-N-hf.
+def export_last(origin: Origin, model: Decoder, step: int, base: str) -> None:
+    """Write the weights of the run's last step as a Hugging Face folder, step-N-hf.
 
     Every rank calls it.
 
     Args:
         base: the fingerprint of the adapters' base.
     """
-    path = export_folder(origin.config)
+    path = export_folder(origin.config, step)
     export(path, origin, gather(model), dtype=origin.config.checkpoint.export_dtype, base=base)
     if dist.get_rank() == 0:
         print(f"exported '{path}'")

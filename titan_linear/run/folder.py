@@ -200,6 +200,7 @@ class RunFolder:
 
     def write_config(self) -> None:
         """Write config.toml, which starts the same run from anywhere."""
+        self.path.mkdir(parents=True, exist_ok=True)
         folder = self.config.job.dump_folder
         text = f"{MARK} '{folder}'; with another job.dump_folder it starts the same run anew\n\n"
         write_whole(self.path / CONFIG, text + config_to_toml(self.config.stored()))

@@ -89,9 +89,9 @@ class Origin:
         c = config.checkpoint
         folder = c.initial_load_path or config.model.hf_assets_path
         origin = Origin(config)
-        if c.enable and c.initial_load_in_hf and folder:
+        if c.initial_load_in_hf and folder:
             origin = Published(config, Path(folder))
-        elif c.enable and c.initial_load_path:
+        elif c.initial_load_path:
             origin = Checkpointed(config, Path(c.initial_load_path))
         return Adapters(config, origin.path, source=origin) if config.adapter.enable else origin
 
@@ -116,7 +116,7 @@ class Origin:
                 argv += ["--model.hf_assets_path", str(run.assets or "")]
             if run.tokenizer_path:
                 argv += ["--model.tokenizer_path", run.tokenizer_path]
-        argv += ["--checkpoint.enable", "true", "--checkpoint.initial_load_path", str(path)]
+        argv += ["--checkpoint.initial_load_path", str(path)]
         # The adapters that the run began from are part of its weights.
         argv += ["--adapter.initial_load_path", ""]
         # A reader neither trains nor exports.

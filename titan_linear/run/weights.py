@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.hf_mapping import Placement, placements
+from titan_linear.models.hf_mapping import placements
 from titan_linear.storage.hf_writing import find_family, gather, kept_dtype, tied_head
 from titan_linear.storage.peft import placed
 from titan_linear.storage.tensors import named_parameters
@@ -32,7 +32,7 @@ class Weights:
     """
 
     def __init__(self, model: Decoder, family: str = "", dtype: torch.dtype | None = None):
-        """Prepare the names.
+        """Choose names and dtype.
 
         Args:
             family: the architecture (docs/hugging_face.md); by default the first that
@@ -50,37 +50,34 @@ class Weights:
     def metadata(self) -> list[WeightInfo]:
         """Return name, dtype and shape of every tensor, in order. Nothing is gathered."""
         parameters = named_parameters(self.model)
-        found: dict[str, WeightInfo] = {}
-        for part in self._placed()[0]:
-            dtype = self._dtype(part.name, parameters[part.name].dtype)
-            for source, *_ in part.pieces():
-                # A tensor comes when its last piece does.
-                found.pop(source.name, None)
-                found[source.name] = WeightInfo(source.name, dtype, source.shape)
-        return list(found.values())
+
+        def without_values(name: str) -> Tensor:
+            p = parameters[name]
+            return torch.empty(p.shape, dtype=p.dtype, device="meta")
+
+        tensors = self._tensors(without_values)
+        return [WeightInfo(name, x.dtype, tuple(x.shape)) for name, x in tensors]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        parts, get = self._placed()
+        return self._tensors(gather(self.model))
+
+    def _tensors(self, get: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors, given a function from names to whole parameters of ours."""
+        config = self.model.config
+        if config.adapter:
+            parts, get = placed(config, self.family, get)
+        else:
+            parts = placements(config, self.family) + tied_head(config, self.family)
         begun: dict[str, Tensor] = {}
         # A tensor is complete when no piece of it is missing.
         missing = Counter(source.name for part in parts for source, *_ in part.pieces())
         for part in parts:
-            parameter = get(part.name).detach()
-            rows = parameter.to(self._dtype(part.name, parameter.dtype)).reshape(-1, part.width)
+            rows = get(part.name).detach().reshape(-1, part.width)
+            if self.dtype:
+                rows = rows.to(kept_dtype(part.name, self.family, self.dtype))
             for source, start, stop, row in part.pieces():
                 tensor = begun.setdefault(source.name, rows.new_empty(source.shape))
                 tensor.view(-1, part.width)[start:stop] = rows[row : row + stop - start]
                 missing[source.name] -= 1
                 if not missing[source.name]:
                     yield source.name, begun.pop(source.name)
-
-    def _placed(self) -> tuple[list[Placement], Callable[[str], Tensor]]:
-        """Return the places of our parameters in the tensors, and a function to whole ones."""
-        config = self.model.config
-        get = gather(self.model)
-        if config.adapter:
-            return placed(config, self.family, get)
-        return placements(config, self.family) + tied_head(config, self.family), get
-
-    def _dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        return kept_dtype(name, self.family, self.dtype) if self.dtype else dtype

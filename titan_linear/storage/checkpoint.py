@@ -116,6 +116,8 @@ class Checkpointer:
         self._saved: tuple[int, bool] | None = None
         # Steps that an export still has to read: they are not removed.
         self.in_use: set[int] = set()
+        # The step with the lowest validation loss, which is kept too; 0: none is.
+        self.best = 0
         # Seconds of the longest save.
         self._longest = 0.0
         self._pending: Future[None] | None = None
@@ -393,14 +395,14 @@ class Checkpointer:
     def prune(self, step: int) -> None:
         """Remove the oldest checkpoints beyond keep_latest_k.
 
-        The complete checkpoint of `step` counts; checkpoints in use stay. A failed removal is
-        only a warning, because everything else is done.
+        The complete checkpoint of `step` counts; the best checkpoint, and those in use, stay.
+        A failed removal is only a warning, because everything else is done.
         """
         if not self.keep_latest_k:
             return
         older = [old for old in complete_steps(self.folder) if old < step]
         for old in older[: max(0, len(older) + 1 - self.keep_latest_k)]:
-            if old not in self.in_use:
+            if old not in {*self.in_use, self.best}:
                 _discard(self.folder / f"step-{old}")
 
 

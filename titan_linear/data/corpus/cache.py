@@ -20,7 +20,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -52,13 +51,7 @@ from titan_linear.data.corpus.corpus import (
     unfitting,
 )
 from titan_linear.data.corpus.sources import SOURCES, Document, read_documents, source_files
-from titan_linear.data.corpus.tokenise import (
-    Encoder,
-    Tokens,
-    may_have_children,
-    tokenise,
-    worker_count,
-)
+from titan_linear.data.corpus.tokenise import Encoder, may_have_children, tokenise, worker_count
 from titan_linear.data.corpus.tokenizer import Tokenizer
 from titan_linear.data.corpus.tree_records import (
     BACK,
@@ -80,6 +73,7 @@ from titan_linear.data.corpus.writing import (
 )
 from titan_linear.ops.layout.prefix_trees import PrefixTrees
 from titan_linear.storage.files import (
+    Json,
     Unreadable,
     default_cache_dir,
     lock,
@@ -176,12 +170,15 @@ class Texts:
             raise _unreadable(error) from error
         return content.hexdigest()
 
-    def documents(self, file: Path) -> Iterator[Document]:
-        """Yield the documents of one of the files."""
+    def documents(self) -> Iterator[Document]:
+        """Yield the documents of all files."""
         fields = list(self.columns)
         if self.group_field:
             fields.append(self.group_field)
-        return read_documents(self.dataset, file, self.text_field, self.dataset_format, fields)
+        how = self.text_field, self.dataset_format, fields
+        for number, file in enumerate(self.files):
+            for document in read_documents(self.dataset, file, *how):
+                yield replace(document, file=number)
 
     @property
     def _how(self) -> list[str | None]:
@@ -231,37 +228,37 @@ def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool
         ValueError: a bad path, a bad document (with file and line), a damaged corpus, or a
             corpus of another tokenizer.
     """
-    t = texts
-    # Find the folder, and build a missing cache.
-    if t.dataset == "tokens":
-        folder = Path(os.path.expanduser(t.path or "")).absolute()
+    paths = None
+    if texts.dataset == "tokens":
+        folder = Path(os.path.expanduser(texts.path or "")).absolute()
         if not folder.is_dir():
             raise ValueError(
-                f"{t.path_key} = {t.path!r}: no such folder; give a corpus's (titan-linear corpus writes one)"
+                f"{texts.path_key} = {texts.path!r}: no such folder; give a corpus's (titan-linear corpus writes one)"
             )
+        corpus = load_corpus(folder)
+        if with_paths:
+            paths = _paths_when_written(corpus)
     else:
-        folder = (cache_dir or default_cache_dir()) / f"{t.dataset}-{t.key}"
-        folder = _named(folder) or _build_cache(folder, t)
+        folder = (cache_dir or default_cache_dir()) / f"{texts.dataset}-{texts.key}"
+        folder = _named(folder) or _build_cache(folder, texts)
         with suppress(OSError):  # not permitted in a cache that others wrote for us
             # Record the last use.
             os.utime(lock_file(folder))
-    # Refuse a corpus of another tokenizer, or one that skipped documents where they must stop
-    # the work.
-    corpus = load_corpus(folder)
-    if t.dataset != "tokens":
-        corpus = replace(corpus, name=f"{t.path_key} = {t.path or t.dataset!r}")
-    if with_paths:
-        paths = _paths_when_written(corpus) if t.dataset == "tokens" else tuple(map(shown, t.files))
-        corpus = replace(corpus, paths=paths)
-    if corpus.info["tokenizer"]["fingerprint"] != t.tokenizer.fingerprint:
+        name = f"{texts.path_key} = {texts.path or texts.dataset!r}"
+        corpus = replace(load_corpus(folder), name=name)
+        if with_paths:
+            paths = tuple(map(shown, texts.files))
+        # Refuse a corpus without documents that must stop the work.
+        bad = corpus.info["source"].get("skipped_bad")
+        if bad and texts.on_bad_document == "stop":
+            raise ValueError(f"{corpus.info['source']['bad'][0]}; {_SKIP} ({bad:,} in all)")
+    if corpus.info["tokenizer"]["fingerprint"] != texts.tokenizer.fingerprint:
         raise ValueError(
-            f"{t.path_key} = {t.path!r}: written with tokenizer {corpus.info['tokenizer']['fingerprint']!r}, but "
-            f"model.tokenizer_path gives {t.tokenizer.fingerprint!r}; set the tokenizer that it was written with"
+            f"{texts.path_key} = {texts.path!r}: written with tokenizer {corpus.info['tokenizer']['fingerprint']!r}, "
+            f"but model.tokenizer_path gives {texts.tokenizer.fingerprint!r}; set the tokenizer that it was written "
+            "with"
         )
-    stops = t.dataset != "tokens" and t.on_bad_document == "stop"
-    if stops and (bad := corpus.info["source"].get("skipped_bad")):
-        raise ValueError(f"{corpus.info['source']['bad'][0]}; {_SKIP} ({bad:,} in all)")
-    return corpus
+    return replace(corpus, paths=paths)
 
 
 def cached_corpus(texts: Texts) -> Corpus | None:
@@ -377,7 +374,7 @@ def _same_texts(caches: Path, texts: Texts) -> Path | None:
     for info in caches.glob(f"{texts.dataset}-*/{INFO}"):
         # Skip caches that are damaged or written from tokens.
         with suppress(Unreadable, KeyError):
-            known[read_json(info, dict[str, Any], "")["texts"]] = info.parent
+            known[read_json(info, Json, "")["texts"]] = info.parent
     return known.get(texts.content) if known else None
 
 
@@ -394,7 +391,7 @@ def _tokenise_into(folder: Path, texts: Texts) -> None:
 
 def _resumable(folder: Path, texts: Texts) -> Journal | None:
     """Return an earlier writer's progress on the same texts, or None to begin anew."""
-    journal = read_journal(folder, texts.tokenizer.vocab_size)
+    journal = read_journal(folder)
     if journal is None or journal.key != texts.key:
         return None
     # It skipped a document that should now stop the work.
@@ -402,17 +399,14 @@ def _resumable(folder: Path, texts: Texts) -> Journal | None:
     return None if stops else journal
 
 
-def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], None, None]:
+def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[DocumentTokens], None, None]:
     """Yield the documents of each record that `journal` has not read.
 
     Documents of several records may come merged. Texts get their end token. Read and skipped
     records are counted in `journal`.
     """
-    # For each file that has been read: number of documents up to its end.
-    ends: deque[int] = deque()
     total = sum(file.stat().st_size for file in texts.files)
-    documents = islice(_read(texts, ends), journal.read, None)
-    journal.files_read = 0
+    documents = islice(texts.documents(), journal.read, None)
     doing = f"tokenising {texts.dataset}"
     bar = progress(None, doing, total, initial=journal.size, unit="B", unit_scale=True, smoothing=0)
     # A chat template runs in a worker (chat.py).
@@ -428,17 +422,15 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
                 parts = _parts(document, tokens, texts, journal)
             except Problem as error:
                 problem = str(error)
-            file_ended = ends and ends[0] <= journal.read
+            file_ended = document.file > journal.files_read
             apart = parts and not (held and _joins(held, document, parts, texts))
             if held and (file_ended or apart):
                 yield _trees(held, texts, journal)
                 held = []
             # Sizes of rows are fractions, whose sum may exceed the total.
             bar.update(min(document.size, total - bar.n))
-            while ends and ends[0] <= journal.read:
-                ends.popleft()
-                journal.files_read += 1
             # Count the record, then yield, hold or skip its documents.
+            journal.files_read = document.file
             journal.read += 1
             journal.size += document.size
             for name in document.unread:
@@ -546,19 +538,6 @@ def _trees(
     for problem in problems:
         _meet_bad_document(problem, texts, journal)
     return [] if pair and problems else trees_of(kept, pair)
-
-
-def _read(texts: Texts, ends: deque[int]) -> Iterator[Document]:
-    """Yield the documents of all files.
-
-    After each file, the number of documents so far is added to `ends`.
-    """
-    read = 0
-    for file in texts.files:
-        for document in texts.documents(file):
-            read += 1
-            yield document
-        ends.append(read)
 
 
 def _check_unchanged(key: str, texts: Texts) -> None:

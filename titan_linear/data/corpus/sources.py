@@ -34,7 +34,6 @@ import re
 import sysconfig
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
@@ -48,6 +47,8 @@ from titan_linear.config.nesting import check_nesting
 from titan_linear.data.corpus.chat import ANSWER_WEIGHTS, QUESTIONS
 from titan_linear.registry import TABLES
 from titan_linear.storage.files import Json, read_json, shown
+
+Names = tuple[str, ...]
 
 TEXT_SOURCES = ("stdlib", "text", "jsonl", "parquet", "arrow")
 # Sources of records.
@@ -82,12 +83,19 @@ _LIKE_A_COLUMN = re.compile(
     "(^|_)(w[eight]{4}|advan|adv$|reward|mask|label|loss|logp|reference|behavi|teacher|train)"
 )
 
+
+def _open_zstd(raw: io.BufferedReader) -> io.BufferedReader:
+    # pyarrow brings zstd: Python has it from 3.14.
+    import pyarrow as pa
+
+    return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"))
+
+
 # First bytes of compressed text files, and how to open them; first bytes of other files,
 # and remedies.
-_COMPRESSED = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ\0": lzma.open}
+_COMPRESSED = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ\0": lzma.open, b"\x28\xb5\x2f\xfd": _open_zstd}
 _COMPRESSED |= {b"BZh%d1AY&SY" % size: bz2.open for size in range(1, 10)}
 _TWO_OBJECTS = re.compile(rb'\s*\{\s*"[^\n]*\}[ \t\r]*\n\s*\{\s*"')
-_ZSTD = b"\x28\xb5\x2f\xfd"
 _REWRITE_UTF_16 = "UTF-16; write it in UTF-8 (iconv -f UTF-16 -t UTF-8)"
 _NO_TEXT = {
     codecs.BOM_UTF16_LE: _REWRITE_UTF_16,
@@ -119,17 +127,19 @@ class Document:
     columns: Json = field(default_factory=dict)
     # Unread fields that are named like columns or weights.
     unread: Sequence[str] = ()
+    # Number of the source's files before its own.
+    file: int = 0
 
 
 @dataclass(frozen=True)
 class _Fields:
     """The fields of a record that make a document."""
 
-    needed: tuple[str, ...]
-    optional: tuple[str, ...] = ()
+    needed: Names
+    optional: Names = ()
     is_text: bool = True
     remedy: str = ""
-    columns: tuple[str, ...] = ()
+    columns: Names = ()
 
     def document(
         self,
@@ -350,7 +360,7 @@ def _stdlib_files() -> list[Path]:
 
 def _walk(
     folder: Path,
-    suffixes: tuple[str, ...],
+    suffixes: Names,
     skip: Set[str] = frozenset(),
     *,
     follow: bool = True,
@@ -511,22 +521,13 @@ def _line(line: bytes, origin: str, size: float, fields: _Fields) -> Document:
     return fields.document(record, origin, size)
 
 
-@contextmanager
-def _decompressed(raw: io.BufferedReader) -> Iterator[io.BufferedReader]:
-    head = raw.peek(len(_ZSTD))
-    if head.startswith(_ZSTD):
-        # pyarrow brings zstd: Python has it from 3.14.
-        import pyarrow as pa
-
-        with io.BufferedReader(pa.CompressedInputStream(raw, "zstd")) as lines:
-            yield lines
-        return
+def _decompressed(raw: io.BufferedReader) -> Any:
+    """Return the open file, or a reader of what is compressed in it."""
+    head = raw.peek(1)
     for begin, opened in _COMPRESSED.items():
         if head.startswith(begin):
-            with opened(raw) as lines:
-                yield lines
-            return
-    yield raw
+            return opened(raw)
+    return raw
 
 
 def _check_kind(file: Path, head: bytes, wanted: str) -> None:
@@ -545,8 +546,7 @@ def _read_parquet(file: Path, fields: _Fields) -> Iterator[Document]:
         with pq.ParquetFile(file) as table:
             names = table.schema_arrow.names
             batches = table.iter_batches(batch_size=ROWS, columns=_columns(file, names, fields))
-            size = file.stat().st_size / max(table.metadata.num_rows, 1)
-            yield from _rows(file, names, batches, size, fields)
+            yield from _rows(file, names, batches, table.metadata.num_rows, fields)
     except pa.ArrowException as error:
         raise ValueError(
             f"{file}: not a whole parquet file: {error}; leave it out, or write it again"
@@ -568,8 +568,7 @@ def _read_arrow(file: Path, fields: _Fields) -> Iterator[Document]:
             table = open_table(source).read_all()
             names = table.column_names
             batches = _sound(table.select(_columns(file, names, fields)))
-            size = file.stat().st_size / max(table.num_rows, 1)
-            yield from _rows(file, names, batches, size, fields)
+            yield from _rows(file, names, batches, table.num_rows, fields)
     except pa.ArrowException as error:
         raise ValueError(
             f"{file}: not a whole arrow file: {error}; leave it out, or write it again"
@@ -625,9 +624,10 @@ def _rows(
     file: Path,
     names: list[str],
     batches: Iterable[Any],
-    size: float,
+    num_rows: int,
     fields: _Fields,
 ) -> Iterator[Document]:
+    size = file.stat().st_size / max(num_rows, 1)
     records = chain.from_iterable(_records(batch, fields) for batch in batches)
     for number, record in enumerate(records, 1):
         origin = f"{shown(file)}, row {number}"
