@@ -12,7 +12,7 @@ from collections import defaultdict
 from importlib import import_module
 from typing import Any, TypeVar
 
-Entry = TypeVar("Entry")
+Entry = TypeVar("Entry", bound=Any)
 # Name → entry, for each `chosen_by` of entries.
 TABLES: defaultdict[str, dict[str, Any]] = defaultdict(dict)
 
@@ -25,19 +25,14 @@ def register(entry: Entry) -> Entry:
             a `Family`.
 
     Raises:
-        ValueError: the name exists already, or is not a Python name.
+        ValueError: the name exists already.
     """
-    named: Any = entry
-    table = TABLES[named.chosen_by]
-    if not named.name.isidentifier():
+    table = TABLES[entry.chosen_by]
+    if entry.name in table:
         raise ValueError(
-            f"{named.chosen_by} = {named.name!r} cannot be registered; use letters, digits and _"
+            f"{entry.chosen_by} = {entry.name!r} exists already; register another name"
         )
-    if named.name in table:
-        raise ValueError(
-            f"{named.chosen_by} = {named.name!r} exists already; register another name"
-        )
-    table[named.name] = entry
+    table[entry.name] = entry
     return entry
 
 

@@ -15,6 +15,7 @@ from titan_linear.config.schema import (
     COLUMNS,
     KEYS,
     OTHER,
+    RECORDS,
     SECTIONS,
     ActivationCheckpoint,
     Adapter,

@@ -22,7 +22,6 @@ else:
 from titan_linear.config.nesting import check_depth, check_nesting
 from titan_linear.config.schema import (
     KEYS,
-    LOSS_NAMES,
     PRINT,
     SECTIONS,
     Config,
@@ -80,9 +79,6 @@ def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
                 f"{path}: job.config_file belongs on the command line; remove it from the file"
             )
     given = _validate(merged, "configuration")
-    if given.loss.name not in LOSS_NAMES:
-        section = TABLES["loss.name"][given.loss.name].section
-        _validate(given.loss.options, "configuration", section, ("loss", "options"))
     # The saved configuration is explicit: home folders, and types that depend on the device.
     values = given.flat_keys()
     expanded = {key: os.path.expanduser(values[key]) for key in keys_with(KeyRule.HOME)}
@@ -375,34 +371,23 @@ def type_name(annotation: type) -> str:
     return f"{{{','.join(choices)}}}" if choices else annotation.__name__.upper()
 
 
-def _validate(
-    tables: Tables, source: str, kind: type[Section] = Config, place: tuple[str, ...] = ()
-) -> Any:
-    """Read tables as keys of a section, or of all.
-
-    Args:
-        source: where they are from, and `place`: the key that has them, in messages.
-    """
+def _validate(tables: Tables, source: str) -> Config:
     try:
-        return kind.model_validate(tables)
+        return Config.model_validate(tables)
     except ValidationError as invalid:
-        errors = [error | {"loc": (*place, *error["loc"])} for error in invalid.errors()[:LISTED]]
-        problems = [_explain(error, kind if place else None) for error in errors]
+        problems = [_explain(error) for error in invalid.errors()[:LISTED]]
         if (more := invalid.error_count() - LISTED) > 0:
             problems.append(f"{more:,} more problems")
         raise ValueError("\n".join(f"{source}: {problem}" for problem in problems)) from None
 
 
-def _explain(error: Any, table: type[Section] | None) -> str:
-    """Return a pydantic error in our words: the key, the value, and a valid value.
-
-    table: the section of a table's keys.
-    """
+def _explain(error: Any) -> str:
+    """Return a pydantic error in our words: the key, the value, and a valid value."""
     key = ".".join(map(str, error["loc"]))
     value = error["input"]
     kind = error["type"]
     list_key = ".".join(map(str, error["loc"][:2]))
-    table = table or _table_of(list_key)
+    table = _table_of(list_key)
     # Unknown or missing keys.
     if kind == "extra_forbidden" and table:
         return f"{key} is not a key; a table of {list_key} has {', '.join(table.model_fields)}"

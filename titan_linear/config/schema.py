@@ -12,7 +12,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
 
 from titan_linear.registry import TABLES
 
@@ -56,7 +56,7 @@ class Section(BaseModel):
 def or_registered(key: str) -> WrapValidator:
     """Allow a key the names that users' modules have registered, too."""
 
-    def check(value: Any, choose: ValidatorFunctionWrapHandler) -> Any:
+    def check(value: Any, choose: Any) -> Any:
         return value if isinstance(value, str) and value in TABLES[key] else choose(value)
 
     return WrapValidator(check)
@@ -166,7 +166,7 @@ DatasetFormat = Literal["text", "tokens", "messages", "completion", "preference"
 
 def has_records(dataset: str) -> bool:
     """Whether a source's documents are records, as in all that users' modules register."""
-    return dataset in RECORDS or dataset not in get_args(Dataset)
+    return dataset not in ("stdlib", "text", "tokens")
 
 
 class Source(Section):
@@ -885,11 +885,23 @@ class Config(Section):
 
     @property
     def objective(self) -> Section:
-        """The section of the loss; of a registered loss, its options."""
+        """The section of the loss; of a registered loss, its options.
+
+        Raises:
+            ValueError: the options do not fit.
+        """
         loss = self.loss
         if loss.name in LOSS_NAMES:
             return getattr(self, loss.name)
-        return TABLES["loss.name"][loss.name].section(**loss.options)
+        section = TABLES["loss.name"][loss.name].section
+        try:
+            return section(**loss.options)
+        except ValidationError as invalid:
+            error = invalid.errors()[0]
+            raise ValueError(
+                f"loss.options = {loss.options}: {error['loc']}: {error['msg']}; loss.name = {loss.name!r} has "
+                f"{', '.join(section.model_fields)}"
+            ) from None
 
     def micro_steps(self, world_size: int) -> int:
         """Return the number of micro-batches per rank in a step."""

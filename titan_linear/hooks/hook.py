@@ -67,7 +67,7 @@ class Hook:
     Each rank of a run has an instance of every registered hook.
     """
 
-    chosen_by: ClassVar[str] = "hook"
+    chosen_by = "hook"
     name: ClassVar[str]
 
     def __init__(self, config: Config, session: Session):

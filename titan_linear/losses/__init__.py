@@ -13,11 +13,15 @@ from titan_linear.losses.distillation import DistillationLoss
 from titan_linear.losses.dpo import DPOLoss
 from titan_linear.losses.loss import LossFunction
 from titan_linear.losses.policy import PolicyLoss
-from titan_linear.registry import TABLES, register
+from titan_linear.registry import TABLES
 
 LOSSES: dict[str, type[LossFunction]] = TABLES[LossFunction.chosen_by]
-for _kind in (CrossEntropyLoss, DistillationLoss, DPOLoss, PolicyLoss):
-    register(_kind)
+LOSSES.update(
+    cross_entropy=CrossEntropyLoss,
+    distillation=DistillationLoss,
+    dpo=DPOLoss,
+    policy=PolicyLoss,
+)
 
 
 def build_loss(name: str, keys: Section | None = None) -> LossFunction:

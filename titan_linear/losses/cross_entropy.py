@@ -14,7 +14,6 @@ from titan_linear.ops.cross_entropy import ChunkedLogits, LogitStatistics, cross
 
 
 class CrossEntropyLoss(LossFunction):
-    name = "cross_entropy"
     section = schema.CrossEntropy
     keys: schema.CrossEntropy
 

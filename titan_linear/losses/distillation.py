@@ -23,7 +23,6 @@ MOST_IDS = 256
 
 
 class DistillationLoss(LossFunction):
-    name = "distillation"
     section = schema.Distillation
     keys: schema.Distillation
     columns = {"teacher_ids": MOST_IDS, "teacher_logprobs": MOST_IDS}

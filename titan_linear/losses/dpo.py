@@ -23,7 +23,6 @@ from titan_linear.ops.cross_entropy import ChunkedLogits, LogitStatistics
 
 
 class DPOLoss(LossFunction):
-    name = "dpo"
     section = schema.DPO
     keys: schema.DPO
     group = 2

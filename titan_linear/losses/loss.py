@@ -64,7 +64,7 @@ class LocalBatch:
 
 @dataclass(frozen=True)
 class LossFunction(ABC):
-    chosen_by: ClassVar[str] = "loss.name"
+    chosen_by = "loss.name"
     # The loss's value of loss.name.
     name: ClassVar[str]
     # Its keys: the configuration section named after the loss, or, of a registered loss, the

@@ -26,7 +26,6 @@ from titan_linear.ops.cross_entropy import ChunkedLogits, LogitStatistics
 
 
 class PolicyLoss(LossFunction):
-    name = "policy"
     section = schema.Policy
     keys: schema.Policy
     group = 1

@@ -81,14 +81,13 @@ def loss(subject: ProofSubject) -> Findings:
 
 
 def missing(subject: ProofSubject) -> Findings:
-    """Name the registered losses, and the mixers, that have no definition here."""
-    name = subject.config.loss.name
-    without = [f"loss.name = {name!r}"] if name not in LOSS_NAMES else []
+    """Name the mixers whose ops have no definition here, and a registered loss."""
+    names = {subject.config.loss.name} - {*LOSS_NAMES}
     for mixer in subject.model.mixers:
         if cases.dispatch(type(mixer)) is cases.dispatch(object):
-            without.append(f"the op of {mixer.name}")
-    for what in dict.fromkeys(without):
-        yield Note(f"definition: {what} has none here; it is only compared with itself")
+            names.add(mixer.name)
+    for name in sorted(names):
+        yield Note(f"definition: {name} has none here, and is only compared with itself")
 
 
 def float8(subject: ProofSubject) -> Findings:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.hf_mapping import placements
-from titan_linear.storage.hf_writing import find_family, gather, kept_dtype, tied_head
+from titan_linear.storage.hf_io import DTYPES
+from titan_linear.storage.hf_writing import find_family, gather, plan_tensors, tied_head
 from titan_linear.storage.peft import placed
 from titan_linear.storage.tensors import named_parameters
 
@@ -68,16 +69,18 @@ class Weights:
             parts, get = placed(config, self.family, get)
         else:
             parts = placements(config, self.family) + tied_head(config, self.family)
+        plan = plan_tensors(parts, self.family, self.dtype) if self.dtype else {}
         begun: dict[str, Tensor] = {}
         # A tensor is complete when no piece of it is missing.
         missing = Counter(source.name for part in parts for source, *_ in part.pieces())
         for part in parts:
             rows = get(part.name).detach().reshape(-1, part.width)
-            if self.dtype:
-                rows = rows.to(kept_dtype(part.name, self.family, self.dtype))
             for source, start, stop, row in part.pieces():
-                tensor = begun.setdefault(source.name, rows.new_empty(source.shape))
-                tensor.view(-1, part.width)[start:stop] = rows[row : row + stop - start]
-                missing[source.name] -= 1
-                if not missing[source.name]:
-                    yield source.name, begun.pop(source.name)
+                name = source.name
+                if name not in begun:
+                    dtype = DTYPES[plan[name].code] if plan else rows.dtype
+                    begun[name] = rows.new_empty(source.shape, dtype=dtype)
+                begun[name].view(-1, part.width)[start:stop] = rows[row : row + stop - start]
+                missing[name] -= 1
+                if not missing[name]:
+                    yield name, begun.pop(name)

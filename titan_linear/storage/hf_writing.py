@@ -254,12 +254,6 @@ def _raise_everywhere(path: Path, failure: OSError | RuntimeError | None) -> Non
         raise SaveFailed(f"writing '{path}' failed: {outcome[0]}") from failure
 
 
-def kept_dtype(name: str, family: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a parameter of ours is kept: `dtype`, or a wider one."""
-    wide = name.endswith(FAMILIES[family].float32)
-    return torch.promote_types(dtype, torch.float32) if wide else dtype
-
-
 def plan_tensors(
     parts: list[Placement],
     family: str,
@@ -270,7 +264,8 @@ def plan_tensors(
     """Return all tensors to write, in order."""
     plan = {}
     for placement in parts:
-        kept = kept_dtype(placement.name, family, dtype) if dtype else None
+        wide = dtype and placement.name.endswith(FAMILIES[family].float32)
+        kept = torch.promote_types(dtype, torch.float32) if wide else dtype
         for tensor in placement.sources:
             code = CODES[kept] if kept else source.tensors[tensor.name].code
             size = math.prod(tensor.shape) * DTYPES[code].itemsize

@@ -50,7 +50,7 @@ from titan_linear.data.corpus.corpus import (
     load_corpus,
     unfitting,
 )
-from titan_linear.data.corpus.sources import SOURCES, Document, read_documents, source_files
+from titan_linear.data.corpus.sources import Document, read_documents, source_files
 from titan_linear.data.corpus.tokenise import Encoder, may_have_children, tokenise, worker_count
 from titan_linear.data.corpus.tokenizer import Tokenizer
 from titan_linear.data.corpus.tree_records import (
@@ -189,8 +189,6 @@ class Texts:
         how = [format_of(self.all_columns), self.dataset, field_or_format]
         how.append(self.tokenizer.fingerprint)
         how += [f"{name}, 2" for name in sorted(self.columns)]
-        if version := getattr(SOURCES[self.dataset], "version", 0):
-            how.append(f"version {version}")
         if self.share_prefixes:
             how.append(f"shared by {self.group_field}, 2")
         if self.seq_len:

@@ -67,7 +67,7 @@ CRC_BLOCK = 1 << 24
 # Every process may look at this many documents.
 SMALL = 1 << 22
 # Names of cache folders, which we may remove.
-CACHE_NAME = re.compile(r"\w+-[0-9a-f]{24}")
+CACHE_NAME = re.compile(r".+-[0-9a-f]{24}")
 TOKENS, OFFSETS, HASHES = FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
 # Names of the files about text files.
 FILE_ENDS = "files.bin"

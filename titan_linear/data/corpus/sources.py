@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
@@ -51,8 +51,6 @@ from titan_linear.storage.files import Json, read_json, shown
 Names = tuple[str, ...]
 
 TEXT_SOURCES = ("stdlib", "text", "jsonl", "parquet", "arrow")
-# Sources of records.
-FIELD_SOURCES = ("jsonl", "parquet", "arrow")
 # Required and optional fields of records that are conversations, by format.
 RECORD_FIELDS = {
     "messages": (("messages",), ("conversations", "system", "tools", "chat_template_kwargs")),
@@ -219,14 +217,12 @@ class RecordSource:
     What applies to jsonl applies to it: fields, formats, columns.
     """
 
-    chosen_by: ClassVar[str] = "training.dataset"
+    chosen_by = "training.dataset"
     name: str
     # Ends of the names of files that are read in folders.
     suffixes: tuple[str, ...]
     # Yields the records of a file, in order. ValueError: the file cannot be read.
     read: Callable[[Path], Iterable[Json]]
-    # Another number makes token caches be written anew.
-    version: int = 1
 
     def __call__(self, file: Path, fields: _Fields) -> Iterator[Document]:
         size = file.stat().st_size

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from titan_linear.models.families.keys import Json, Part
 from titan_linear.models.mixers import MIXERS
@@ -81,7 +81,7 @@ class MTP:
 
 @dataclass(frozen=True)
 class Family:
-    chosen_by: ClassVar[str] = "architectures"
+    chosen_by = "architectures"
     # The architecture in config.json.
     name: str
     # The table of config.json.
