@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/extending.md").read_text("utf-8")
 FILES = {
     "__init__": "# Extending",
-    "focal": "## A loss",
+    "gce": "## A loss",
     "convolution": "## A mixer",
     "least": "## A hook",
     "table": "## A source of texts",
@@ -42,8 +42,8 @@ FILES = {
 }
 KEYS = {
     "job.custom_import": "my_package",
-    "loss.name": "focal",
-    "loss.options.gamma": 1.5,
+    "loss.name": "gce",
+    "loss.options.q": 0.5,
     "model.pattern": '["scaled_conv", "attention"]',
     "model.num_layers": 2,
     "model.scaled_conv.channels": 32,
@@ -134,7 +134,7 @@ def test_the_doctor_and_the_planner_know_them(package, monkeypatch, capsys):
     argv = [x for x in argv if not x.startswith(("{heads", "--model.attention"))]
     assert doctor.main([*argv, "--model.num_layers=1"]) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
-    assert "--   definition: focal has none here, and is only compared" in said
+    assert "--   definition: gce has none here, and is only compared" in said
     # Its op is the one of the options that it extends.
     assert "definition: scaled_conv" not in said and "causal_conv1d, layer 0" in said
     assert plan.main(["--gpus", "2", *argv]) == 0
@@ -161,7 +161,7 @@ def test_what_has_no_definition_is_named(monkeypatch):
 
 def test_the_loss_is_its_definition(package):
     load_config(arguments(package))
-    loss = build_loss("focal", LOSSES["focal"].section(gamma=1.5))
+    loss = build_loss("gce", LOSSES["gce"].section(q=0.5))
     draw = torch.Generator().manual_seed(0)
     x, W = (torch.randn(n, 8, generator=draw, dtype=torch.float64) for n in (20, 30))
     x.requires_grad_()
@@ -171,11 +171,11 @@ def test_the_loss_is_its_definition(package):
     batch = LocalBatch(x[None], labels[None], {"weights": weights}, (0,))
     got = loss(ChunkedLogits(x, W, 7), batch)
     logp = (x @ W.T).log_softmax(-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
-    want = (-weights[0] * (1 - logp.exp()) ** 1.5 * logp).sum()
+    want = (weights[0] * (1 - logp.exp() ** 0.5) / 0.5).sum()
     assert got.item() == pytest.approx(want.item(), rel=1e-12)
     (ours,), (theirs,) = (torch.autograd.grad(value, x) for value in (got, want))
     torch.testing.assert_close(ours, theirs)
-    assert build_loss("focal").keys.gamma == 2.0
+    assert build_loss("gce").keys.q == 0.7
 
 
 def mixer_on_rank(rank, world_size, folder):
@@ -196,7 +196,7 @@ def mixer_on_rank(rank, world_size, folder):
         session = Session(model, mesh(**degrees), SessionOptions(**types), optimizer=Optimizer())
         session.initialise(seed=0)
         tokens = torch.arange(64) % 50
-        session.forward_backward(session.cut(tokens, torch.tensor([0, 5, 40, 64])), "focal")
+        session.forward_backward(session.cut(tokens, torch.tensor([0, 5, 40, 64])), "gce")
         found.append(session.step(lr=1e-3)[:2])
     return found
 
@@ -299,30 +299,30 @@ def test_a_module_that_cannot_be_imported(package):
 def test_names_are_checked_after_the_import(package):
     """On the command line and in the file, whichever names the module."""
     (package / "mine.toml").write_text('[job]\ncustom_import = "my_package"')
-    config = load_config(["--job.config_file", "mine.toml", "--loss.name=focal"])
-    assert config.objective.gamma == 2.0
+    config = load_config(["--job.config_file", "mine.toml", "--loss.name=gce"])
+    assert config.objective.q == 0.7
     # What a run writes down starts it again.
     (package / "again.toml").write_text(config_to_toml(config))
     again = load_config(["--job.config_file", "again.toml"])
     assert again.loss == config.loss and again.job.custom_import == "my_package"
-    with refused("loss.name = 'focl' must be .*; did you mean 'focal'"):
-        load_config(["--job.config_file", "mine.toml", "--loss.name=focl"])
+    with refused("loss.name = 'gcf' must be .*; did you mean 'gce'"):
+        load_config(["--job.config_file", "mine.toml", "--loss.name=gcf"])
 
 
 def test_options_of_a_loss(package):
-    argv = ["--job.custom_import=my_package", "--loss.name=focal"]
-    (package / "mine.toml").write_text("[loss.options]\ngamma = 3")
-    assert load_config([*argv, "--job.config_file=mine.toml"]).objective.gamma == 3
-    for options in ("gama=3", "gamma=x"):
+    argv = ["--job.custom_import=my_package", "--loss.name=gce"]
+    (package / "mine.toml").write_text("[loss.options]\nq = 3")
+    assert load_config([*argv, "--job.config_file=mine.toml"]).objective.q == 3
+    for options in ("p=3", "q=x"):
         name, _, value = options.partition("=")
         with refused(
-            rf"loss.options = .*'{name}': .*{value}.*: \('{name}',\): .*loss.name = 'focal' has gamma"
+            rf"loss.options = .*'{name}': .*{value}.*: \('{name}',\): .*loss.name = 'gce' has q"
         ):
             load_config([*argv, f"--loss.options.{options}"]).objective  # noqa: B018
     with refused(
-        r"loss.options = \{gamma = 3\} has no effect with loss.name = 'dpo'; use the section \[dpo\]"
+        r"loss.options = \{q = 3\} has no effect with loss.name = 'dpo'; use the section \[dpo\]"
     ):
-        check_config(load_config(["--loss.options.gamma=3", "--loss.name=dpo"]), 1)
+        check_config(load_config(["--loss.options.q=3", "--loss.name=dpo"]), 1)
 
 
 def test_what_registers_is_public():
@@ -335,5 +335,5 @@ def test_isolation_of_tables(package):
 
     with isolated():
         load_config(arguments(package))
-        assert "focal" in LOSSES and "scaled_conv" in MIXERS and [*HOOKS] == ["least"]
-    assert "focal" not in LOSSES and "scaled_conv" not in MIXERS and not HOOKS
+        assert "gce" in LOSSES and "scaled_conv" in MIXERS and [*HOOKS] == ["least"]
+    assert "gce" not in LOSSES and "scaled_conv" not in MIXERS and not HOOKS

@@ -56,6 +56,8 @@ def write(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--text-field {args.text_field} is not used by {given}; remove one of them"
         )
+    if args.max_length < 0:
+        raise ValueError(f"--max-length {args.max_length} must be 0 or more; 0 is no maximum")
     texts = Texts(
         args.dataset,
         args.path,
@@ -63,6 +65,8 @@ def write(args: argparse.Namespace) -> int:
         text_field=args.text_field,
         dataset_format=args.format,
         on_bad_document=args.on_bad_document,
+        max_length=args.max_length,
+        truncation=args.truncation,
         path_key="--path",
     )
     corpus = tokenise_corpus(Path(os.path.expanduser(args.folder)).absolute(), texts)
@@ -153,8 +157,7 @@ def prune(args: argparse.Namespace) -> int:
     # Caches that a process is using are kept.
     for cache in [folder / name for name in args.names] or caches(folder):
         if args.older_than is None or days(cache) > args.older_than:
-            freed = size(cache)
-            removed = f"removed {cache.name}, {freed / 2**20:,.1f} MiB"
+            removed = f"removed {cache.name}, {size(cache) / 2**20:,.1f} MiB"
             print(removed if remove_cache(cache) else f"in use: {cache.name}")
     return 0
 
@@ -180,6 +183,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     make.add_argument("--format", choices=FORMATS, default="text", help=f"{about} (default: text)")
     bad = keys["on_bad_document"].description
     make.add_argument("--on-bad-document", choices=("stop", "skip"), default="stop", help=bad)
+    longest = keys["max_length"].description
+    make.add_argument("--max-length", type=int, default=0, metavar="TOKENS", help=longest)
+    ways = ("right", "left", "skip")
+    cut = keys["truncation"].description
+    make.add_argument("--truncation", choices=ways, default="right", help=cut)
     # Options of `list`, `check` and `prune`.
     commands.add_parser("list")
     look = commands.add_parser("check")

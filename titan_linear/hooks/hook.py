@@ -50,11 +50,11 @@ class StepResult:
     @property
     def numbers(self) -> dict[str, float | None]:
         """Return the numbers that are reported of every step."""
-        loss = self.loss if self.has_labels else None
-        reports = {name: value if self.has_labels else None for name, value in self.reports.items()}
+        losses: dict[str, float | None] = {"loss": self.loss, **self.reports}
+        if not self.has_labels:
+            losses = dict.fromkeys(losses)
         return {
-            "loss": loss,
-            **reports,
+            **losses,
             "grad_norm": self.grad_norm,
             "lr": self.lr,
             "skipped_steps": self.skipped,

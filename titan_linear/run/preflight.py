@@ -11,8 +11,6 @@ from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
 from titan_linear.config import Config, LRScheduler, Sample, Validation, check_config
 from titan_linear.data import (
     MixedStreams,
@@ -208,7 +206,7 @@ def _check_checkpoint(origin: Origin) -> Progress | None:
             f"'{folder}/step-{step}' holds weights only (checkpoint.last_save_model_only): no run can resume from it; "
             "start a new run with checkpoint.initial_load_path, or resume from an earlier checkpoint.load_step"
         )
-    check_weights(folder / f"step-{step}", unallocated(origin.model, torch.float32))
+    check_weights(folder / f"step-{step}", unallocated(origin.model))
     progress = read_progress(folder / f"step-{step}")
     check_schedule(config.training.steps, config.optimizer.lr, config.lr_scheduler, progress)
     return progress
@@ -292,10 +290,7 @@ def prove(argv: list[str], world_size: int) -> None:
     """
     environment = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
     command = [sys.executable, "-m", "titan_linear.proof.doctor", *argv]
-    code = subprocess.run(
-        command, env=environment | {"NGPU": str(world_size)}, check=False
-    ).returncode
-    if code:
+    if code := subprocess.call(command, env=environment | {"NGPU": str(world_size)}):
         print("doctor.at_start = true: the run is not started", file=sys.stderr)
         raise SystemExit(code)
 
