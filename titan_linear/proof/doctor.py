@@ -54,7 +54,7 @@ def checks(subject: ProofSubject) -> Iterator[tuple[str, Callable[[], Findings]]
     for case in ops.cases(subject):
         for check in of_case:
             yield f"{check.__name__}, {case}", partial(check, subject, case)
-    of_model = [definitions.loss, definitions.positions, definitions.float8]
+    of_model = [definitions.missing, definitions.loss, definitions.positions, definitions.float8]
     of_model += [model.split, model.documents, model.repeated, resume.resume, hf.logits]
     for check in of_model:
         yield check.__name__, partial(check, subject)

@@ -364,7 +364,9 @@ def _fewer_heads(mixer: Any, factor: int, p: Parallelism) -> MixerOptions:
     # Try the largest divisor first.
     while factor > 1:
         fewer = replace(mixer, **{name: count // factor for name, count in kinds.items()})
-        whole = all(count % factor == 0 for count in kinds.values()) and fewer.heads >= 4
+        whole = (
+            all(count % factor == 0 for count in kinds.values()) and getattr(fewer, "heads", 4) >= 4
+        )
         splits = all(count % p.tensor_parallel_degree == 0 for count in fewer.head_counts.values())
         over_heads = mixer.over_heads or cp_method(mixer, p) in ("ulysses", "ulysses+ring")
         if whole and splits and not (over_heads and fewer.indivisible_heads(p.copies)):
