@@ -12,7 +12,9 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+
+from titan_linear.registry import TABLES
 
 
 class KeyRule(Enum):
@@ -51,6 +53,15 @@ class Section(BaseModel):
     rules: ClassVar[tuple[KeyRule, ...]] = ()
 
 
+def or_registered(key: str) -> WrapValidator:
+    """Allow a key the names that users' modules have registered, too."""
+
+    def check(value: Any, choose: Any) -> Any:
+        return value if isinstance(value, str) and value in TABLES[key] else choose(value)
+
+    return WrapValidator(check)
+
+
 # A value of model.tokenizer_path that is not a path.
 BYTES = "bytes"
 Count = Annotated[int, Field(ge=0)]
@@ -81,6 +92,10 @@ class Job(Section):
     checkpoint."""
     description: str = ""
     """Free text, kept with the run."""
+    custom_import: str = ""
+    """Python module that is imported first, also from the working directory, and registers
+    losses, mixers, hooks, sources of texts or families (docs/extending.md):
+    "my_package.my_module"."""
     start_anew: bool = False
     """Start over, with any configuration, in a folder whose run left no checkpoint to
     resume from. The files of that run are moved to abandoned-DATE/."""
@@ -144,8 +159,14 @@ class Model(Section):
 
 
 Dataset = Literal["stdlib", "text", "jsonl", "parquet", "arrow", "tokens"]
+AnyDataset = Annotated[Dataset, or_registered("training.dataset")]
 RECORDS = ("jsonl", "parquet", "arrow")
 DatasetFormat = Literal["text", "tokens", "messages", "completion", "preference", "tree"]
+
+
+def has_records(dataset: str) -> bool:
+    """Whether a source's documents are records, as in all that users' modules register."""
+    return dataset not in ("stdlib", "text", "tokens")
 
 
 class Source(Section):
@@ -153,7 +174,7 @@ class Source(Section):
 
     name: Text
     weight: Above0
-    dataset: Dataset
+    dataset: AnyDataset
     dataset_path: str = ""
     dataset_text_field: Text = "text"
     dataset_format: DatasetFormat = "text"
@@ -174,7 +195,7 @@ class Shorter(Section):
 class Training(Section):
     """Data, batch and numerical precision."""
 
-    dataset: Dataset = "stdlib"
+    dataset: AnyDataset = "stdlib"
     """Source of the documents (docs/data.md): the Python standard library, text files, JSON
     Lines, Parquet, a folder saved by Hugging Face datasets, or token files."""
     dataset_path: Corpus = ""
@@ -192,7 +213,7 @@ class Training(Section):
     tokens of a document, or a list with one per token. Example: ["weights"]."""
     share_prefixes: bool = False
     """Merge consecutive records that share their beginnings into prefix trees, in which
-    each shared token is computed once (docs/data.md)."""
+    each shared token is computed once (docs/prefix_trees.md)."""
     group_field: str = ""
     """Record field for share_prefixes: consecutive records with the same value are compared
     as one group."""
@@ -207,6 +228,12 @@ class Training(Section):
     """Malformed record (not JSON, missing field, conversation without an answer, pair of
     equal answers, or longer than seq_len where it must not be split): stop before training,
     or skip and count."""
+    max_length: Count = 0
+    """Maximum number of tokens of a document, such as a conversation, a rollout or either
+    side of a pair; training.truncation applies to longer ones. 0: no maximum."""
+    truncation: Literal["right", "left", "skip"] = "right"
+    """Keep the beginning of a document longer than training.max_length (right) or its end
+    (left), or leave its record out (skip). These records are counted."""
     verify: Annotated[Literal["always", "changed"], MAY_CHANGE] = "changed"
     """Compare the whole corpus with its checksums at every start (always), or only if a
     file's size, time or inode has changed since the last successful check (changed)."""
@@ -222,6 +249,10 @@ class Training(Section):
     """Streams per optimizer step, reached by gradient accumulation."""
     steps: Annotated[Number, MAY_CHANGE] = 1000
     """Number of optimizer steps in the run."""
+    epochs: Annotated[Count, MAY_CHANGE] = 0
+    """Passes over the corpus, instead of training.steps: the run ends with the step that
+    completes the last pass. Epochs of packed streams follow each other without a gap, so this
+    step may read the beginning of another pass. 0: training.steps."""
     max_norm: Above0 = 1.0
     """Clip the gradients to this global 2-norm."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
@@ -303,8 +334,11 @@ class Loss(Section):
     """Training objective and token weights (docs/losses.md). Each loss has its own
     section."""
 
-    name: LossName = "cross_entropy"
+    name: Annotated[LossName, or_registered("loss.name")] = "cross_entropy"
     """Loss function."""
+    options: dict[str, Any] = {}
+    """Options of a loss that job.custom_import registers: a table, or --loss.options.NAME
+    value. Other losses have sections."""
     normalise: Literal["auto", "token", "document", "stream"] = "auto"
     """Divide the loss by the number of labeled tokens in the step (token), or first take
     means within each document or stream, which count equally. With weights, sums of weights
@@ -344,6 +378,9 @@ class DPO(Section):
     margin: AtLeast0 = 0.0
     """Required gap between chosen and rejected rewards, after scaling by beta. SimPO: set
     margin, length_normalised and reference_free."""
+    initial_weights: Annotated[Literal["loaded", "drawn"], MAY_CHANGE] = "loaded"
+    """Weights to tune. loaded: a run that would tune weights drawn at random, with a
+    reference, is refused; drawn: it is not, for trials."""
 
 
 class Distillation(Section):
@@ -712,6 +749,11 @@ class Validation(Section):
     """Number of streams per validation, over all ranks; -1: all held-out documents."""
     local_batch_size: Annotated[Number, MAY_CHANGE] = 1
     """Streams per validation batch on each data-parallel rank."""
+    keep_best: Annotated[bool, MAY_CHANGE] = False
+    """Keep the checkpoint with the lowest validation loss, regardless of
+    checkpoint.keep_latest_k. validation.freq must be a multiple of checkpoint.interval."""
+    patience: Annotated[Count, MAY_CHANGE] = 0
+    """End the run after this many validations in a row without a lower loss; 0: never."""
     sample_tokens: Annotated[Count, MAY_CHANGE] = 0
     """Length, in tokens, of a sample generated at each validation, with sample.temperature
     and sample.top_p; 0: none."""
@@ -852,8 +894,23 @@ class Config(Section):
 
     @property
     def objective(self) -> Section:
-        """The section of the loss."""
-        return getattr(self, self.loss.name)
+        """The section of the loss; of a registered loss, its options.
+
+        Raises:
+            ValueError: the options do not fit.
+        """
+        loss = self.loss
+        if loss.name in LOSS_NAMES:
+            return getattr(self, loss.name)
+        section = TABLES["loss.name"][loss.name].section
+        try:
+            return section(**loss.options)
+        except ValidationError as invalid:
+            error = invalid.errors()[0]
+            raise ValueError(
+                f"loss.options = {loss.options}: {error['loc']}: {error['msg']}; loss.name = {loss.name!r} has "
+                f"{', '.join(section.model_fields)}"
+            ) from None
 
     def micro_steps(self, world_size: int) -> int:
         """Return the number of micro-batches per rank in a step."""

@@ -254,6 +254,8 @@ def test_pairs_stay_together_on_their_side_and_in_their_stream(tmp_path):
             and streams[i].columns["document"][lengths.sum() - 2] == len(starts) - 1
         )
         i += 1
+    fresh = WholeStreams(sides[0], seq_len=32, seed=1, targets=Targets(group=2))
+    assert fresh.streams_in(2) == i
     for epoch in (seen[: len(kept[0])], seen[len(kept[0]) :]):
         assert (
             sorted(epoch) == kept[0].tolist() and (np.reshape(epoch, (-1, 2)) % 2 == [0, 1]).all()

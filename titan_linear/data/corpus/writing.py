@@ -106,8 +106,11 @@ class Journal(BaseModel):
     size: float = 0.0
     skipped_empty: int = 0
     skipped_bad: int = 0
-    # The problems of the first few.
+    # For each of the first few reasons: how often it occurred, and its first problem.
+    reasons: dict[str, int] = {}
     bad: list[str] = []
+    # Records with a document longer than Texts.max_length.
+    too_long: int = 0
     # Unread fields that are named like columns, and where each first occurs.
     unread: dict[str, str] = {}
     # Documents written.
@@ -238,7 +241,9 @@ def _source(dataset: str, files: int, journal: Journal) -> Json:
         "files": files,
         "skipped_empty": journal.skipped_empty,
         "skipped_bad": journal.skipped_bad,
+        "reasons": journal.reasons,
         "bad": journal.bad,
+        "too_long": journal.too_long,
         "unread": journal.unread,
     }
 

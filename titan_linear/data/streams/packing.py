@@ -270,6 +270,10 @@ class PackedStreams:
         for length, following in pairwise(lengths):
             self._begin.append(self._begin[-1] + (following.start - length.start) * length.seq_len)
 
+    def streams_in(self, epochs: int) -> int:
+        """Return the number of streams that together hold this many epochs."""
+        return -(-epochs * self.num_tokens // self.seq_len)
+
     def place(self, i: int) -> tuple[int, int]:
         """Return the first token of stream i in the line, and the number of its tokens."""
         n = bisect_right(self.lengths, i, key=lambda length: length.start) - 1
@@ -292,7 +296,7 @@ class PackedStreams:
     def __len__(self) -> int:
         if self.repeat:
             raise TypeError("repeated streams have no end")
-        return -(-self.num_tokens // self.seq_len)
+        return self.streams_in(1)
 
     def __getitem__(self, i: int) -> Stream:
         i = operator.index(i)

@@ -46,22 +46,25 @@ class WholeStreams(PackedStreams):
         self._laid = lru_cache(maxsize=2)(self._lay)
         self._lock = Lock()
 
-    def __len__(self) -> int:
-        if self.repeat:
-            return super().__len__()
-        _, edges = self._laid(0)
-        return len(edges) - 1
+    def streams_in(self, epochs: int) -> int:
+        with self._lock:
+            while len(self._ends) <= epochs:
+                self._lay_next()
+            return self._ends[epochs]
 
     def _documents(self, i: int) -> ndarray:
         """Return the documents of stream i."""
         with self._lock:
             while self._ends[-1] <= i:
-                _, edges = self._laid(len(self._ends) - 1)
-                self._ends.append(self._ends[-1] + len(edges) - 1)
+                self._lay_next()
             epoch = bisect_right(self._ends, i) - 1
             order, edges = self._laid(epoch)
         place = i - self._ends[epoch]
         return order[edges[place] : edges[place + 1]]
+
+    def _lay_next(self) -> None:
+        _, edges = self._laid(len(self._ends) - 1)
+        self._ends.append(self._ends[-1] + len(edges) - 1)
 
     def runs(self, i: int) -> Runs:
         documents = self._documents(i)
