@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -172,7 +172,7 @@ class Interleaving:
         exact = [Fraction(str(weight)) for weight in weights]
         common = math.lcm(*(weight.denominator for weight in exact))
         counts = [int(weight * common) for weight in exact]
-        self.sums = [sum(counts[:n]) for n in range(len(counts) + 1)]
+        self.sums = list(accumulate(counts, initial=0))
         self.end = self.sums[-1] if finite else None
         # Number of streams in which each source has at least one.
         least = -(-self.sums[-1] // min(counts))
