@@ -322,7 +322,6 @@ class Origin:
         )
 
 
-@dataclass(frozen=True, eq=False)
 class Checkpointed(Origin):
     path: Path
 
@@ -372,7 +371,6 @@ class Checkpointed(Origin):
         load_weights(self.model_step, model, host)
 
 
-@dataclass(frozen=True, eq=False)
 class Published(Origin):
     path: Path
 

@@ -287,13 +287,9 @@ def settings_of(path: Path) -> Json:
 
 def keys_of(path: Path) -> list[str]:
     """Return the arguments given to `write_peft`; none in a folder of another program."""
-    return [line for line in _header(path).get(KEYS, "").splitlines() if KEPT.match(line)]
-
-
-def _header(path: Path) -> dict[str, str]:
-    """Return the header entries of a folder's file of tensors."""
     with safe_open(path / PEFT_WEIGHTS, "pt") as file:
-        return file.metadata() or {}
+        header = file.metadata() or {}
+    return [line for line in header.get(KEYS, "").splitlines() if KEPT.match(line)]
 
 
 def spellings(path: Path, family: str) -> dict[str, str]:
@@ -350,8 +346,8 @@ def read_peft(
     """
     _check_options(path, options)
     names = spellings(path, family)
-    check_base(_header(path).get(BASE, ""), base, path)
     with safe_open(path / PEFT_WEIGHTS, "pt") as file:
+        check_base((file.metadata() or {}).get(BASE, ""), base, path)
         tensors = {ours: file.get_tensor(name) for ours, name in names.items()}
     return _ours(path, contents(model, family), tensors)
 
