@@ -35,8 +35,9 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.run.reading import Reader
 from titan_linear.step.passes import with_reference
 
-# Tokens of a text.
+# Tokens of a text, and of several texts.
 Ids = Sequence[int]
+Rows = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def continuations(
     sampling: Sampling,
     drafts: Drafts | None = None,
     **options: Any,
-) -> list[list[int]]:
+) -> Rows:
     """Return the new tokens of each prompt, by `generate_tokens` with this tokenizer.
 
     With `drafts`, the model drafts tokens, which are counted there, and the likeliest
@@ -119,13 +120,13 @@ def generate_tokens(
     stops: Callable[[list[int]], bool] = lambda new: False,
     vocab_size: int | None = None,
     prefill_chunk: int = 2048,
-) -> list[list[int]]:
+) -> Rows:
     """Return the tokens that follow each prompt, all below `vocab_size`.
 
     A row ends before a token of `ends`, and where `stops` is true of its new tokens.
     """
     rngs = [generator(sampling.seed, "sample", i) for i in range(len(prompts))]
-    new: list[list[int]] = [[] for _ in prompts]
+    new: Rows = [[] for _ in prompts]
     done = [max_new_tokens == 0] * len(prompts)
     rows = None if all(done) else prefill(model, prompts, chunk=prefill_chunk, device=device)
     while not all(done):

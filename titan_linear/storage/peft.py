@@ -36,6 +36,7 @@ from titan_linear.storage.tensors import Weights
 
 PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
+Tensors = dict[str, Tensor]
 # The names of the header's entries.
 BASE = "base"
 KEYS = "keys"
@@ -335,9 +336,7 @@ UNREADABLE = {
 OF_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def read_peft(
-    path: Path, model: ModelConfig, family: str, options: Options, base: str
-) -> dict[str, Tensor]:
+def read_peft(path: Path, model: ModelConfig, family: str, options: Options, base: str) -> Tensors:
     """Return our parameters that a folder holds, by name.
 
     Raises:
@@ -387,8 +386,8 @@ def _check_options(path: Path, options: Options) -> None:
         )
 
 
-def _ours(path: Path, contents: list[PeftTensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+def _ours(path: Path, contents: list[PeftTensor], tensors: Tensors) -> Tensors:
+    found: Tensors = {}
     _check_copies(path, contents, tensors)
     for held in contents:
         tensor = tensors.pop(held.name, None)
@@ -419,7 +418,7 @@ def _ours(path: Path, contents: list[PeftTensor], tensors: dict[str, Tensor]) ->
     return found
 
 
-def _check_copies(path: Path, contents: list[PeftTensor], tensors: dict[str, Tensor]) -> None:
+def _check_copies(path: Path, contents: list[PeftTensor], tensors: Tensors) -> None:
     """Check that the copies of an embedding and its tied head are one matrix.
 
     The one copy of a folder whose weights peft has tied is made two.
