@@ -368,22 +368,20 @@ class Validator:
         """Return the prompt and the model's continuation; "" if no tokens are asked for."""
         if not tokens:
             return ""
-        reader = self.reader
-        s = self.reader.config.sample
+        config = self.reader.config
         session = self.reader.session
         # Compiled graphs are for streams, not for a text that grows by one token per call.
         uncompiled = (
-            torch.compiler.set_stance("force_eager")
-            if reader.config.compile.enable
-            else nullcontext()
+            torch.compiler.set_stance("force_eager") if config.compile.enable else nullcontext()
         )
+        sample = config.sample
         with session.precision, uncompiled:
             (text,) = generate(
                 session.model,
-                reader.tokenizer,
+                self.reader.tokenizer,
                 [prompt],
                 max_new_tokens=tokens,
                 device=session.device,
-                sampling=Sampling(s.temperature, s.top_p, reader.config.debug.seed),
+                sampling=Sampling(sample.temperature, sample.top_p, config.debug.seed),
             )
         return text
