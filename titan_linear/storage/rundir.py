@@ -115,19 +115,15 @@ def cut_metrics(folder: str, step: int) -> None:
     Raises:
         ValueError: a line before the last is not a line of metrics.
     """
-    for name in LINES:
-        if (Path(folder) / name).exists():
-            _cut(Path(folder) / name, step)
-
-
-def _cut(path: Path, step: int) -> None:
-    text = path.read_text(encoding="utf-8")
-    *lines, _torn = text.split("\n")
-    kept = "".join(
-        f"{line}\n" for number, line in enumerate(lines, 1) if _step(path, number, line) <= step
-    )
-    if kept != text:
-        write_whole(path, kept)
+    paths = (Path(folder) / name for name in LINES)
+    for path in filter(Path.exists, paths):
+        text = path.read_text(encoding="utf-8")
+        *lines, _torn = text.split("\n")
+        kept = "".join(
+            f"{line}\n" for number, line in enumerate(lines, 1) if _step(path, number, line) <= step
+        )
+        if kept != text:
+            write_whole(path, kept)
 
 
 def last_step(metrics: Path) -> int:
