@@ -29,6 +29,7 @@ ranks, and its result is read with the step's numbers. The step itself computes 
 without telemetry.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -339,4 +340,4 @@ def _window_tokens(tokens: int) -> int:
 
 def _unit(parameter: str) -> str:
     """Map layers.3.mixer.q_proj.weight to layers.3, and head.norm.weight to head."""
-    return ".".join(parameter.split(".")[: 2 if parameter.startswith("layers.") else 1])
+    return re.match(r"layers\.\d+|[^.]+", parameter)[0]

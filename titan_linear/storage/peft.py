@@ -219,7 +219,7 @@ def not_served(config: Json, architecture: str = "") -> str:
 
 def _short(names: list[str]) -> list[str]:
     """Return names from the layer's number on, which peft finds under any prefix."""
-    return [name[name.index("layers.") :] if "layers." in name else name for name in names]
+    return [re.sub(r"^.*?(?=layers\.)", "", name) for name in names]
 
 
 def placed(model: ModelConfig, family: str, get: Weights) -> tuple[list[Placement], Weights]:

@@ -15,7 +15,6 @@ Only rank 0 writes.
 """
 
 import json
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
@@ -151,15 +150,9 @@ def append_lines(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_own(path, "a") as file:
         for value in values:
-            file.write(json.dumps(_finite(value), allow_nan=False) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(x) for key, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(x) for x in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            text = json.dumps(value)
+            finite = json.loads(text, parse_constant=lambda name: str(float(name)))
+            file.write(json.dumps(finite) + "\n")
 
 
 class MetricsLine(BaseModel):
