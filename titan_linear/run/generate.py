@@ -186,12 +186,15 @@ def _batched(caches: Sequence[LayerCache], growing: set[str]) -> LayerCache:
     Entries that grow with the text are padded in front to the longest.
     """
     batch = LayerCache()
-    for branch, name in [(branch, name) for branch, kept in caches[0].items() for name in kept]:
-        parts = [cache[branch][name] for cache in caches]
-        if name in growing:
-            longest = max(x.shape[1] for x in parts)
-            parts = [F.pad(x, (0, 0) * (x.dim() - 2) + (longest - x.shape[1], 0)) for x in parts]
-        batch[branch][name] = torch.cat(parts)
+    for branch, kept in caches[0].items():
+        for name in kept:
+            parts = [cache[branch][name] for cache in caches]
+            if name in growing:
+                longest = max(x.shape[1] for x in parts)
+                parts = [
+                    F.pad(x, (0, 0) * (x.dim() - 2) + (longest - x.shape[1], 0)) for x in parts
+                ]
+            batch[branch][name] = torch.cat(parts)
     return batch
 
 
@@ -244,10 +247,9 @@ class _Reader:
         return other
 
     def _through(self, layers: range, first: int, tokens: Ids, *h: Tensor) -> Tensor:
-        ids, positions = (
-            torch.tensor(x, device=self.device) for x in (tokens, range(first, first + len(tokens)))
-        )
-        x = torch.cat([self.model.embedded(ids.unsqueeze(0)), *h], -1)
+        ids = torch.tensor([tokens], device=self.device)
+        positions = torch.arange(first, first + len(tokens), device=self.device)
+        x = torch.cat([self.model.embedded(ids), *h], -1)
         return self.model.through(layers, x, BatchPlan(positions), self.caches, Between())
 
     def _likeliest(self, h: Tensor) -> list[int]:

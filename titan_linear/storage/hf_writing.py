@@ -314,13 +314,12 @@ def _change(config: Json, before: Json, now: Json) -> None:
     """Change a config.json where `now` differs from `before`. Other entries of tables stay."""
     for key, value in now.items():
         if value != before.get(key):
-            kept = {}
             if isinstance(value, dict):
                 names = before.get(key) or ()
-                for name, entry in (config.get(key) or {}).items():
-                    if name not in names and not isinstance(entry, dict):
-                        kept[name] = entry
-            config[key] = kept | value if kept else value
+                entries = (config.get(key) or {}).items()
+                kept = {n: x for n, x in entries if n not in names and not isinstance(x, dict)}
+                value = kept | value
+            config[key] = value
     # rope_parameters replaces these older keys.
     for older in ("rope_scaling", "rope_theta", "partial_rotary_factor"):
         config.pop(older, None)

@@ -134,7 +134,7 @@ def named_parameters(model: nn.Module) -> dict[str, Tensor]:
     records its place in the whole one.
     """
     state = get_model_state_dict(model)
-    first = {name for name, _ in model.named_parameters()}
+    first = dict(model.named_parameters())
     for name, _ in model.named_parameters(remove_duplicate=False):
         if name not in first:
             del state[WRAPPERS.sub("", name)]
