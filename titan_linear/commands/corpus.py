@@ -177,14 +177,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--text-field", default="text", help="field or column of a document's text (default: text)"
     )
     keys = SECTIONS["training"].model_fields
-    about = keys["dataset_format"].description
-    make.add_argument("--format", choices=FORMATS, default="text", help=f"{about} (default: text)")
-    bad = keys["on_bad_document"].description
-    make.add_argument("--on-bad-document", choices=("stop", "skip"), default="stop", help=bad)
+    make.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="text",
+        help=f"{keys['dataset_format'].description} (default: text)",
+    )
+    make.add_argument(
+        "--on-bad-document",
+        choices=("stop", "skip"),
+        default="stop",
+        help=keys["on_bad_document"].description,
+    )
     # Options of `list`, `check` and `prune`.
     commands.add_parser("list")
-    look = commands.add_parser("check")
-    look.add_argument(
+    commands.add_parser("check").add_argument(
         "folders",
         metavar="FOLDER",
         nargs="*",

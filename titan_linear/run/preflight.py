@@ -177,7 +177,8 @@ def _check_checkpoint(origin: Origin) -> Progress | None:
     origin.check(new=step is None, exports=exports)
     if step is None:
         return None
-    verify(folder / f"step-{step}")
+    checkpoint = folder / f"step-{step}"
+    verify(checkpoint)
     # Say where a resumed run stands, and end here if it is finished.
     rewound = c.load_step not in (-1, step)
     if step > config.training.steps and c.load_step == -1:
@@ -201,13 +202,13 @@ def _check_checkpoint(origin: Origin) -> Progress | None:
             print(not_exported(lacking))
         raise SystemExit(0)
     # A run that continues needs the optimizer, the same model and the same schedule.
-    if not holds_optimizer(folder / f"step-{step}"):
+    if not holds_optimizer(checkpoint):
         raise ValueError(
-            f"'{folder}/step-{step}' holds weights only (checkpoint.last_save_model_only): no run can resume from it; "
+            f"'{checkpoint}' holds weights only (checkpoint.last_save_model_only): no run can resume from it; "
             "start a new run with checkpoint.initial_load_path, or resume from an earlier checkpoint.load_step"
         )
-    check_weights(folder / f"step-{step}", unallocated(origin.model))
-    progress = read_progress(folder / f"step-{step}")
+    check_weights(checkpoint, unallocated(origin.model))
+    progress = read_progress(checkpoint)
     check_schedule(config.training.steps, config.optimizer.lr, config.lr_scheduler, progress)
     return progress
 
