@@ -64,7 +64,7 @@ def _short(*names):
 
 
 def room(name):
-    """titan_linear.ops.exchange.kcp → ops; tools.peers → tools."""
+    """titan_linear.ops.exchange.kcp → ops; tools.house → tools."""
     parts = name.split(".")
     return parts[0] if parts[0] != PACKAGE else parts[1] if len(parts) > 1 else ""
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.keys import argv_of
+from tests.refusals import refused
 from titan_linear.config import load_config
 from titan_linear.run.build import allocated
 from titan_linear.run.origin import Adapters, Checkpointed, Origin, Published
@@ -36,6 +37,18 @@ def test_a_configuration_has_one_origin(keys, kind, folder, assets, adapted):
     drawn = "weights drawn from debug.seed = 0"
     assert origin.title == (drawn if kind is Origin else f"weights of '{origin.path}'")
     assert origin.follows_tokenizer == (not folder and keys.get("model.flavor") != "hf")
+
+
+@pytest.mark.parametrize("adapted", ["false", "true"])
+def test_drawn_weights_are_not_tuned_by_preferences(adapted):
+    """Unless the run is told to, or resumes."""
+    keys = {"loss.name": "dpo", "adapter.enable": adapted}
+    origin = Origin.of(load_config(argv_of(keys)))
+    with refused(r"this run would draw them .* sets dpo\.initial_weights = 'drawn'"):
+        origin.check(new=True, exports=False)
+    origin.check(new=False, exports=False)
+    for told in ({"dpo__initial_weights": "drawn"}, {"loss__name": "policy"}):
+        Origin.of(load_config(argv_of(keys, **told))).check(new=True, exports=False)
 
 
 def test_drawn_weights_are_the_same_by_name_and_in_place():

@@ -158,6 +158,22 @@ def test_log_probabilities_of_whole_documents_are_on_every_rank(split, worlds):
             torch.testing.assert_close(logp, logprobs(model, i, 0.7).detach())
 
 
+def norm_after_scores(rank, world_size, split, scores):
+    """The gradient norm of a step, before which log p are read or not."""
+    session = session_of(**split)
+    for i, batch in zip(*mine(session), strict=True):
+        session.forward_backward(batch, function_of(BOUNDS[i]))
+    if scores:
+        session.logprobs(batch)
+    return session.step(lr=0.1).grad_norm
+
+
+@pytest.mark.parametrize("split", ["dp 2", "cp 2, contiguous"])
+def test_reading_log_probabilities_keeps_gradients(split, worlds):
+    without, after = (worlds(2).run(norm_after_scores, SPLITS[split], x) for x in (False, True))
+    assert after == without
+
+
 def saving(rank, world_size, folder):
     session = session_of(cp=2)
     _, batches = mine(session)

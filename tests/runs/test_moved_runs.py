@@ -374,6 +374,17 @@ def test_the_prompt_is_the_samples_or_of_the_demos_texts(installed):
     assert "--prompt 'Once upon'\n" in finished(run("a", *texts, "--sample.prompt=Once upon"), 1000)
 
 
+def test_after_chats_one_chats_and_adapters_are_merged(installed):
+    chats = ["--training.dataset=jsonl", "--training.dataset_path=x"]
+    chats.append("--training.dataset_format=messages")
+    said = finished(run("a", *chats, "--adapter.enable=true"), 1000)
+    assert "  .venv/bin/titan-linear generate a --chat\n" in said
+    assert "  .venv/bin/titan-linear convert merge a FOLDER\n" in said
+    mixture = '[{name = "c", weight = 1.0, dataset = "jsonl", dataset_path = "x", dataset_format = "messages"}]'
+    said = finished(run("a", "--training.mixture", mixture), 1000)
+    assert "generate a --chat\n" in said and "merge" not in said
+
+
 def test_a_run_that_ends_while_it_warms_up_says_so():
     assert unwarmed(steps=100, warmup=100) == ""
     assert "training.steps = 99 ends within" in unwarmed(steps=99, warmup=100)

@@ -1,6 +1,6 @@
-"""Commands other than training, a file for each.
+"""Commands, a file for each.
 
-The doctor is in proof/, and `titan-linear train` is in run/launch.py.
+The doctor is in proof/, and what `titan-linear train` starts is in run/launch.py.
 """
 
 import argparse

@@ -58,6 +58,8 @@ def write(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--text-field {args.text_field} is not used by {given}; remove one of them"
         )
+    if args.max_length < 0:
+        raise ValueError(f"--max-length {args.max_length} must be 0 or more; 0 is no maximum")
     texts = Texts(
         args.dataset,
         args.path,
@@ -65,6 +67,8 @@ def write(args: argparse.Namespace) -> int:
         text_field=args.text_field,
         dataset_format=args.format,
         on_bad_document=args.on_bad_document,
+        max_length=args.max_length,
+        truncation=args.truncation,
         path_key="--path",
     )
     corpus = tokenise_corpus(Path(os.path.expanduser(args.folder)).absolute(), texts)
@@ -177,17 +181,27 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--text-field", default="text", help="field or column of a document's text (default: text)"
     )
     keys = SECTIONS["training"].model_fields
+    about = {name: key.description for name, key in keys.items()}
     make.add_argument(
         "--format",
         choices=FORMATS,
         default="text",
-        help=f"{keys['dataset_format'].description} (default: text)",
+        help=f"{about['dataset_format']} (default: text)",
     )
     make.add_argument(
         "--on-bad-document",
         choices=("stop", "skip"),
         default="stop",
-        help=keys["on_bad_document"].description,
+        help=about["on_bad_document"],
+    )
+    make.add_argument(
+        "--max-length", type=int, default=0, metavar="TOKENS", help=about["max_length"]
+    )
+    make.add_argument(
+        "--truncation",
+        choices=("right", "left", "skip"),
+        default="right",
+        help=about["truncation"],
     )
     # Options of `list`, `check` and `prune`.
     commands.add_parser("list")

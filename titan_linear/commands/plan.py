@@ -217,14 +217,23 @@ def _tokens(text: str) -> float | None:
 # --- What is printed ----------------------------------------------------------------------
 
 
+def readable(number: float) -> str:
+    """Return a size as --tokens takes it: 354M, 1.34B, 100B, 2.5T."""
+    # Round first: 999.9M becomes 1B.
+    rounded = float(f"{number:.3g}")
+    unit = max((u for u in UNITS if UNITS[u] <= rounded), key=UNITS.__getitem__, default="")
+    return f"{rounded / UNITS[unit]:.3g}{unit}"
+
+
 def describe(rank: PlannedRank) -> str:
     config = rank.config
     t = rank.training
     sharers = rank.parallelism.copies
     name = model_name(Origin.of(config))
+    size = parameters(rank.model)
     return (
-        f"{name}: {parameters(rank.model):,} parameters, {rank.model.composition}\n"
-        f"{t.local_batch_size} x {t.seq_len} tokens in a micro-step on {sharers} GPU{'s' if sharers > 1 else ''}; "
+        f"{name}: {size:,} parameters ({readable(size)}), {rank.model.composition}\n"
+        f"{t.local_batch_size} x {t.seq_len:,} tokens in a micro-step on {sharers} GPU{'s' if sharers > 1 else ''}; "
         f"parameters {t.dtype}, compute {t.mixed_precision_param}, reductions {t.mixed_precision_reduce}; activation "
         f"checkpointing {config.activation_checkpoint.name}; layers {'' if config.compile.enable else 'not '}compiled"
     )
@@ -270,7 +279,7 @@ def time_table(planned: PlannedStep, machine: Machine, budget: float | None) -> 
         f"{planned.parts['communication'] / planned.seconds:.1%}"
     )
     if budget is not None:
-        line += f"; {_days(planned, budget):.1f} days for {budget:.3g} tokens"
+        line += f"; {_days(planned, budget):.1f} days for {readable(budget)} tokens"
     if planned.parts["attention"]:
         line += f"; attention by {machine.attention}"
     return table(("time of a step, ms", machine.rates.gpu), rows) + f"\n{line}"
@@ -279,12 +288,12 @@ def time_table(planned: PlannedStep, machine: Machine, budget: float | None) -> 
 def splits_table(splits: list[PlannedSplit], budget: float | None) -> str:
     head = ["split", "checkpointing", "local batch", "GiB", "ms a step", "tokens/s/GPU", "MFU"]
     rows = []
-    for rank, needed, planned in splits:
+    for rank, planned in splits:
         row = [
             rank.degrees,
             rank.config.activation_checkpoint.name,
             rank.training.local_batch_size,
-            f"{needed / GIB:.1f}",
+            f"{rank.needs / GIB:.1f}",
             f"{1e3 * planned.seconds:.0f}",
             f"{planned.tokens_per_second / rank.gpus:,.0f}",
             f"{planned.mfu:.1%}",

@@ -250,9 +250,18 @@ def _check_data(t: Training, v: Validation) -> None:
         raise ValueError(
             f"training.group_field = {t.group_field!r} needs training.share_prefixes = true; set it"
         )
+    if t.truncation != "right" and not t.max_length:
+        raise ValueError(
+            f"training.truncation = {t.truncation!r} needs training.max_length; set it, or remove truncation"
+        )
     # Each source, and how its records can share prefixes.
     for source in t.sources:
         _check_source(source)
+        if t.max_length and (source.dataset == "tokens" or source.dataset_format == "tree"):
+            raise ValueError(
+                f"training.max_length = {t.max_length} is for documents that are tokenised, one per record, and "
+                f"{source.key('dataset')} = {source.dataset!r}, _format = {source.dataset_format!r}; remove it"
+            )
         if t.group_field and source.dataset_format == "preference":
             raise ValueError(
                 f"training.group_field = {t.group_field!r}: each pair is a tree of its own; remove it"

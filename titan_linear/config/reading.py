@@ -1,7 +1,6 @@
 """Configurations from TOML files and the command line, and back to TOML; `--help`."""
 
 import argparse
-import difflib
 import inspect
 import json
 import os
@@ -9,6 +8,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin
 
@@ -406,7 +406,7 @@ def _explain(error: Any) -> str:
         return f"{key} = {value!r} must be true or false"
     # Values that are not among the choices or out of range.
     choices = error["ctx"]["expected"].split("'")[1::2] if kind == "literal_error" else []
-    near = difflib.get_close_matches(str(value), choices, 1)
+    near = get_close_matches(str(value), choices, 1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
     return f"{key} = {value!r} must {error['msg'].partition(' should ')[2] or error['msg']}{meant}"
 
@@ -439,14 +439,12 @@ def _nearest(key: str) -> str:
     # The same words, as in telemetry.freq for metrics.telemetry_freq, or the same name.
     alike = [dotted for dotted in KEYS if words <= set(re.split("[._]", dotted))]
     alike = alike or [dotted for dotted in KEYS if dotted.endswith(f".{name}")]
-    sure = difflib.get_close_matches(key, known, 1, 0.9) or difflib.get_close_matches(
-        key, alike, 1, 0.0
-    )
+    sure = get_close_matches(key, known, 1, 0.9) or get_close_matches(key, alike, 1, 0.0)
     near = sure or [
         dotted
-        for dotted in difflib.get_close_matches(key, known, 1, 0.6)
+        for dotted in get_close_matches(key, known, 1, 0.6)
         # The similarity must not come from the section alone.
-        if difflib.get_close_matches(name, [dotted.rpartition(".")[2]], 1, 0.5)
+        if get_close_matches(name, [dotted.rpartition(".")[2]], 1, 0.5)
     ]
     tables = [f"the table of a mixer, [{key}]"] if key.startswith("model.") and not sure else []
     return (

@@ -192,7 +192,7 @@ class Training(Section):
     tokens of a document, or a list with one per token. Example: ["weights"]."""
     share_prefixes: bool = False
     """Merge consecutive records that share their beginnings into prefix trees, in which
-    each shared token is computed once (docs/data.md)."""
+    each shared token is computed once (docs/prefix_trees.md)."""
     group_field: str = ""
     """Record field for share_prefixes: consecutive records with the same value are compared
     as one group."""
@@ -207,6 +207,12 @@ class Training(Section):
     """Malformed record (not JSON, missing field, conversation without an answer, pair of
     equal answers, or longer than seq_len where it must not be split): stop before training,
     or skip and count."""
+    max_length: Count = 0
+    """Maximum number of tokens of a document, such as a conversation, a rollout or either
+    side of a pair; training.truncation applies to longer ones. 0: no maximum."""
+    truncation: Literal["right", "left", "skip"] = "right"
+    """Keep the beginning of a document longer than training.max_length (right) or its end
+    (left), or leave its record out (skip). These records are counted."""
     verify: Annotated[Literal["always", "changed"], MAY_CHANGE] = "changed"
     """Compare the whole corpus with its checksums at every start (always), or only if a
     file's size, time or inode has changed since the last successful check (changed)."""
@@ -348,6 +354,9 @@ class DPO(Section):
     margin: AtLeast0 = 0.0
     """Required gap between chosen and rejected rewards, after scaling by beta. SimPO: set
     margin, length_normalised and reference_free."""
+    initial_weights: Annotated[Literal["loaded", "drawn"], MAY_CHANGE] = "loaded"
+    """Weights to tune. loaded: a run that would tune weights drawn at random is refused;
+    drawn: it is not, for trials."""
 
 
 class Distillation(Section):

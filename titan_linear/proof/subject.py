@@ -73,9 +73,12 @@ class ProofSubject:
     def loss(self) -> LossFunction:
         return build_loss(self.config.loss.name, self.config.objective)
 
-    @property
+    @cached_property
     def in_float64(self) -> ProofSubject:
-        """Return the subject computed exactly: by PyTorch's operations, uncompiled."""
+        """Return the subject computed exactly: by PyTorch's operations, uncompiled.
+
+        Kernels do not take float64.
+        """
         types = (
             "training.dtype",
             "training.mixed_precision_param",
@@ -83,6 +86,11 @@ class ProofSubject:
         )
         more = dict.fromkeys(types, "float64") | {"model.impl": "torch", "compile.enable": False}
         return replace(self, config=self.config.changed(more))
+
+    @property
+    def in_each_dtype(self) -> list[ProofSubject]:
+        """Return the subject in float64 and, if it differs, in the run's dtype."""
+        return [self.in_float64, *([self] if self.dtype != torch.float64 else [])]
 
     @cached_property
     def batch(self) -> Batch:

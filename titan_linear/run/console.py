@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_linear.config import Config, Parallelism, toml_value
+from titan_linear.config import Config, Parallelism, Sample, Training, toml_value
 from titan_linear.data import Streams, Tokenizer, TreeStreams
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.models.config import ModelConfig
@@ -47,8 +47,10 @@ def write_down(origin: Origin, session: Session, step: int) -> None:
     if folder.starts_anew:
         folder.set_run_aside()
     folder.write_config()
+    parameters = sum(p.numel() for p in named_parameters(model).values())
     write_manifest(
         folder.path,
+        parameters=parameters,
         world_size=dist.get_world_size(),
         degrees=session.dims.degrees,
         implementations={op: choice.implementation for op, choice in model.implementations.items()},
@@ -56,7 +58,6 @@ def write_down(origin: Origin, session: Session, step: int) -> None:
     compute = config.training.mixed_precision_param
     peak = peak_tflops(config.metrics.peak_tflops, compute, device)
     # Lines that do not apply are empty.
-    parameters = sum(p.numel() for p in named_parameters(model).values())
     lines = [
         f"model {model_name(origin)}: {parameters:,} parameters, {model.config.composition}",
         *start_lines(model.implementations),
@@ -178,11 +179,6 @@ def finished(config: Config, step: int) -> str:
     """Return lines that tell where a finished run lies and what to do with it."""
     folder = shlex.quote(config.job.dump_folder)
     ours = program("titan-linear", "titan_linear")
-    # The default prompt is code, so it fits only a run on code.
-    of_code = config.training.dataset == "stdlib" and not config.training.mixture
-    prompt = (
-        shlex.quote(config.sample.prompt) if of_code or config.sample != Config().sample else "TEXT"
-    )
     lowest = LowestLoss.so_far(config, step)
     early = (
         f", as the loss did not fall in validation.patience = {lowest.patience} validations"
@@ -196,15 +192,31 @@ def finished(config: Config, step: int) -> str:
         lines.append(
             f"see its curves:  {program('tensorboard', 'tensorboard.main')} --logdir {folder}/{BOARD}"
         )
-    if config.checkpoint.enable:
-        lines.append(f"let it write:    {ours} generate {folder} --prompt {prompt}")
-    if config.checkpoint.enable and not is_exported(config, step):
+    # The remaining commands read a checkpoint.
+    if not config.checkpoint.enable:
+        return "\n".join(lines)
+    first = first_words(config.training, config.sample)
+    lines.append(f"let it write:    {ours} generate {folder} {first}")
+    if not Origin.of(config).exports_whole:
+        lines.append(f"merge it:        {ours} convert merge {folder} FOLDER")
+    if not is_exported(config, step):
         lines.append(f"export it:       {ours} convert to-hf {folder} FOLDER")
     if lowest.step:
         best = config.checkpoint_folder / f"step-{lowest.step}"
         kept = f", saved in '{best}'" if best.exists() else ""
         lines.append(f"lowest validation loss: {lowest.loss:.4f} at step {lowest.step}{kept}")
     return "\n".join(lines)
+
+
+def first_words(training: Training, sample: Sample) -> str:
+    """Return the option of titan-linear generate that fits the run's texts."""
+    if any(source.dataset_format == "messages" for source in training.sources):
+        return "--chat"
+    # The default prompt is code, so it fits only a run on code.
+    of_code = training.dataset == "stdlib" and not training.mixture
+    if of_code or sample != Sample():
+        return f"--prompt {shlex.quote(sample.prompt)}"
+    return "--prompt TEXT"
 
 
 def stopped(step: int, folder: Path | None) -> str:

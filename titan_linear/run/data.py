@@ -113,6 +113,8 @@ class RunData:
             share_prefixes=t.share_prefixes,
             group_field=t.group_field,
             seq_len=t.seq_len if uncut else 0,
+            max_length=t.max_length,
+            truncation=t.truncation,
         )
 
     def check_size(self, tokens: int) -> None:

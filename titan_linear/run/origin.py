@@ -268,6 +268,14 @@ class Origin:
             new: the run begins from these weights, and does not resume.
             exports: the run exports its weights.
         """
+        # A preference between texts teaches nothing to weights that know no text.
+        config = self.config
+        if new and config.loss.name == "dpo" and config.dpo.initial_weights == "loaded":
+            raise ValueError(
+                "loss.name = 'dpo' tunes weights by preferences, and this run would draw them: "
+                "checkpoint.initial_load_path is empty; give a checkpoint or, with checkpoint.initial_load_in_hf = "
+                "true, a Hugging Face folder; a trial of drawn weights sets dpo.initial_weights = 'drawn'"
+            )
 
     def weights(self) -> Weights:
         """Return a function that reads whole tensors, with adapters merged into them."""

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from titan_linear.config import Config, Optimizer, Parallelism
 from titan_linear.data import IGNORE, Batch
@@ -292,6 +293,11 @@ class Session:
         """
         if self.optimizer is None or not self._losses:
             raise ValueError("step needs a session with an optimizer, and forward_backward first")
+        # After a forward without a backward, such as `logprobs`, FSDP keeps parameters
+        # gathered, without the gradients that the shards have.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         # Reports are kept if all micro-batches have them.
         width = min(map(len, self._losses))
         losses = torch.stack([part[:width] for part in self._losses]).double()

@@ -19,6 +19,7 @@ the documents that it lacks, and is refused where they should have stopped the w
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -83,8 +84,8 @@ from titan_linear.storage.files import (
     write_whole,
 )
 
-# Number of skipped bad documents that are named.
-_NAMED = 3
+# Number of reasons for which a skipped bad document is named.
+_NAMED = 10
 _SKIP = 'training.on_bad_document = "skip" (titan-linear corpus: --on-bad-document skip) counts and skips them'
 
 
@@ -107,6 +108,9 @@ class Texts:
         seq_len: maximum number of tokens of a unit that must lie in one stream: a pair, a
             document or a path of a tree. Longer units are bad documents; 0 allows any
             length.
+        max_length: maximum number of tokens of a document; 0 allows any. A longer one keeps
+            its beginning (truncation "right") or its end ("left"), or its record is left
+            out ("skip").
     """
 
     dataset: str
@@ -121,6 +125,8 @@ class Texts:
     share_prefixes: bool = False
     group_field: str = ""
     seq_len: int = 0
+    max_length: int = 0
+    truncation: str = "right"
 
     @cached_property
     def files(self) -> list[Path]:
@@ -192,6 +198,8 @@ class Texts:
             how.append(f"shared by {self.group_field}, 2")
         if self.seq_len:
             how.append(f"seq_len {self.seq_len}")
+        if self.max_length:
+            how.append(f"max_length {self.max_length} {self.truncation}")
         return how
 
     @property
@@ -377,8 +385,13 @@ def _same_texts(caches: Path, texts: Texts) -> Path | None:
 
 def _tokenise_into(folder: Path, texts: Texts) -> None:
     group, leaves = (1, texts.group) if texts.share_prefixes else (texts.group, 1)
-    new = Journal(texts.key, texts.content, columns=texts.all_columns, group=group, leaves=leaves)
-    journal = _resumable(folder, texts) or new
+    journal = _resumable(folder, texts) or Journal(
+        key=texts.key,
+        texts=texts.content,
+        columns=texts.all_columns,
+        group=group,
+        leaves=leaves,
+    )
     if journal.read:
         print(f"continuing where tokenising was stopped, after {journal.num_documents:,} documents")
     # Its processes end with the writing, however that ends.
@@ -434,8 +447,6 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[DocumentTok
                 journal.unread.setdefault(name, document.origin)
             if problem:
                 _meet_bad_document(f"{document.origin}: {problem}", texts, journal)
-            elif not parts:
-                journal.skipped_empty += 1
             elif texts.share_prefixes:
                 group = document.columns.get(texts.group_field)
                 held += [PendingDocument(document.origin, group, part) for part in parts]
@@ -466,7 +477,7 @@ def _parts(
     texts: Texts,
     journal: Journal,
 ) -> Sequence[DocumentTokens]:
-    """Return a record's documents; none if it is empty.
+    """Return a record's documents; none if it is empty or left out, which is counted.
 
     Raises:
         Problem: the record's.
@@ -478,6 +489,7 @@ def _parts(
         if not len(tokens):
             if any(map(str.isalnum, document.content)):
                 raise Problem("the tokenizer has no token for any of it")
+            journal.skipped_empty += 1
             return []
         end = np.array(texts.tokenizer.eos, dtype=tokens.dtype)
         tokens = DocumentTokens(np.append(tokens, end))
@@ -493,9 +505,31 @@ def _parts(
         parts = with_columns(parts, values, dtypes, texts.tokenizer, journal.widths)
     for part in parts:
         part.check()
-    if texts.seq_len:
+    if texts.max_length and any(len(part.tokens) > texts.max_length for part in parts):
+        journal.too_long += 1
+        parts = _truncated(parts, texts)
+    if texts.seq_len and parts:
         _check_length(parts, texts)
     return parts
+
+
+def _truncated(parts: Sequence[DocumentTokens], texts: Texts) -> list[DocumentTokens]:
+    """Return a record's documents with at most max_length tokens each, or none."""
+    if texts.truncation == "skip":
+        return []
+    longest = texts.max_length
+    kept = slice(longest) if texts.truncation == "right" else slice(-longest, None)
+    short = []
+    for part in parts:
+        columns = {name: column[kept] for name, column in part.columns.items()}
+        short.append(DocumentTokens(part.tokens[kept], columns))
+    # An answer may be cut off, or the difference between two.
+    answered = all(part.weights[1:].any() for part in short)
+    if not answered or (len(short) == 2 and np.array_equal(short[0].tokens, short[1].tokens)):
+        raise Problem(
+            f"nothing to learn is left in the {longest} tokens of training.max_length; raise it"
+        )
+    return short
 
 
 def _check_length(parts: Sequence[DocumentTokens], texts: Texts) -> None:
@@ -546,8 +580,13 @@ def _meet_bad_document(problem: str, texts: Texts, journal: Journal) -> None:
     if texts.on_bad_document == "stop":
         raise BadDocument(f"{problem}; {_SKIP}")
     journal.skipped_bad += 1
-    if len(journal.bad) < _NAMED:
+    # Problems with the same reason differ in their origins, numbers and quoted texts.
+    reason = re.sub(r"'[^']*'|\d[\d,.]*", "…", problem.partition(": ")[2])
+    if reason not in journal.reasons and len(journal.bad) < _NAMED:
         journal.bad.append(problem)
+        journal.reasons[reason] = 0
+    if reason in journal.reasons:
+        journal.reasons[reason] += 1
 
 
 def _same_file(folder: Path) -> Path:

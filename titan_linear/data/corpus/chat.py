@@ -84,7 +84,7 @@ QUESTIONS += ("messages", "conversations", "conversation", "trajectory")
 # The JSON text of an object, quoted as a JSON string.
 _QUOTED = re.compile(r'"(\s|\\[nrt])*\{(\s|\\[nrt])*(\\"|\})')
 _ONE_QUESTION = "give all that stands before the answers once, as 'prompt'"
-_REMEDY = "put {% generation %} and {% endgeneration %} around answers in the chat template (docs/data.md)"
+_REMEDY = "put {% generation %} and {% endgeneration %} around answers in the chat template (docs/conversations.md)"
 
 
 class RecordEncoder(ABC):
@@ -257,7 +257,7 @@ class Conversations(RecordEncoder):
             raise ValueError(
                 f"{asked} takes a chat template, and the tokenizer has none; set model.tokenizer_path to a folder with "
                 "one (chat_template in tokenizer_config.json, or a chat_template.jinja beside tokenizer.json: "
-                "docs/data.md has an example), or train on 'completion'"
+                "docs/conversations.md has an example), or train on 'completion'"
             )
         self._tokenizer = tokenizer
         sources = tokenizer.chat_templates
@@ -444,7 +444,7 @@ def _check_all_written(write: _Writer, messages: Messages, whole: str) -> None:
             unwritten.append(f"messages of the role {roles[i]!r}: message {i + 1}")
     if unwritten:
         raise Problem(
-            f"the chat template does not write all {unwritten[0]}; take one that does (docs/data.md has one)"
+            f"the chat template does not write all {unwritten[0]}; take one that does (docs/conversations.md has one)"
         )
 
 

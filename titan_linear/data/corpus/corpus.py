@@ -162,8 +162,19 @@ class Corpus:
         ]
         # Warnings.
         if bad := source.get("skipped_bad"):
-            named = "; ".join([*source["bad"], "…"][:bad])
-            lines.append(f"warning: {bad:,} bad documents skipped: {named}")
+            # The first of each reason, and how many share it.
+            counts = [*source.get("reasons", {}).values()] or [1] * len(source["bad"])
+            named = []
+            for problem, count in zip(source["bad"], counts, strict=True):
+                named.append(problem + (f" ({count:,} such)" if count > 1 else ""))
+            if sum(counts) < bad:
+                named.append("…")
+            lines.append(f"warning: {bad:,} bad documents skipped: {'; '.join(named)}")
+        if too_long := source.get("too_long"):
+            lines.append(
+                f"{too_long:,} records are longer than training.max_length, and were cut or left out as "
+                "training.truncation has it"
+            )
         if unread := source.get("unread"):
             lines.append(
                 f"warning: fields that are not read: {unread}; training.dataset_columns reads those that a loss has, "
