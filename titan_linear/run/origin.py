@@ -233,8 +233,7 @@ class Origin:
         """
         folder = like or self.assets
         if folder and (folder / CONFIG).is_file():
-            family, _ = read_model(folder)
-            return family
+            return read_model(folder)[0]
         return FAMILY_OF.get(self.config.model.name) or find_family(self.definition.base, tokenizer)
 
     # --- The weights --------------------------------------------------------------------------
