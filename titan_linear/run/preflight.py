@@ -169,6 +169,7 @@ def _check_checkpoint(origin: Origin) -> Progress | None:
         The progress saved in the checkpoint that the run resumes from; None for a new run.
     """
     config = origin.config
+    steps = config.training.steps
     c = config.checkpoint
     folder = config.checkpoint_folder
     exports = check_exports(origin)
@@ -181,9 +182,9 @@ def _check_checkpoint(origin: Origin) -> Progress | None:
     verify(checkpoint)
     # Say where a resumed run stands, and end here if it is finished.
     rewound = c.load_step not in (-1, step)
-    if step > config.training.steps and c.load_step == -1:
+    if step > steps and c.load_step == -1:
         raise ValueError(
-            f"training.steps = {config.training.steps} is less than the {step} steps that the run in "
+            f"training.steps = {steps} is less than the {step} steps that the run in "
             f"{config.job.dump_folder!r} has done; give more, or go back to a step before: checkpoint.load_step"
         )
     if rewound:
@@ -191,7 +192,7 @@ def _check_checkpoint(origin: Origin) -> Progress | None:
             f"resuming from step {step}: the run went back to checkpoint.load_step = {c.load_step} before; to do so "
             f"again, move '{folder / REWOUND}' away",
         )
-    ended = step >= config.training.steps or LowestLoss.so_far(config, step).ends_run
+    ended = step >= steps or LowestLoss.so_far(config, step).ends_run
     if ended and (c.load_step == -1 or rewound):
         print(finished(config, step))
         if c.last_save_in_hf and not is_exported(config, step):
@@ -209,7 +210,7 @@ def _check_checkpoint(origin: Origin) -> Progress | None:
         )
     check_weights(checkpoint, unallocated(origin.model))
     progress = read_progress(checkpoint)
-    check_schedule(config.training.steps, config.optimizer.lr, config.lr_scheduler, progress)
+    check_schedule(steps, config.optimizer.lr, config.lr_scheduler, progress)
     return progress
 
 
