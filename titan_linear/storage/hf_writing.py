@@ -293,13 +293,14 @@ def _config_json(
             table["dtype"] = short(dtype)
             # The older name.
             table.pop("torch_dtype", None)
-    longest = max(longest, *(tables[-1].get(name) or 0 for name in LENGTHS))
-    _lengthen(tables[-1], longest)
+    text = tables[-1]
+    longest = max(longest, *(text.get(name) or 0 for name in LENGTHS))
+    _lengthen(text, longest)
     # A scale of positions may follow from the length.
     _, theirs = config_from_hf(config, model.mtp_layers)
     if differences(theirs, model):
-        _change(tables[-1], config_to_hf(family, theirs), config_to_hf(family, model))
-        _lengthen(tables[-1], longest)
+        _change(text, config_to_hf(family, theirs), config_to_hf(family, model))
+        _lengthen(text, longest)
     return config
 
 
