@@ -146,7 +146,7 @@ def tied_head(model: ModelConfig, family: str) -> list[Placement]:
     if not model.tie_embeddings or FAMILIES[family].ties:
         return []
     shape = (model.vocab_size, model.dim)
-    return [Placement("embedding.weight", shape, (StoredTensor(HEAD, shape),), rows=None)]
+    return [Placement("embedding.weight", shape, (StoredTensor(HEAD, shape),))]
 
 
 def write_folder(

@@ -120,7 +120,7 @@ def contents(model: ModelConfig, family: str) -> list[PeftTensor]:
             path = module + ".base_layer" * any(x.lora and x.module == module for x in held)
             of_A = next(name for p in placements if (name := lora_name(p.name, "A")) in ours)
             lies = (math.prod(ours[of_A][:-1]), ours[of_A][-1])
-            A = Placement(of_A, ours[of_A], (StoredTensor("", lies),), rows=None)
+            A = Placement(of_A, ours[of_A], (StoredTensor("", lies),))
             for part, shape, parts in (("B", source.shape, of_B), ("A", lies, (A,))):
                 held.append(
                     PeftTensor(f"{PREFIX}{path}.lora_{part}.weight", module, shape, parts, part)
@@ -132,7 +132,7 @@ def contents(model: ModelConfig, family: str) -> list[PeftTensor]:
     ):
         # peft's copy of the embedding is not tied to its copy of the head.
         shape = copies[0].shape
-        other = Placement("embedding.weight", shape, (StoredTensor(HEAD, shape),), rows=None)
+        other = Placement("embedding.weight", shape, (StoredTensor(HEAD, shape),))
         held.insert(0, PeftTensor(PREFIX + HEAD, HEAD.rpartition(".")[0], shape, (other,)))
     return held[::-1]
 
@@ -236,7 +236,7 @@ def placed(model: ModelConfig, family: str, get: Weights) -> tuple[list[Placemen
             # B of experts is one parameter of ours, in another layout.
             (part,) = held.parts
             stacks[part.name] = held
-            parts.append(Placement(part.name, source.shape, (source,), rows=None))
+            parts.append(Placement(part.name, source.shape, (source,)))
         else:
             parts += [replace(part, sources=(source,)) for part in held.parts]
 
