@@ -326,12 +326,13 @@ def test_options_of_a_loss(package):
     argv = ["--job.custom_import=my_package", "--loss.name=gce"]
     (package / "mine.toml").write_text("[loss.options]\nq = 3")
     assert load_config([*argv, "--job.config_file=mine.toml"]).objective.q == 3
-    for options in ("p=3", "q=x"):
-        name, _, value = options.partition("=")
-        with refused(
-            rf"loss.options = .*'{name}': .*{value}.*: \('{name}',\): .*loss.name = 'gce' has q"
-        ):
-            load_config([*argv, f"--loss.options.{options}"]).objective  # noqa: B018
+    for option, problem in (
+        ("p = 3", "Extra inputs"),
+        ("q = 'x'", "Input should be a valid number"),
+    ):
+        said = f"loss.options.{option}: {problem}.*; loss.name = 'gce' has the options q"
+        with refused(said):
+            load_config([*argv, f"--loss.options.{option.replace(' ', '')}"]).objective  # noqa: B018
     with refused(
         r"loss.options = \{q = 3\} has no effect with loss.name = 'dpo'; use the section \[dpo\]"
     ):
