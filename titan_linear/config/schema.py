@@ -379,8 +379,8 @@ class DPO(Section):
     """Required gap between chosen and rejected rewards, after scaling by beta. SimPO: set
     margin, length_normalised and reference_free."""
     initial_weights: Annotated[Literal["loaded", "drawn"], MAY_CHANGE] = "loaded"
-    """Weights to tune. loaded: a run that would tune weights drawn at random is refused;
-    drawn: it is not, for trials."""
+    """Weights to tune. loaded: a run that would tune weights drawn at random, with a
+    reference, is refused; drawn: it is not, for trials."""
 
 
 class Distillation(Section):
