@@ -908,8 +908,8 @@ class Config(Section):
         except ValidationError as invalid:
             error = invalid.errors()[0]
             raise ValueError(
-                f"loss.options = {loss.options}: {error['loc']}: {error['msg']}; loss.name = {loss.name!r} has "
-                f"{', '.join(section.model_fields)}"
+                f"loss.options.{'.'.join(map(str, error['loc']))} = {error['input']!r}: {error['msg']}; loss.name = "
+                f"{loss.name!r} has the options {', '.join(section.model_fields)}"
             ) from None
 
     def micro_steps(self, world_size: int) -> int:
