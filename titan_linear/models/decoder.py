@@ -22,6 +22,7 @@ from titan_linear.models.layers import (
     RMSNorm,
     as_output,
     convolve,
+    parameter,
     projection,
     scaled,
 )
@@ -185,7 +186,7 @@ class Head(nn.Module):
         self.divisor = config.logits_divisor
         self.depth = config.mtp_layers
         self.mtp_factor = config.mtp_weight / max(config.mtp_layers, 1)
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
+        self.weight = parameter(config.vocab_size, config.dim)
         # Tokens whose logits exist at once; 0: `tokens_at_once`.
         self.chunk = 0
         # [1 + further tokens, B·T]: if set, receives −log p of the labels.

@@ -57,6 +57,16 @@ def widen(x: Tensor) -> Tensor:
     return x.to(widened(x.dtype))
 
 
+def parameter(*shape: int) -> nn.Parameter:
+    """Return a parameter whose values are drawn later (models/init.py)."""
+    return nn.Parameter(torch.empty(shape))
+
+
+def by_head(x: Tensor, dim: int) -> Tensor:
+    """Split x [.., heads·dim] into heads [.., heads, dim]."""
+    return x.unflatten(-1, (-1, dim))
+
+
 def scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
 
@@ -151,7 +161,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float, zero_centred: bool = False):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim))
+        self.weight = parameter(dim)
         self.eps = eps
         self.zero_centred = zero_centred
         self.initial = {"weight": zeros if zero_centred else ones}
@@ -166,7 +176,7 @@ class LayerNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
-        self.weight, self.bias = (nn.Parameter(torch.empty(dim)) for _ in range(2))
+        self.weight, self.bias = (parameter(dim) for _ in range(2))
         self.eps = eps
         self.initial = {"weight": ones, "bias": zeros}
 
@@ -308,8 +318,8 @@ class ConvWeight(nn.Module):
     def __init__(self, dim: int, width: int, bias: bool = False, factor: float = 1.0):
         super().__init__()
         self.factor = factor
-        self.weight = nn.Parameter(torch.empty(dim, width))
-        self.bias = nn.Parameter(torch.empty(dim)) if bias else None
+        self.weight = parameter(dim, width)
+        self.bias = parameter(dim) if bias else None
         self.initial = {"bias": zeros}
 
 

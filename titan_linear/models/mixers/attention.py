@@ -16,6 +16,7 @@ from titan_linear.models.layers import (
     RMSNorm,
     Size,
     attention_entropy,
+    by_head,
     grown,
     projection,
     rotate,
@@ -67,7 +68,7 @@ class AttentionMixer(nn.Module):
         A cache holds the keys and values of earlier tokens, and grows.
         """
         q, k = self._queries_and_keys(x, plan)
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = by_head(self.v_proj(x), self.head_dim)
         k, v = grown(cache, k=k, v=v)
         documents = {"first_key": plan.first_key, **plan.documents}
         o = attention(q, k, v, scale=self.scale, method=self.cp_method, **documents).flatten(-2)
@@ -95,8 +96,8 @@ class AttentionMixer(nn.Module):
         if self.qk_norm == "width":
             q = self.q_norm(q)
             k = self.k_norm(k)
-        q = q.unflatten(-1, (-1, self.head_dim))
-        k = k.unflatten(-1, (-1, self.head_dim))
+        q = by_head(q, self.head_dim)
+        k = by_head(k, self.head_dim)
         return (self.q_norm(q), self.k_norm(k)) if self.qk_norm == "head" else (q, k)
 
 

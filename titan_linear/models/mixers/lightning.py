@@ -18,6 +18,7 @@ from titan_linear.models.layers import (
     OpDims,
     RMSNorm,
     Size,
+    by_head,
     project_each,
     projection,
     widened,
@@ -59,7 +60,7 @@ class LightningMixer(RecurrentMixer):
     def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, Tensor]:
         """Return q, k, v [B, T, heads, K], and the output gate [B, T, heads·K]."""
         *qkv, gate = project_each(x, self.q_proj, self.k_proj, self.v_proj, self.g_proj)
-        return tuple(F.silu(y).unflatten(-1, (-1, self.head_dim)) for y in qkv), gate
+        return tuple(by_head(F.silu(y), self.head_dim) for y in qkv), gate
 
     def _rule(self, inputs: Inputs, **how: Any) -> tuple[Tensor, Tensor | None]:
         return chunk_simple_gla(*inputs, g_gamma=self._decays(inputs), scale=1.0, **how)

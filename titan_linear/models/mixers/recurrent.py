@@ -14,7 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from titan_linear.models.config import MixerOptions
-from titan_linear.models.layers import Cache, ConvWeight, Size, convolve, scaled, widen, widened
+from titan_linear.models.layers import (
+    Cache,
+    ConvWeight,
+    Size,
+    by_head,
+    convolve,
+    scaled,
+    widen,
+    widened,
+)
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops.layout.segments import scan_programs
 from titan_linear.ops.runtime.support import Choice
@@ -186,7 +195,7 @@ class RecurrentMixer(nn.Module):
         parts = convolve(
             x, torch.cat(weights), cache, "conv", self.implementations, **options, **plan.documents
         )
-        return [part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True)]
+        return [by_head(part, dim) for part, dim in zip(parts, dims, strict=True)]
 
 
 def _share(o: Tensor, alone: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from titan_linear.models.layers import (
     Cache,
     OpDims,
     add_low_rank,
+    parameter,
     project,
     projection,
     token_shift,
@@ -101,7 +102,7 @@ class ShiftedReLU2(ReLU2):
 
     def __init__(self, dim: int, hidden_dim: int, depth: float):
         super().__init__(dim, hidden_dim)
-        self.x_k = nn.Parameter(torch.empty(dim))
+        self.x_k = parameter(dim)
         self.initial = {"x_k": token_mix(dim, (1 - depth) ** 4)}
         self.implementations: dict[str, Choice] = {}
 

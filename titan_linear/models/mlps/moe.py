@@ -27,6 +27,7 @@ from titan_linear.models.layers import (
     Size,
     SizeOr0,
     lora_name,
+    parameter,
     projection,
 )
 from titan_linear.models.mlps.dense import Activation, Dense
@@ -141,7 +142,7 @@ class Router(nn.Module):
     def __init__(self, dim: int, config: MoEConfig):
         super().__init__()
         self.config = config
-        self.weight = nn.Parameter(torch.empty(config.num_experts, dim))
+        self.weight = parameter(config.num_experts, dim)
         bias = torch.empty(config.num_experts)
         self.selection_bias = (
             nn.Parameter(bias, requires_grad=False) if config.selection_bias else None
@@ -197,8 +198,8 @@ class Experts(nn.Module):
         down = "down_proj"
         self.hidden_matrices = up, down
         # [experts, 2 if gated (gate, then up), hidden, dim]
-        setattr(self, up, nn.Parameter(torch.empty(E, *[2] * self.gated, hidden, dim)))
-        setattr(self, down, nn.Parameter(torch.empty(E, dim, hidden)))
+        setattr(self, up, parameter(E, *[2] * self.gated, hidden, dim))
+        setattr(self, down, parameter(E, dim, hidden))
         # Adapted weight → factor; each expert has its own A and B (models/lora.py).
         self.lora: dict[str, float] = {}
         self.implementations: dict[str, Choice] = {}
