@@ -28,7 +28,6 @@ from titan_linear.models.layers import (
     by_head,
     parameter,
     projection,
-    token_shift,
     widen,
 )
 from titan_linear.models.mixers.recurrent import Inputs, RecurrentMixer, RecurrentOptions
@@ -157,7 +156,7 @@ class RWKV7Mixer(RecurrentMixer):
             v, the gate and v, each [B, T, heads·K].
         """
         # Mixes of each token with the previous one.
-        shift = token_shift(x, plan.documents, cache, "shift", self.implementations)
+        shift = self.token_shift(x, plan.documents, cache, "shift")
         mixes = self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g
         x_r, x_w, x_k, x_v, x_a, x_g = (torch.addcmul(x, shift, mix) for mix in mixes)
         r = self.r_proj(x_r)

@@ -23,6 +23,7 @@ from titan_linear.models.layers import (
     AtLeast0,
     Cache,
     OpDims,
+    OpModule,
     Output,
     Size,
     SizeOr0,
@@ -132,7 +133,7 @@ class MoEConfig(MLPOptions):
         return {"hidden channels of each expert": self.hidden_dim, **shared}
 
 
-class Router(nn.Module):
+class Router(OpModule):
     """Selects the experts of each token and their weights. Scores are in float32 or wider."""
 
     # bfloat16 would lose its small updates.
@@ -147,7 +148,6 @@ class Router(nn.Module):
         self.selection_bias = (
             nn.Parameter(bias, requires_grad=False) if config.selection_bias else None
         )
-        self.implementations: dict[str, Choice] = {}
         self.initial = {"selection_bias": zeros}
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,9 +169,7 @@ class Router(nn.Module):
         scores, the first win.
         """
         c = self.config
-        passes = COPIES.implementation(
-            self.implementations.get("expert_copies", "auto"), scores.device, scores.dtype
-        )
+        passes = COPIES.implementation(self.impl("expert_copies"), scores.device, scores.dtype)
         if self.selection_bias is not None:
             scores = scores + self.selection_bias
         # Exclude the experts of all but the best groups.
@@ -183,7 +181,7 @@ class Router(nn.Module):
         return top_k(scores, c.top_k, passes)
 
 
-class Experts(nn.Module):
+class Experts(OpModule):
     """Many MLPs of one shape, their weights stacked."""
 
     # All are split by hidden channels.
@@ -202,7 +200,6 @@ class Experts(nn.Module):
         setattr(self, down, parameter(E, dim, hidden))
         # Adapted weight → factor; each expert has its own A and B (models/lora.py).
         self.lora: dict[str, float] = {}
-        self.implementations: dict[str, Choice] = {}
 
     def forward(self, x: Tensor, copies: Copies, weights: Tensor, counts: Tensor) -> Tensor:
         """Apply the experts.
@@ -239,9 +236,7 @@ class Experts(nn.Module):
 
     @property
     def _impls(self) -> tuple[str | Choice, str | Choice]:
-        products = self.implementations.get("grouped_linear", "auto")
-        passes = self.implementations.get("expert_copies", "auto")
-        return products, passes
+        return self.impl("grouped_linear"), self.impl("expert_copies")
 
 
 class LocalDispatch:
@@ -284,7 +279,7 @@ class LocalDispatch:
         return y
 
 
-class MoE(nn.Module):
+class MoE(OpModule):
     def __init__(self, dim: int, config: MoEConfig):
         super().__init__()
         self.config = config
@@ -297,7 +292,6 @@ class MoE(nn.Module):
         self.shared = shared.build(dim) if config.shared_hidden_dim else None
         self.shared_gate = projection(dim, 1) if config.shared_gate else None
         self.dispatch: Callable[..., LocalDispatch] = LocalDispatch
-        self.implementations: dict[str, Choice] = {}
         # [E] int64, tokens sent to each expert in this step
         self.loads: Tensor
         self.register_buffer(
@@ -317,7 +311,7 @@ class MoE(nn.Module):
         self._count(counts)
         # Routed experts may work on a narrower latent.
         latent = self.latent_in_proj(flat) if self.config.latent_dim else flat
-        impl = self.implementations.get("expert_copies", "auto")
+        impl = self.impl("expert_copies")
         sent = self.dispatch(latent, experts, weights, counts, impl=impl)
         # Computed while rows travel.
         shared = self._shared(flat)
