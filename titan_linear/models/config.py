@@ -342,11 +342,13 @@ class ModelConfig(Factors):
 
     def ops(self, tp: int = 1) -> OpDims:
         """Return the ops that each tensor-parallel rank calls, with their sizes."""
-        of_parts = [
-            *(mixer.ops for mixer in self.mixers),
-            *(mlp.ops(self.dim, tp) for mlp in self.mlps),
-        ]
+        of_parts = self.ops_of_parts(tp)
         return {op: dims for ops in of_parts for op, dims in ops.items()} | {"cross_entropy": {}}
+
+    def ops_of_parts(self, tp: int) -> list[OpDims]:
+        """Return `ops` of each distinct mixer and MLP, which may differ in sizes."""
+        of_mlps = [mlp.ops(self.dim, tp) for mlp in self.mlps]
+        return [mixer.ops for mixer in self.mixers] + of_mlps
 
     def first_layers(self, n: int) -> ModelConfig:
         """Return the same model with its first n layers only.
