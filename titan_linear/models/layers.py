@@ -67,6 +67,11 @@ def by_head(x: Tensor, dim: int) -> Tensor:
     return x.unflatten(-1, (-1, dim))
 
 
+def heads_split(*names: str) -> dict[str, int]:
+    """Return a mixer's `split` by heads: these parameters by rows, and o_proj by columns."""
+    return {**dict.fromkeys(names, 0), "o_proj.weight": 1}
+
+
 def scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
 

@@ -18,6 +18,7 @@ from titan_linear.models.layers import (
     attention_entropy,
     by_head,
     grown,
+    heads_split,
     projection,
     rotate,
     scaled,
@@ -33,7 +34,7 @@ class AttentionMixer(nn.Module):
     """Softmax attention. The cache holds `k` and `v` [B, tokens, Hkv, D]."""
 
     # All are split by heads.
-    split = {**{f"{x}_proj.weight": 0 for x in "qkvg"}, "o_proj.weight": 1}
+    split = heads_split(*(f"{x}_proj.weight" for x in "qkvg"))
     float8 = ("q_proj",), ("k_proj",), ("v_proj",), ("o_proj",)
 
     def __init__(self, options: Attention, config: ModelConfig, layer: int):

@@ -23,6 +23,7 @@ from titan_linear.models.layers import (
     OpDims,
     Size,
     by_head,
+    heads_split,
     parameter,
     project,
     project_each,
@@ -91,13 +92,12 @@ class DeltaMixer(RecurrentMixer):
     # Rounding to bfloat16 would change a document's decay.
     kept_whole = "A_log", "dt_bias"
     # Split by heads; all heads share the output norm's weight.
-    split = {
-        **{f"{x}_{kind}.weight": 0 for x in "qkv" for kind in ("proj", "conv1d")},
-        "b_proj.weight": 0,
-        "A_log": 0,
-        "dt_bias": 0,
-        "o_proj.weight": 1,
-    }
+    split = heads_split(
+        *(f"{x}_{kind}.weight" for x in "qkv" for kind in ("proj", "conv1d")),
+        "b_proj.weight",
+        "A_log",
+        "dt_bias",
+    )
     float8 = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
 
     def __init__(self, options: DeltaOptions, config: ModelConfig, activation: str, A_log: Draw):

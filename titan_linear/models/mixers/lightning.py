@@ -19,6 +19,7 @@ from titan_linear.models.layers import (
     RMSNorm,
     Size,
     by_head,
+    heads_split,
     project_each,
     projection,
     widened,
@@ -32,11 +33,7 @@ from titan_linear.ops.exchange.collectives import Ranks
 class LightningMixer(RecurrentMixer):
     """Lightning attention. Its states are [B, heads, K, V]."""
 
-    split = {
-        **{f"{x}_proj.weight": 0 for x in "qkvg"},
-        "o_norm.weight": 0,
-        "o_proj.weight": 1,
-    }
+    split = heads_split(*(f"{x}_proj.weight" for x in "qkvg"), "o_norm.weight")
     # The product of q, k, v and the gate is left out because of the gate.
     float8 = (("o_proj",),)
 

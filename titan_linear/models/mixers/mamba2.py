@@ -22,6 +22,7 @@ from titan_linear.models.layers import (
     Size,
     by_head,
     cut,
+    heads_split,
     parameter,
     project,
     projection,
@@ -72,20 +73,16 @@ class Mamba2Mixer(RecurrentMixer):
     """Mamba-2. Its states are [B, heads, P, N]."""
 
     kept_whole = "A_log", "D", "dt_bias"
-    split = {
-        **dict.fromkeys(
-            (
-                "x_proj.weight",
-                "z_proj.weight",
-                "dt_proj.weight",
-                "x_conv1d.weight",
-                "x_conv1d.bias",
-            ),
-            0,
-        ),
-        **dict.fromkeys(("A_log", "D", "dt_bias"), 0),
-        "o_proj.weight": 1,
-    }
+    split = heads_split(
+        "x_proj.weight",
+        "z_proj.weight",
+        "dt_proj.weight",
+        "x_conv1d.weight",
+        "x_conv1d.bias",
+        "A_log",
+        "D",
+        "dt_bias",
+    )
     # The input product is left out because it contains gates.
     float8 = (("o_proj",),)
 

@@ -20,6 +20,7 @@ from titan_linear.models.layers import (
     attention_entropy,
     by_head,
     grown,
+    heads_split,
     projection,
     rotate,
     widened,
@@ -41,12 +42,7 @@ class MLAMixer(nn.Module):
     """
 
     # All except the latent are split by heads.
-    split = {
-        **dict.fromkeys(
-            ("q_proj.weight", "q_proj.2.weight", "kv_b_proj.weight", "g_proj.weight"), 0
-        ),
-        "o_proj.weight": 1,
-    }
+    split = heads_split("q_proj.weight", "q_proj.2.weight", "kv_b_proj.weight", "g_proj.weight")
     float8 = ("q_proj",), ("kv_a_proj",), ("kv_b_proj",), ("o_proj",)
 
     def __init__(self, options: MLA, config: ModelConfig, layer: int):

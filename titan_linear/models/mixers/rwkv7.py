@@ -26,6 +26,7 @@ from titan_linear.models.layers import (
     Output,
     Size,
     by_head,
+    heads_split,
     parameter,
     projection,
     widen,
@@ -98,12 +99,7 @@ class RWKV7Mixer(RecurrentMixer):
     token's x. In the first layer, the mixer returns its v too.
     """
 
-    split = {
-        **dict.fromkeys(
-            ("r_proj.weight", "k_proj.weight", "v_proj.weight", "k_k", "k_a", "r_k"), 0
-        ),
-        "o_proj.weight": 1,
-    }
+    split = heads_split("r_proj.weight", "k_proj.weight", "v_proj.weight", "k_k", "k_a", "r_k")
     float8 = tuple((f"{name}_proj",) for name in "rkvo")
 
     def __init__(self, options: RWKV7, config: ModelConfig, layer: int):

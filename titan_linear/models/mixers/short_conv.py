@@ -16,6 +16,7 @@ from titan_linear.models.layers import (
     OpDims,
     OpModule,
     Size,
+    heads_split,
     project_each,
     projection,
 )
@@ -28,10 +29,7 @@ class ShortConvMixer(OpModule):
     The cache holds `conv` [B, channels, W−1], the convolution's last inputs.
     """
 
-    split = {
-        **dict.fromkeys(("b_proj.weight", "c_proj.weight", "x_proj.weight", "conv1d.weight"), 0),
-        "o_proj.weight": 1,
-    }
+    split = heads_split("b_proj.weight", "c_proj.weight", "x_proj.weight", "conv1d.weight")
     # The product of B, C and x is left out because of the gates.
     float8 = (("o_proj",),)
 
