@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
+from operator import add
 from types import GenericAlias
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -33,6 +34,9 @@ class Documents(NamedTuple):
     pairs: int
     # Pairs of tokens in one chunk of the delta rule: n² for a chunk of n ≤ 64 tokens.
     chunk_pairs: int
+
+    def __add__(self, more: Documents) -> Documents:  # type: ignore[override]  # not a tuple's
+        return Documents(*map(add, self, more))
 
     @classmethod
     def of(cls, cu_seqlens: np.ndarray, above: np.ndarray | int = 0) -> Documents:

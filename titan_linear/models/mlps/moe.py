@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_linear.models.draws import zeros
 from titan_linear.models.layers import (
@@ -144,10 +144,9 @@ class Router(OpModule):
         super().__init__()
         self.config = config
         self.weight = parameter(config.num_experts, dim)
-        bias = torch.empty(config.num_experts)
-        self.selection_bias = (
-            nn.Parameter(bias, requires_grad=False) if config.selection_bias else None
-        )
+        self.selection_bias = parameter(config.num_experts) if config.selection_bias else None
+        if self.selection_bias is not None:
+            self.selection_bias.requires_grad_(False)
         self.initial = {"selection_bias": zeros}
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
