@@ -82,24 +82,22 @@ class AttentionMixer(nn.Module):
 
     def _queries_and_keys(self, x: Tensor, plan: BatchPlan) -> tuple[Tensor, Tensor]:
         """Return q [B, T, H, D] and k [B, T, Hkv, D], normalized, scaled and rotated."""
-        q, k = self._normed(self.q_proj(x), self.k_proj(x))
-        k = scaled(k, self.key_factor)
-        if self.rotary is None:
-            return q, k
-        cos, sin = plan.angles(self.rotary, widened(q.dtype))
-        return rotate(q, cos, sin), rotate(k, cos, sin)
-
-    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Split q [B, T, H·D] and k [B, T, Hkv·D] by heads, and normalize them.
-
-        "width" normalizes before the split, "head" after it.
-        """
+        q = self.q_proj(x)
+        k = self.k_proj(x)
+        # "width" normalizes before the split by heads, "head" after it.
         if self.qk_norm == "width":
             q = self.q_norm(q)
             k = self.k_norm(k)
         q = by_head(q, self.head_dim)
         k = by_head(k, self.head_dim)
-        return (self.q_norm(q), self.k_norm(k)) if self.qk_norm == "head" else (q, k)
+        if self.qk_norm == "head":
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        k = scaled(k, self.key_factor)
+        if self.rotary is None:
+            return q, k
+        cos, sin = plan.angles(self.rotary, widened(q.dtype))
+        return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -307,7 +307,10 @@ class MoE(OpModule):
         # Route the tokens and count the loads.
         experts, weights, scores = self.router(flat)
         counts = loads(experts, self.config.num_experts)
-        self._count(counts)
+        # Only training counts. Activation checkpointing counts all loads twice, which does
+        # not change their ranking.
+        if torch.is_grad_enabled():
+            self.loads += counts
         # Routed experts may work on a narrower latent.
         latent = self.latent_in_proj(flat) if self.config.latent_dim else flat
         impl = self.impl("expert_copies")
@@ -324,15 +327,6 @@ class MoE(OpModule):
             return None
         y = self.shared(x)
         return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()
-
-    def _count(self, counts: Tensor) -> None:
-        """Count loads, in training only.
-
-        Activation checkpointing counts all of them twice, which does not change their
-        ranking.
-        """
-        if torch.is_grad_enabled():
-            self.loads += counts
 
     def _balance_loss(self, experts: Tensor, scores: Tensor, plan: BatchPlan) -> Tensor | None:
         """Return coefficient · E · Σ_e f_e Σ_t p_te over this rank's tokens.
