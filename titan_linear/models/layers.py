@@ -12,7 +12,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from titan_linear.models.draws import ones, zeros
-from titan_linear.models.rope import Rotary, inverse_frequencies
 from titan_linear.ops import causal_conv1d
 from titan_linear.ops.float8 import Product
 from titan_linear.ops.runtime.support import Choice
@@ -372,19 +371,6 @@ class OpModule(nn.Module):
         """
         taps = F.pad(x.new_ones(x.shape[-1], 1), (0, 1))  # [D, 2]
         return self.convolve(x, taps, cache, name, **documents) - x
-
-
-def angles(position_ids: Tensor, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of a rotary embedding, [.., T, dim / 2] in `dtype`.
-
-    Positions are position_ids [.., T] int64.
-
-    Angles are computed in float64: in float32 the angle at position one million is off by
-    0.03 rad.
-    """
-    frequencies, factor = inverse_frequencies(*rotary, position_ids.device)
-    angle = position_ids.double().unsqueeze(-1) * frequencies
-    return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
