@@ -44,7 +44,7 @@ def test_drawn_weights_are_not_tuned_by_preferences(adapted):
     """Unless the run is told to, or resumes."""
     keys = {"loss.name": "dpo", "adapter.enable": adapted}
     origin = Origin.of(load_config(argv_of(keys)))
-    with refused(r"this run would draw them .* sets dpo\.initial_weights = 'drawn'"):
+    with refused(r"this run would draw them: .* sets dpo\.initial_weights = 'drawn'"):
         origin.check(new=True, exports=False)
     origin.check(new=False, exports=False)
     for told in ({"dpo__initial_weights": "drawn"}, {"loss__name": "policy"}):
