@@ -30,6 +30,7 @@ from tests.training import arguments, train_on_rank
 from titan_linear.commands import convert, generate, plan
 from titan_linear.commands import corpus as corpora
 from titan_linear.config import Optimizer, check_config, load_config
+from titan_linear.losses import LOSSES
 from titan_linear.models.mixers import MIXERS
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset, resized
@@ -89,6 +90,7 @@ def test_a_training_loop_of_ones_own(worlds, tmp_path):
 def _own_loss(rank, world_size):
     """Loss and report of the page's loss, its weights' gradient, and the loss as a function of log-probabilities."""
     names = program("adding_a_loss.md")
+    assert LOSSES.pop("focal") is names["FocalLoss"]
     dims = titan_linear.mesh(context_parallel_degree=world_size)
     session = titan_linear.Session(preset("gdn", "debug"), dims, optimizer=Optimizer())
     session.initialise(seed=0)
@@ -401,8 +403,11 @@ MINE = [
 
 
 def mixer_of_the_page(patch):
+    # A process that was forked from one with this mixer has it.
+    MIXERS.pop("gla", None)
     names = program("adding_a_mixer.md")
-    patch.setitem(MIXERS, "gla", names["GLA"])
+    assert MIXERS["gla"] is names["GLA"]
+    patch.setitem(MIXERS, "gla", MIXERS.pop("gla"))
     return names
 
 

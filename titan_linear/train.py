@@ -33,6 +33,7 @@ from titan_linear.distributed.process import (
     under_launcher,
 )
 from titan_linear.hooks import (
+    HOOKS,
     Compilation,
     Exports,
     Grace,
@@ -235,6 +236,7 @@ class Trainer:
         """Run steps until the last one, or until a signal, after which the run saves and
         ends.
         """
+        self.hooks += [kind(self.config, self.session) for kind in HOOKS.values()]
         self.hooks += self._writing_hooks()
         with ExitStack() as hooks:
             # Enter the hooks, so that each of them can clean up when the loop ends or

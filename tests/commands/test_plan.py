@@ -147,7 +147,7 @@ def test_the_longest_stream_is_at_least_the_run_s(beyond, monkeypatch):
     )
     monkeypatch.setattr(splits, "LONGEST", 2048 if beyond else 8192)
     rank = PlannedRank(config, model, 1)
-    split = splits.PlannedSplit(rank, 0.5, step(rank, machine()))
+    split = splits.PlannedSplit(rank, step(rank, machine()))
     monkeypatch.setattr(PlannedRank, "memory", lambda _: {"activations": 2.0})
     said = splits.longest([split], room=1.0)
     assert said == "longest stream that fits: 4,096 tokens, with one GPU, checkpointing none"

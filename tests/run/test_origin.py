@@ -47,8 +47,9 @@ def test_drawn_weights_are_not_tuned_by_preferences(adapted):
     with refused(r"this run would draw them: .* sets dpo\.initial_weights = 'drawn'"):
         origin.check(new=True, exports=False)
     origin.check(new=False, exports=False)
-    for told in ({"dpo__initial_weights": "drawn"}, {"loss__name": "policy"}):
-        Origin.of(load_config(argv_of(keys, **told))).check(new=True, exports=False)
+    others = {"dpo.reference_free": "true"}, {"loss.name": "policy"}
+    for told in ({"dpo.initial_weights": "drawn"}, *others):
+        Origin.of(load_config(argv_of(keys | told))).check(new=True, exports=False)
 
 
 def test_drawn_weights_are_the_same_by_name_and_in_place():

@@ -217,6 +217,56 @@ def opened_with(rank, world_size, model, folder):
     return want, load_file(folder / "model.safetensors"), dict(other.weights())
 
 
+# Experts, whose tensors are stacked here and single on disk.
+EXPERTS = replace(preset("qwen3.5", "debug"), vocab_size=64)
+OUT = {
+    "dp 2": (2, {}),
+    "tp 2": (2, {"tensor_parallel_degree": 2}),
+    "ep 2": (2, {"expert_parallel_degree": 2}),
+    "tp 2, ep 2, dp 2": (4, {"tensor_parallel_degree": 2, "expert_parallel_degree": 2}),
+}
+
+
+def given_out(rank, world_size, model, degrees, dtype=None):
+    """What a loop of a sampler gets, in two iterations with a change between them; and its metadata."""
+    session = Session(model, mesh(**degrees))
+    session.initialise(seed=0)
+    weights = session.weights(dtype=dtype)
+    metadata, first = weights.metadata(), list(weights)
+    with torch.no_grad():
+        for p in session.model.parameters():
+            p += 1
+    second = list(weights)
+    for tensors in (first, second):
+        assert [(name, x.dtype, tuple(x.shape)) for name, x in tensors] == metadata
+    assert metadata[0].name and metadata[0].dtype and metadata[0].shape
+    return metadata, dict(first), dict(second)
+
+
+@pytest.mark.parametrize("adapter", [None, LoraConfig(rank=4, factor=2.0)], ids=["all", "adapters"])
+def test_weights_go_out_whole_under_every_split(adapter, worlds):
+    model = replace(EXPERTS, adapter=adapter)
+    ((metadata, first, second),) = worlds(1).run(given_out, model, {})
+    assert len(first) == len(metadata) and any("experts" in name for name in first)
+    assert all("lora_" in name for name in first) == (adapter is not None)
+    for name, x in first.items():
+        torch.testing.assert_close(second[name], x + 1, rtol=0, atol=0)
+    for processes, degrees in OUT.values():
+        for found in worlds(processes).run(given_out, model, degrees):
+            assert found[0] == metadata
+            torch.testing.assert_close(found[1:], (first, second), rtol=0, atol=0)
+
+
+def test_weights_go_out_in_another_dtype(worlds):
+    """At least float32 where transformers keeps it."""
+    ((metadata, first, _),) = worlds(1).run(given_out, MODEL, {}, torch.bfloat16)
+    ((_, full, _),) = worlds(1).run(given_out, MODEL, {})
+    kept = {name for name, dtype, _ in metadata if dtype == torch.float32}
+    assert kept == {name for name in full if name.endswith(("A_log", "dt_bias"))} and kept
+    for name, x in first.items():
+        torch.testing.assert_close(x, full[name].to(x.dtype), rtol=0, atol=0)
+
+
 def adapted(rank, world_size, folder):
     """The trained weights of a session with adapters, and those in the folder that it writes."""
     model = replace(MODEL, adapter=LoraConfig(rank=4, factor=2.0, extra=("*norm",)))

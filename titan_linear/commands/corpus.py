@@ -22,11 +22,11 @@ import time
 from pathlib import Path
 
 from titan_linear.commands import command_parser
-from titan_linear.config import SECTIONS
+from titan_linear.config import RECORDS, SECTIONS
 from titan_linear.data import Texts, build_tokenizer, load_corpus, tokenise_corpus, verify_corpus
 from titan_linear.data.corpus.cache import remove_cache
 from titan_linear.data.corpus.corpus import CACHE_NAME
-from titan_linear.data.corpus.sources import FIELD_SOURCES, FORMATS, TEXT_SOURCES
+from titan_linear.data.corpus.sources import FORMATS, TEXT_SOURCES
 from titan_linear.data.corpus.writing import lock_file, temporary_folder
 from titan_linear.distributed.process import refusing
 from titan_linear.storage.files import default_cache_dir
@@ -49,11 +49,9 @@ def main(argv: list[str]) -> int:
 
 def write(args: argparse.Namespace) -> int:
     # Options of formats with fields are errors elsewhere, not ignored.
-    if args.format != "text" and args.dataset not in FIELD_SOURCES:
-        raise ValueError(
-            f"--format {args.format} is for --dataset {', '.join(FIELD_SOURCES)}; remove it"
-        )
-    if args.text_field != "text" and (args.format != "text" or args.dataset not in FIELD_SOURCES):
+    if args.format != "text" and args.dataset not in RECORDS:
+        raise ValueError(f"--format {args.format} is for --dataset {', '.join(RECORDS)}; remove it")
+    if args.text_field != "text" and (args.format != "text" or args.dataset not in RECORDS):
         given = f"--format {args.format}" if args.format != "text" else f"--dataset {args.dataset}"
         raise ValueError(
             f"--text-field {args.text_field} is not used by {given}; remove one of them"

@@ -290,12 +290,12 @@ def time_table(planned: PlannedStep, machine: Machine, budget: float | None) -> 
 def splits_table(splits: list[PlannedSplit], budget: float | None) -> str:
     head = ["split", "checkpointing", "local batch", "GiB", "ms a step", "tokens/s/GPU", "MFU"]
     rows = []
-    for rank, needed, planned in splits:
+    for rank, planned in splits:
         row = [
             rank.degrees,
             rank.config.activation_checkpoint.name,
             rank.training.local_batch_size,
-            f"{needed / GIB:.1f}",
+            f"{rank.needs / GIB:.1f}",
             f"{1e3 * planned.seconds:.0f}",
             f"{planned.tokens_per_second / rank.gpus:,.0f}",
             f"{planned.mfu:.1%}",

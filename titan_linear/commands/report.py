@@ -16,8 +16,8 @@ from titan_linear.commands.page import loss_of, page
 from titan_linear.config import Training, toml_value
 from titan_linear.distributed.process import refusing
 from titan_linear.storage import rundir
-from titan_linear.storage.files import write_whole
-from titan_linear.storage.rundir import METRICS, SPIKES, config_in, json_lines
+from titan_linear.storage.files import Json, read_json, write_whole
+from titan_linear.storage.rundir import METRICS, RUN_MANIFEST, SPIKES, config_in, json_lines
 
 NONE = "–"
 # Keys that differ between any two runs.
@@ -60,8 +60,12 @@ def standing(run: Path) -> dict[str, str]:
     last = steps[-1:] or [ReportLine(step=0)]
     # The first step of a start compiles, so its rates are left out if there are more.
     rated = steps[1:] or steps
+    # A run that has just begun has no manifest yet, and earlier versions did not count.
+    manifest = run / RUN_MANIFEST
+    made = read_json(manifest, Json, "") if manifest.is_file() else {}
     return {
         "run": str(run),
+        "parameters": f"{made['parameters']:,}" if "parameters" in made else NONE,
         "trained on": data_of(config_in(run).training),
         "step": cell(last, "step", "{}"),
         "loss": cell(last, "loss"),

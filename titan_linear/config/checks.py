@@ -29,6 +29,7 @@ from titan_linear.config.schema import (
     Source,
     Training,
     Validation,
+    has_records,
 )
 
 # Keys that have an effect only with this value of another.
@@ -94,6 +95,11 @@ def check_config(config: Config, world_size: int) -> None:
         raise ValueError(
             f"optimizer.eps = {config.optimizer.eps} is 0 in training.dtype = {training.dtype!r}, and weights "
             f"whose gradients have all been 0 would become 0 / 0; use at least {SMALLEST_EPS}"
+        )
+    if config.loss.options and config.loss.name in LOSS_NAMES:
+        raise ValueError(
+            f"loss.options = {toml_value(config.loss.options)} has no effect with loss.name = {config.loss.name!r}; "
+            f"use the section [{config.loss.name}], or remove it"
         )
     # Other sections, and keys that have no effect.
     _check_activation_checkpoint(config.activation_checkpoint)
@@ -266,7 +272,8 @@ def _check_data(t: Training, v: Validation) -> None:
             raise ValueError(
                 f"training.group_field = {t.group_field!r}: each pair is a tree of its own; remove it"
             )
-        if t.share_prefixes and (source.dataset not in RECORDS or source.dataset_format == "tree"):
+        records = has_records(source.dataset)
+        if t.share_prefixes and (not records or source.dataset_format == "tree"):
             raise ValueError(
                 f"training.share_prefixes is for records of documents, and {source.key('dataset')} = "
                 f"{source.dataset!r}, _format = {source.dataset_format!r}; change that, or remove it"
@@ -298,7 +305,8 @@ def _check_source(s: Training | Source) -> None:
     if s.dataset != "stdlib" and not s.dataset_path:
         raise ValueError(f"{dataset} = {s.dataset!r} needs {dataset}_path: a file, folder or glob")
     # Columns and formats are for records.
-    if s.dataset_columns and s.dataset not in RECORDS:
+    records = has_records(s.dataset)
+    if s.dataset_columns and not records:
         raise ValueError(
             f"{dataset}_columns = {toml_value(s.dataset_columns)} is for {dataset} = {', '.join(RECORDS)}, and it is "
             f"{s.dataset!r}; remove it (a corpus of tokens knows its columns), or change {dataset}"
@@ -307,13 +315,13 @@ def _check_source(s: Training | Source) -> None:
         raise ValueError(
             f"{dataset}_columns: no loss reads {unknown[0]!r}; they read {', '.join(COLUMNS)}"
         )
-    if s.dataset_format != "text" and s.dataset not in RECORDS:
+    if s.dataset_format != "text" and not records:
         raise ValueError(
             f"{dataset}_format = {s.dataset_format!r} is for {dataset} = {', '.join(RECORDS)}, and it is "
             f"{s.dataset!r}; remove the format (a corpus of tokens knows its answers), or change {dataset}"
         )
     given = f"{dataset} = {s.dataset!r}"
-    if s.dataset in RECORDS:
+    if records:
         given = f"{dataset}_format = {s.dataset_format!r}" if s.dataset_format != "text" else ""
     if given and s.dataset_text_field != "text":
         raise ValueError(

@@ -1,7 +1,6 @@
 """Configurations from TOML files and the command line, and back to TOML; `--help`."""
 
 import argparse
-import difflib
 import inspect
 import json
 import os
@@ -9,6 +8,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin
 
@@ -30,6 +30,7 @@ from titan_linear.config.schema import (
     Training,
     keys_with,
 )
+from titan_linear.registry import TABLES, import_custom
 
 # Tables of TOML.
 Tables = dict[str, Any]
@@ -62,19 +63,22 @@ def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
     overrides = _with_mixers(
         _read_command_line([argument for argument in argv if argument != PRINT])
     )
-    _validate(overrides, "command line")
-    tables: Tables = {}
-    # Each source is validated separately, so that an error names its source.
     path = overrides.get("job", {}).get("config_file", "")
+    tables = _with_mixers(_read_toml(path)) if path else {}
+    # The command line takes precedence over the file.
+    merged = _merged(tables, overrides)
+    job = merged.get("job")
+    if isinstance(job, dict) and (module := job.get("custom_import")):
+        import_custom(module)
+    # Each source is validated separately, so that an error names its source.
+    _validate(overrides, "command line")
     if path:
-        tables = _with_mixers(_read_toml(path))
         _validate(tables, path)
         if "config_file" in tables.get("job", {}):
             raise ValueError(
                 f"{path}: job.config_file belongs on the command line; remove it from the file"
             )
-    # The command line takes precedence over the file.
-    given = _validate(_merged(tables, overrides), "configuration")
+    given = _validate(merged, "configuration")
     # The saved configuration is explicit: home folders, and types that depend on the device.
     values = given.flat_keys()
     expanded = {key: os.path.expanduser(values[key]) for key in keys_with(KeyRule.HOME)}
@@ -406,7 +410,7 @@ def _explain(error: Any) -> str:
         return f"{key} = {value!r} must be true or false"
     # Values that are not among the choices or out of range.
     choices = error["ctx"]["expected"].split("'")[1::2] if kind == "literal_error" else []
-    near = difflib.get_close_matches(str(value), choices, 1)
+    near = get_close_matches(str(value), [*choices, *TABLES.get(key, ())], 1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
     return f"{key} = {value!r} must {error['msg'].partition(' should ')[2] or error['msg']}{meant}"
 
@@ -439,14 +443,12 @@ def _nearest(key: str) -> str:
     # The same words, as in telemetry.freq for metrics.telemetry_freq, or the same name.
     alike = [dotted for dotted in KEYS if words <= set(re.split("[._]", dotted))]
     alike = alike or [dotted for dotted in KEYS if dotted.endswith(f".{name}")]
-    sure = difflib.get_close_matches(key, known, 1, 0.9) or difflib.get_close_matches(
-        key, alike, 1, 0.0
-    )
+    sure = get_close_matches(key, known, 1, 0.9) or get_close_matches(key, alike, 1, 0.0)
     near = sure or [
         dotted
-        for dotted in difflib.get_close_matches(key, known, 1, 0.6)
+        for dotted in get_close_matches(key, known, 1, 0.6)
         # The similarity must not come from the section alone.
-        if difflib.get_close_matches(name, [dotted.rpartition(".")[2]], 1, 0.5)
+        if get_close_matches(name, [dotted.rpartition(".")[2]], 1, 0.5)
     ]
     tables = [f"the table of a mixer, [{key}]"] if key.startswith("model.") and not sure else []
     return (

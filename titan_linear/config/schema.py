@@ -12,7 +12,9 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+
+from titan_linear.registry import TABLES
 
 
 class KeyRule(Enum):
@@ -51,6 +53,15 @@ class Section(BaseModel):
     rules: ClassVar[tuple[KeyRule, ...]] = ()
 
 
+def or_registered(key: str) -> WrapValidator:
+    """Allow a key the names that users' modules have registered, too."""
+
+    def check(value: Any, choose: Any) -> Any:
+        return value if isinstance(value, str) and value in TABLES[key] else choose(value)
+
+    return WrapValidator(check)
+
+
 # A value of model.tokenizer_path that is not a path.
 BYTES = "bytes"
 Count = Annotated[int, Field(ge=0)]
@@ -81,6 +92,10 @@ class Job(Section):
     checkpoint."""
     description: str = ""
     """Free text, kept with the run."""
+    custom_import: str = ""
+    """Python module that is imported first, also from the working directory, and registers
+    losses, mixers, hooks, sources of texts or families (docs/extending.md):
+    "my_package.my_module"."""
     start_anew: bool = False
     """Start over, with any configuration, in a folder whose run left no checkpoint to
     resume from. The files of that run are moved to abandoned-DATE/."""
@@ -144,8 +159,14 @@ class Model(Section):
 
 
 Dataset = Literal["stdlib", "text", "jsonl", "parquet", "arrow", "tokens"]
+AnyDataset = Annotated[Dataset, or_registered("training.dataset")]
 RECORDS = ("jsonl", "parquet", "arrow")
 DatasetFormat = Literal["text", "tokens", "messages", "completion", "preference", "tree"]
+
+
+def has_records(dataset: str) -> bool:
+    """Whether a source's documents are records, as in all that users' modules register."""
+    return dataset not in ("stdlib", "text", "tokens")
 
 
 class Source(Section):
@@ -153,7 +174,7 @@ class Source(Section):
 
     name: Text
     weight: Above0
-    dataset: Dataset
+    dataset: AnyDataset
     dataset_path: str = ""
     dataset_text_field: Text = "text"
     dataset_format: DatasetFormat = "text"
@@ -174,7 +195,7 @@ class Shorter(Section):
 class Training(Section):
     """Data, batch and numerical precision."""
 
-    dataset: Dataset = "stdlib"
+    dataset: AnyDataset = "stdlib"
     """Source of the documents (docs/data.md): the Python standard library, text files, JSON
     Lines, Parquet, a folder saved by Hugging Face datasets, or token files."""
     dataset_path: Corpus = ""
@@ -313,8 +334,11 @@ class Loss(Section):
     """Training objective and token weights (docs/losses.md). Each loss has its own
     section."""
 
-    name: LossName = "cross_entropy"
+    name: Annotated[LossName, or_registered("loss.name")] = "cross_entropy"
     """Loss function."""
+    options: dict[str, Any] = {}
+    """Options of a loss that job.custom_import registers: a table, or --loss.options.NAME
+    value. Other losses have sections."""
     normalise: Literal["auto", "token", "document", "stream"] = "auto"
     """Divide the loss by the number of labeled tokens in the step (token), or first take
     means within each document or stream, which count equally. With weights, sums of weights
@@ -355,8 +379,8 @@ class DPO(Section):
     """Required gap between chosen and rejected rewards, after scaling by beta. SimPO: set
     margin, length_normalised and reference_free."""
     initial_weights: Annotated[Literal["loaded", "drawn"], MAY_CHANGE] = "loaded"
-    """Weights to tune. loaded: a run that would tune weights drawn at random is refused;
-    drawn: it is not, for trials."""
+    """Weights to tune. loaded: a run that would tune weights drawn at random, with a
+    reference, is refused; drawn: it is not, for trials."""
 
 
 class Distillation(Section):
@@ -870,8 +894,23 @@ class Config(Section):
 
     @property
     def objective(self) -> Section:
-        """The section of the loss."""
-        return getattr(self, self.loss.name)
+        """The section of the loss; of a registered loss, its options.
+
+        Raises:
+            ValueError: the options do not fit.
+        """
+        loss = self.loss
+        if loss.name in LOSS_NAMES:
+            return getattr(self, loss.name)
+        section = TABLES["loss.name"][loss.name].section
+        try:
+            return section(**loss.options)
+        except ValidationError as invalid:
+            error = invalid.errors()[0]
+            raise ValueError(
+                f"loss.options = {loss.options}: {error['loc']}: {error['msg']}; loss.name = {loss.name!r} has "
+                f"{', '.join(section.model_fields)}"
+            ) from None
 
     def micro_steps(self, world_size: int) -> int:
         """Return the number of micro-batches per rank in a step."""

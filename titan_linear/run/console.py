@@ -47,8 +47,10 @@ def write_down(origin: Origin, session: Session, step: int) -> None:
     if folder.starts_anew:
         folder.set_run_aside()
     folder.write_config()
+    parameters = sum(p.numel() for p in named_parameters(model).values())
     write_manifest(
         folder.path,
+        parameters=parameters,
         world_size=dist.get_world_size(),
         degrees=session.dims.degrees,
         implementations={op: choice.implementation for op, choice in model.implementations.items()},
@@ -56,7 +58,6 @@ def write_down(origin: Origin, session: Session, step: int) -> None:
     compute = config.training.mixed_precision_param
     peak = peak_tflops(config.metrics.peak_tflops, compute, device)
     # Lines that do not apply are empty.
-    parameters = sum(p.numel() for p in named_parameters(model).values())
     lines = [
         f"model {model_name(origin)}: {parameters:,} parameters, {model.config.composition}",
         *start_lines(model.implementations),

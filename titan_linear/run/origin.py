@@ -268,9 +268,10 @@ class Origin:
             new: the run begins from these weights, and does not resume.
             exports: the run exports its weights.
         """
-        # A preference between texts teaches nothing to weights that know no text.
-        config = self.config
-        if new and config.loss.name == "dpo" and config.dpo.initial_weights == "loaded":
+        # A reference of drawn weights knows no text that is worth keeping.
+        dpo = self.config.dpo
+        preferences = self.config.loss.name == "dpo" and not dpo.reference_free
+        if new and preferences and dpo.initial_weights == "loaded":
             raise ValueError(
                 "loss.name = 'dpo' tunes weights by preferences, and this run would draw them: "
                 "checkpoint.initial_load_path is empty; give a checkpoint or, with checkpoint.initial_load_in_hf = "

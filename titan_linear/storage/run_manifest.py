@@ -22,6 +22,7 @@ PACKAGE = Path(__file__).parents[1]
 def write_manifest(
     folder: Path,
     *,
+    parameters: int,
     world_size: int,
     degrees: Mapping[str, int],
     implementations: Mapping[str, str],
@@ -29,6 +30,7 @@ def write_manifest(
     """Write manifest.json: software, hardware and mesh of this start of the run.
 
     Args:
+        parameters: number of parameters of the model.
         degrees: sizes of the mesh's dimensions, {"dp_replicate": 1, "dp_shard": 2, ...}.
         implementations: the implementation chosen for each op, {"chunk_kda": "triton",
             ...}.
@@ -49,6 +51,7 @@ def write_manifest(
             "cores": os.cpu_count(),
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         },
+        "parameters": parameters,
         "world_size": world_size,
         "degrees": degrees,
         "implementations": implementations,

@@ -92,12 +92,6 @@ class Setting:
 # --- What must hold --------------------------------------------------------------------------------------------------
 
 
-def last_line(outputs: list[str]) -> Figure:
-    """A command that ends with 0 states what it has done in its last line."""
-    line = outputs[-1].strip().rpartition("\n")[2]
-    return Figure(line.strip("| ").replace(" | ", ", "))
-
-
 def resumed(before: Path, after: Path, outputs: list[str]) -> Figure:
     """The second start resumes from the save, and repeats what the first did after it.
 
@@ -240,7 +234,6 @@ def from_the_export(setting: Setting) -> list[Job]:
             "export",
             "convert to-hf of the KDA run",
             [f"{convert} to-hf @kda @exported"],
-            last_line,
             needs=("kda",),
         ),
         run(setting, "lora", "LoRA of the export", lora, gib=14, **exported),
@@ -249,21 +242,18 @@ def from_the_export(setting: Setting) -> list[Job]:
             "merge",
             "convert merge of the LoRA run",
             [f"{convert} merge @lora @merged-model"],
-            last_line,
             needs=("lora",),
         ),
         Job(
             "peft",
             "convert to-hf of the LoRA run",
             [f"{convert} to-hf @lora @peft"],
-            last_line,
             needs=("lora",),
         ),
         Job(
             "score-base",
             "score of the LoRA run's base",
             [f"{score} @exported -o @base {exact}"],
-            last_line,
             gib=14,
             **exported,
         ),
@@ -271,7 +261,6 @@ def from_the_export(setting: Setting) -> list[Job]:
             "score-lora",
             "score of the LoRA run",
             [f"{score} @lora -o @adapted {exact}"],
-            last_line,
             gib=14,
             needs=("lora",),
         ),
@@ -294,7 +283,6 @@ def from_the_export(setting: Setting) -> list[Job]:
             "evaluate",
             "evaluate: recall (MQAR) of the export",
             [f"titan_linear evaluate @exported --tasks mqar --lengths 256 {DOCUMENTS}"],
-            last_line,
             **exported,
         ),
     ]
@@ -310,8 +298,8 @@ def scored(setting: Setting) -> list[Job]:
     score = "titan_linear score @exported"
     needs = {"needs": ("export",)}
     return [
-        Job("behaviour", "score of prefix trees", [f"{score} {trees}"], last_line, **needs),
-        Job("teacher", "score of the likeliest tokens", [f"{score} {texts}"], last_line, **needs),
+        Job("behaviour", "score of prefix trees", [f"{score} {trees}"], **needs),
+        Job("teacher", "score of the likeliest tokens", [f"{score} {texts}"], **needs),
         run(setting, "policy", "policy on prefix trees", policy, gib=20, needs=("behaviour",)),
         run(setting, "distillation", "distillation", distillation, gib=12, needs=("teacher",)),
     ]
@@ -351,7 +339,6 @@ def doctors(setting: Setting) -> list[Job]:
             f"doctor-{name.partition('_')[0]}" if part else f"doctor-{name}",
             f"doctor of {name}.toml",
             [f"titan_linear doctor {file} {batch} {keys} {small}"],
-            last_line,
             part=part,
             processes=processes,
             needs=tuple(need for at, need in NEEDED.items() if at in keys),
@@ -370,7 +357,7 @@ def numbers(setting: Setting) -> list[Job]:
     names = "not torch" if setting.gpus else "test_kernels"
     sweep = f"pytest -p no:cacheprovider {tests} -m 'not long' -k '{names}'"
     return [
-        Job("sweep", "kernels against float64, NaN, a tree", [sweep], last_line, part=2, gib=24),
+        Job("sweep", "kernels against float64, NaN, a tree", [sweep], part=2, gib=24),
         rate(setting, "rate-kda", "kda/340M", "4096"),
         rate(setting, "rate-hybrid", "hybrid/1.3B", "one"),
     ]

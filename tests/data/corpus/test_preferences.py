@@ -192,7 +192,7 @@ def keys_of(folder, **keys):
     return load_config(argv_of(given))
 
 
-DPO = {"loss.name": "dpo", "dpo.reference_free": "true", "dpo.initial_weights": "drawn"}
+DPO = {"loss.name": "dpo", "dpo.reference_free": "true"}
 PREFERENCES = DPO | {"training.dataset_format": "preference"}
 POLICY = {
     "training.dataset_format": "tokens",

@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from titan_linear.config import has_records
 from titan_linear.data.corpus.chat import Completions, Conversations, Ids, Preferences
 from titan_linear.data.corpus.columns import (
     WEIGHTS,
@@ -50,7 +51,7 @@ from titan_linear.data.corpus.corpus import (
     load_corpus,
     unfitting,
 )
-from titan_linear.data.corpus.sources import FIELD_SOURCES, Document, read_documents, source_files
+from titan_linear.data.corpus.sources import Document, read_documents, source_files
 from titan_linear.data.corpus.tokenise import Encoder, may_have_children, tokenise, worker_count
 from titan_linear.data.corpus.tokenizer import Tokenizer
 from titan_linear.data.corpus.tree_records import (
@@ -188,7 +189,7 @@ class Texts:
     @property
     def _how(self) -> list[str | None]:
         """Return everything besides the files that determines the tokens."""
-        field_or_format = self.text_field if self.dataset in FIELD_SOURCES else None
+        field_or_format = self.text_field if has_records(self.dataset) else None
         if self.dataset_format != "text":
             field_or_format = self.encoder.fingerprint
         how = [format_of(self.all_columns), self.dataset, field_or_format]
@@ -385,8 +386,13 @@ def _same_texts(caches: Path, texts: Texts) -> Path | None:
 
 def _tokenise_into(folder: Path, texts: Texts) -> None:
     group, leaves = (1, texts.group) if texts.share_prefixes else (texts.group, 1)
-    new = Journal(texts.key, texts.content, columns=texts.all_columns, group=group, leaves=leaves)
-    journal = _resumable(folder, texts) or new
+    journal = _resumable(folder, texts) or Journal(
+        key=texts.key,
+        texts=texts.content,
+        columns=texts.all_columns,
+        group=group,
+        leaves=leaves,
+    )
     if journal.read:
         print(f"continuing where tokenising was stopped, after {journal.num_documents:,} documents")
     # Its processes end with the writing, however that ends.

@@ -161,7 +161,7 @@ def column_of(
 
 def check_width(name: str, column: ndarray, widths: Widths) -> None:
     """Raise Problem if a column's width differs from earlier documents'."""
-    width = column.shape[1] if column.ndim == 2 else 0
+    width = sum(column.shape[1:])
     if widths.setdefault(name, width) != width:
         raise Problem(
             f"{name!r} has {width} numbers for a token, and {widths[name]} in documents before; "

@@ -45,8 +45,9 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from titan_linear.config import has_records
 from titan_linear.data.corpus.columns import WEIGHTS, check_kinds
-from titan_linear.data.corpus.sources import FIELD_SOURCES, TEXT_SOURCES
+from titan_linear.data.corpus.sources import TEXT_SOURCES
 from titan_linear.storage.files import (
     Json,
     Unreadable,
@@ -66,7 +67,7 @@ CRC_BLOCK = 1 << 24
 # Every process may look at this many documents.
 SMALL = 1 << 22
 # Names of cache folders, which we may remove.
-CACHE_NAME = re.compile(rf"({'|'.join(TEXT_SOURCES)})-[0-9a-f]{{24}}")
+CACHE_NAME = re.compile(r".+-[0-9a-f]{24}")
 TOKENS, OFFSETS, HASHES = FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
 # Names of the files about text files.
 FILE_ENDS = "files.bin"
@@ -152,7 +153,7 @@ class Corpus:
         source = self.info["source"] or {"dataset": "tokens", "skipped_empty": 0}
         skipped = answers = ""
         if empty := source["skipped_empty"]:
-            what = "texts" if source["dataset"] in FIELD_SOURCES else "files"
+            what = "texts" if has_records(source["dataset"]) else "files"
             skipped = f" ({empty:,} empty {what} skipped)"
         if WEIGHTS in self.columns:
             answers = f", {self.info['num_answer_tokens']:,} of them in answers"

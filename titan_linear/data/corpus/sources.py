@@ -11,6 +11,8 @@
     arrow     the same, *.arrow in folders; a row is a document. A folder that Hugging Face's
               `datasets` saved is read in the order of its state.json
 
+Users' modules register further sources of records (`RecordSource`).
+
 A record (a line or a row) yields as document the text of one field or, in other formats,
 the conversation that several fields hold (chat.py). Files are read in the order of their
 sorted paths, so a corpus does not depend on the file system. The compression of a file of
@@ -31,7 +33,7 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
@@ -43,13 +45,12 @@ from pydantic_core import to_json
 
 from titan_linear.config.nesting import check_nesting
 from titan_linear.data.corpus.chat import ANSWER_WEIGHTS, QUESTIONS
+from titan_linear.registry import TABLES
 from titan_linear.storage.files import Json, read_json, shown
 
 Names = tuple[str, ...]
 
 TEXT_SOURCES = ("stdlib", "text", "jsonl", "parquet", "arrow")
-# Sources of records.
-FIELD_SOURCES = ("jsonl", "parquet", "arrow")
 # Required and optional fields of records that are conversations, by format.
 RECORD_FIELDS = {
     "messages": (("messages",), ("conversations", "system", "tools", "chat_template_kwargs")),
@@ -209,6 +210,28 @@ def _reading(names: Collection[str]) -> str:
     )
 
 
+@dataclass(frozen=True)
+class RecordSource:
+    """A kind of files with records, registered as a value of training.dataset.
+
+    What applies to jsonl applies to it: fields, formats, columns.
+    """
+
+    chosen_by = "training.dataset"
+    name: str
+    # Ends of the names of files that are read in folders.
+    suffixes: tuple[str, ...]
+    # Yields the records of a file, in order. ValueError: the file cannot be read.
+    read: Callable[[Path], Iterable[Json]]
+
+    def __call__(self, file: Path, fields: _Fields) -> Iterator[Document]:
+        size = file.stat().st_size
+        for number, record in enumerate(self.read(file), 1):
+            yield fields.document(record, f"{shown(file)}, record {number}", size)
+            # The first record counts the whole file as read.
+            size = 0
+
+
 class _File(BaseModel):
     filename: str
 
@@ -242,7 +265,7 @@ def source_files(
             f"{path_key} is empty: training.dataset = {dataset!r} needs a file, a folder or globs"
         )
     # Expand each path or glob.
-    suffixes = SUFFIXES[dataset]
+    suffixes = _suffixes(dataset)
     files: set[Path] = set()
     for pattern in [dataset_path] if os.path.exists(dataset_path) else dataset_path.split(","):
         if not pattern.strip():
@@ -287,13 +310,6 @@ def read_documents(
     Raises:
         ValueError: naming a file that cannot be read.
     """
-    readers = {
-        "stdlib": _read_text,
-        "text": _read_text,
-        "jsonl": _read_jsonl,
-        "parquet": _read_parquet,
-        "arrow": _read_arrow,
-    }
     fields = _Fields((text_field,), columns=(*columns,))
     if dataset_format != "text":
         remedy = "rename the field, or set training.dataset_format (titan-linear corpus: --format)"
@@ -304,7 +320,7 @@ def read_documents(
             columns = ()
         fields = _Fields(needed, optional, False, remedy, (*columns,))
     try:
-        yield from readers[dataset](file, fields)
+        yield from SOURCES[dataset](file, fields)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         # All but the first come from damaged compressed files.
         why = getattr(error, "strerror", None) or error
@@ -314,6 +330,10 @@ def read_documents(
 
 
 # --- finding files -----------------------------------------------------------------------------------------------
+
+
+def _suffixes(dataset: str) -> tuple[str, ...]:
+    return SUFFIXES.get(dataset) or SOURCES[dataset].suffixes
 
 
 def _stdlib_files() -> list[Path]:
@@ -387,7 +407,7 @@ def _expand(pattern: str, dataset: str) -> list[Path]:
     files = [match for match in matches if not match.is_dir()]
     if not files:
         for match in matches:
-            files += _walk(match, SUFFIXES[dataset])
+            files += _walk(match, _suffixes(dataset))
     if dataset == "text":
         return files
 
@@ -660,3 +680,15 @@ def _as_in_json(value: Any, kind: Any) -> Any:
     if not isinstance(value, str | int | float):
         raise ValueError(f"JSON has no {kind}; cast it to text or a number")
     return value
+
+
+# Readers by value of training.dataset. Folders of tokens have none (corpus.py).
+SOURCES: dict[str, Any] = TABLES[RecordSource.chosen_by]
+SOURCES.update(
+    stdlib=_read_text,
+    text=_read_text,
+    jsonl=_read_jsonl,
+    parquet=_read_parquet,
+    arrow=_read_arrow,
+    tokens=None,
+)

@@ -162,10 +162,10 @@ class ByteTokenizer(Tokenizer):
     """
 
     vocab_size = 257
-    eos_id: int | None = 256
-    end_ids: frozenset[int] = frozenset({256})
-    bos_id: int | None = None
-    first_ids: list[int] = []
+    eos_id = 256
+    end_ids = frozenset({256})
+    bos_id = None
+    first_ids = []
     fingerprint = "bytes-257"
     summary = "tokenizer: none, bytes are tokens (model.tokenizer_path)"
 

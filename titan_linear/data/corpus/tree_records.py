@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from titan_linear.data.corpus.chat import Ids, Record, RecordEncoder
 from titan_linear.data.corpus.columns import (
@@ -94,7 +95,7 @@ class TreeEncoder(RecordEncoder):
                 yield below
                 back += len(below.tokens)
 
-    def _columns(self, node: Record, ids: np.ndarray, widths: Widths) -> Mapping[str, np.ndarray]:
+    def _columns(self, node: Record, ids: ndarray, widths: Widths) -> Mapping[str, ndarray]:
         """Return the node's columns, except omitted ones."""
         names = [name for name in (WEIGHTS, *self.columns) if node.get(name) is not None]
         dtypes = {name: self.columns.get(name, "<f4") for name in names}
@@ -105,7 +106,7 @@ class TreeEncoder(RecordEncoder):
             raise Problem(f"no {missing[0]!r} for tokens that count; give it, or 'weights': 0")
         return made.columns
 
-    def _tokens(self, node: Record, root: bool, leaf: bool) -> np.ndarray:
+    def _tokens(self, node: Record, root: bool, leaf: bool) -> ndarray:
         text = node.get("text")
         ids = node.get("tokens")
         if not isinstance(text, str | None) or (text is None) == (ids is None):
@@ -130,7 +131,7 @@ def _joined(nodes: Sequence[DocumentTokens], names: Iterable[str]) -> DocumentTo
     return DocumentTokens(np.concatenate([node.tokens for node in nodes]), columns)
 
 
-def shared(a: np.ndarray, b: np.ndarray) -> int:
+def shared(a: ndarray, b: ndarray) -> int:
     """Return the number of tokens that two documents share.
 
     Each keeps at least one for itself.

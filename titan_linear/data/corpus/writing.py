@@ -13,12 +13,12 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO
 
 import numpy as np
+from pydantic import BaseModel
 
 from titan_linear.data.corpus.columns import (
     WEIGHTS,
@@ -90,8 +90,7 @@ class BadDocument(ValueError):
     """A document stops the work. The user may then choose to skip such documents."""
 
 
-@dataclass
-class Journal:
+class Journal(BaseModel):
     """Progress of writing a corpus.
 
     As JSON, it is the journal of the files in <folder>.tmp.
@@ -108,21 +107,21 @@ class Journal:
     skipped_empty: int = 0
     skipped_bad: int = 0
     # For each of the first few reasons: how often it occurred, and its first problem.
-    reasons: dict[str, int] = field(default_factory=dict)
-    bad: list[str] = field(default_factory=list)
+    reasons: dict[str, int] = {}
+    bad: list[str] = []
     # Records with a document longer than Texts.max_length.
     too_long: int = 0
     # Unread fields that are named like columns, and where each first occurs.
-    unread: dict[str, str] = field(default_factory=dict)
+    unread: dict[str, str] = {}
     # Documents written.
     num_documents: int = 0
     num_tokens: int = 0
     # Tokens with a weight above 0.
     num_answer_tokens: int = 0
     # Name → dtype.
-    columns: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, str] = {}
     # Name → count of numbers for each token; 0 for one number without a list.
-    widths: dict[str, int] = field(default_factory=dict)
+    widths: dict[str, int] = {}
     # Documents that belong together.
     group: int = 1
     # Documents that belong together in one tree.
@@ -134,7 +133,7 @@ class Journal:
     # Files among these whose ends are in files.bin.
     num_files: int = 0
     # Bytes that count in each file of the folder.
-    sizes: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = {}
 
 
 def temporary_folder(folder: Path) -> Path:
@@ -282,7 +281,7 @@ def _write_arrays(
                 content.update(_write_document(document, files, tokenizer, journal))
             if journal.key and time.monotonic() - journaled >= JOURNAL_SECONDS:
                 _sync_files(files, journal)
-                write_whole(folder / JOURNAL, as_json(asdict(journal)))
+                write_whole(folder / JOURNAL, as_json(journal.model_dump()))
                 journaled = time.monotonic()
         # Check the counts, and complete the files.
         if not journal.num_documents:
@@ -291,8 +290,7 @@ def _write_arrays(
             raise ValueError(
                 f"{journal.num_documents:,} documents for {folder} are no pairs; give each its other one"
             )
-        if FILE_ENDS in files:
-            files[FILE_ENDS].write(_file_ends(journal))
+        _write_file_ends(files, journal)
         _sync_files(files, journal)
     if WEIGHTS in journal.columns and not journal.num_answer_tokens:
         raise ValueError(f"no token of {folder} has a weight above 0; give some")
@@ -316,8 +314,7 @@ def _write_document(
         counted = np.flatnonzero(document.weights)
         journal.num_answer_tokens += len(counted)
         journal.num_ended += int(len(counted) > 0 and ids[counted[-1]] == tokenizer.eos_id)
-    if FILE_ENDS in files:
-        files[FILE_ENDS].write(_file_ends(journal))
+    _write_file_ends(files, journal)
     # Nothing is copied if the type fits already.
     data = np.ascontiguousarray(ids, dtype=_dtype(tokenizer.vocab_size)).data
     digest = hashlib.blake2b(data, digest_size=8).digest()
@@ -341,7 +338,7 @@ def _rows(name: str, document: DocumentTokens, journal: Journal) -> bytes:
     if column is not None:
         # Earlier documents may all have lacked the column.
         lacking = 0 if name in journal.widths else journal.num_tokens
-        journal.widths[name] = column.shape[1] if column.ndim == 2 else 0
+        journal.widths[name] = sum(column.shape[1:])
         rows = column.astype(dtype).tobytes()
     if name not in journal.widths:
         return rows
@@ -378,11 +375,12 @@ def _checked(document: Tokens, tokenizer: Tokenizer, journal: Journal) -> Docume
     return checked
 
 
-def _file_ends(journal: Journal) -> bytes:
-    """Return what to add to files.bin for files that have been read to their ends since."""
-    ends = np.full(journal.files_read - journal.num_files, journal.num_documents, dtype="<i8")
-    journal.num_files = journal.files_read
-    return ends.tobytes()
+def _write_file_ends(files: Files, journal: Journal) -> None:
+    """Add to files.bin the text files that have been read to their ends since."""
+    if FILE_ENDS in files:
+        ends = np.full(journal.files_read - journal.num_files, journal.num_documents, dtype="<i8")
+        files[FILE_ENDS].write(ends.tobytes())
+        journal.num_files = journal.files_read
 
 
 def _dtype(vocab_size: int) -> str:

@@ -97,8 +97,8 @@ class Pooled:
         documents = self.side.documents(self._bundles(epoch, pool * POOL, (pool + 1) * POOL))
         groups = documents.reshape(-1, self.side.corpus.group)
         # Sort groups by a random draw each; documents that belong together stay together.
-        draws = _draws(self.seed, epoch, len(groups), stream=pool + 1)
-        order = groups[np.argsort(draws, kind="stable")].ravel()
+        places = draws(self.seed, epoch, len(groups), use=(pool + 1, 0, 0))
+        order = groups[np.argsort(places, kind="stable")].ravel()
         return order, document_lengths(self.side.corpus, order)
 
     def _pool_ends(self, epoch: int) -> ndarray:
@@ -114,7 +114,7 @@ class Pooled:
     def _bundles(self, epoch: int, first: int, last: int) -> ndarray:
         """Return the bundles at places [first, last) of this epoch, [n] int64."""
         count = self.side.num_bundles
-        return permuted(np.arange(first, min(last, count)), count, _draws(self.seed, epoch, ROUNDS))
+        return permuted(np.arange(first, min(last, count)), count, draws(self.seed, epoch, ROUNDS))
 
 
 def permuted(places: ndarray, count: int, keys: ndarray) -> ndarray:
@@ -163,10 +163,10 @@ def _scrambled(values: ndarray, key: np.uint64) -> ndarray:
     return mixed >> np.uint64(32)
 
 
-def _draws(seed: int, epoch: int, count: int, stream: int = 0) -> ndarray:
-    """Return [count] uint64 random draws, independent for different values of `stream`."""
+def draws(seed: int, epoch: int, count: int, use: Sequence[int] = (0, 0, 0)) -> ndarray:
+    """Return [count] uint64 random draws, independent for different values of `use`."""
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
-    counter = np.array([0, stream, 0, 0], dtype=np.uint64)
+    counter = np.array([0, *use], dtype=np.uint64)
     return np.random.Philox(key=key, counter=counter).random_raw(count)
 
 

@@ -20,6 +20,7 @@ from titan_linear.models.families import (
     rwkv7,
 )
 from titan_linear.models.families.layout import Family, read_family
+from titan_linear.registry import TABLES, register
 
 # Tables of config.json, by architecture.
 _KEYS = {
@@ -42,6 +43,6 @@ _KEYS = {
     "TitanLinearForCausalLM": remote.KEYS,
 }
 _TOKENIZERS = dict.fromkeys(("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), qwen.TOKENIZER)
-FAMILIES: dict[str, Family] = {
-    name: read_family(name, keys, _TOKENIZERS.get(name)) for name, keys in _KEYS.items()
-}
+FAMILIES: dict[str, Family] = TABLES[Family.chosen_by]
+for _name, _keys in _KEYS.items():
+    register(read_family(_name, _keys, _TOKENIZERS.get(_name)))

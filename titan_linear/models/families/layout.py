@@ -82,6 +82,9 @@ class MTP(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
+    chosen_by = "architectures"
+    # The architecture in config.json.
+    name: str
     # The table of config.json.
     keys: Part
     model: Parts
@@ -108,23 +111,28 @@ class Family:
     own_tokenizer: OwnTokenizer | None = None
 
 
-def read_family(name: str, keys: Part, own_tokenizer: OwnTokenizer | None) -> Family:
-    """Read a family's fields from tensors/NAME.json.
+def read_family(
+    name: str,
+    keys: Part,
+    own_tokenizer: OwnTokenizer | None = None,
+    tensors: Json | None = None,
+) -> Family:
+    """Read a family's fields from `tensors`, by default the content of tensors/NAME.json.
 
-    A table in this file lists, for our parameters, each spelling of their tensors: names,
-    alone or in a table of fields of `Layout`.
+    A table there lists, for our parameters, each spelling of their tensors: names, alone or
+    in a table of fields of `Layout`.
     """
-    file = Path(__file__).with_name("tensors") / f"{name}.json"
+    if tensors is None:
+        tensors = json.loads((Path(__file__).with_name("tensors") / f"{name}.json").read_text())
     has: dict[str, Any] = {
-        field: tuple(x) if isinstance(x, list) else x
-        for field, x in json.loads(file.read_text()).items()
+        field: tuple(x) if isinstance(x, list) else x for field, x in tensors.items()
     }
     # Layouts: outside the layers, of MLPs and experts, and of each kind of layer.
     has |= {part: _parts(has[part]) for part in ("model", "mlp", "experts")}
     has["layers"] = {_kinds(kinds): _parts(parts) for kinds, parts in has["layers"].items()}
     if mtp := has.pop("mtp", None):
         has["mtp"] = MTP(**mtp | {"parts": _parts(mtp["parts"])})
-    return Family(keys, own_tokenizer=own_tokenizer, **has)
+    return Family(name, keys, own_tokenizer=own_tokenizer, **has)
 
 
 def _kinds(names: str) -> tuple[type, ...]:
