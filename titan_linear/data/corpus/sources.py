@@ -49,6 +49,8 @@ from titan_linear.storage.files import Json, read_json, shown
 Names = tuple[str, ...]
 
 TEXT_SOURCES = ("stdlib", "text", "jsonl", "parquet", "arrow")
+# Stands for registered sources in the names of their caches.
+CUSTOM = "custom"
 # Required and optional fields of records that are conversations, by format.
 RECORD_FIELDS = {
     "messages": (("messages",), ("conversations", "system", "tools", "chat_template_kwargs")),
