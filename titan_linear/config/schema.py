@@ -861,12 +861,12 @@ class Config(Section):
 
     def changed(self, changes: Mapping[str, object]) -> Config:
         """Return a copy with other values of some keys, by "section.key"."""
-        sections: dict[str, Section] = {}
+        config = self
         for name, value in changes.items():
             section, key = name.split(".")
-            before = sections.get(section, getattr(self, section))
-            sections[section] = before.model_copy(update={key: value})
-        return self.model_copy(update=sections)
+            changed = getattr(config, section).model_copy(update={key: value})
+            config = config.model_copy(update={section: changed})
+        return config
 
     def flat_keys(self) -> dict[str, Any]:
         """Return {"section.key": value}."""

@@ -51,7 +51,13 @@ from titan_linear.data.corpus.corpus import (
     load_corpus,
     unfitting,
 )
-from titan_linear.data.corpus.sources import Document, read_documents, source_files
+from titan_linear.data.corpus.sources import (
+    CUSTOM,
+    TEXT_SOURCES,
+    Document,
+    read_documents,
+    source_files,
+)
 from titan_linear.data.corpus.tokenise import Encoder, may_have_children, tokenise, worker_count
 from titan_linear.data.corpus.tokenizer import Tokenizer
 from titan_linear.data.corpus.tree_records import (
@@ -158,6 +164,11 @@ class Texts:
         return columns
 
     @property
+    def kind(self) -> str:
+        """The first part of the name of the texts' cache."""
+        return self.dataset if self.dataset in TEXT_SOURCES else CUSTOM
+
+    @property
     def group(self) -> int:
         return 2 if self.dataset_format == "preference" else 1
 
@@ -167,10 +178,11 @@ class Texts:
 
         It is independent of paths and times. Reads all files.
         """
-        content = hashlib.blake2b(_encoded(json.dumps(self._how)), digest_size=16)
+        content = hashlib.blake2b(json.dumps(self._how).encode(), digest_size=16)
         try:
             for file in progress(self.files, f"reading {self.dataset}"):
-                content.update(_encoded(f"\n{file.suffix} {file.stat().st_size}\n"))
+                about = f"\n{file.suffix} {file.stat().st_size}\n"
+                content.update(about.encode("utf-8", "surrogateescape"))
                 add_file(file, content)
         except OSError as error:
             raise _unreadable(error) from error
@@ -184,7 +196,7 @@ class Texts:
         how = self.text_field, self.dataset_format, fields
         for number, file in enumerate(self.files):
             for document in read_documents(self.dataset, file, *how):
-                yield replace(document, file=number)
+                yield document._replace(file=number)
 
     @property
     def _how(self) -> list[str | None]:
@@ -192,8 +204,8 @@ class Texts:
         field_or_format = self.text_field if has_records(self.dataset) else None
         if self.dataset_format != "text":
             field_or_format = self.encoder.fingerprint
-        how = [format_of(self.all_columns), self.dataset, field_or_format]
-        how.append(self.tokenizer.fingerprint)
+        tokenizer = self.tokenizer.fingerprint
+        how = [format_of(self.all_columns), self.dataset, field_or_format, tokenizer]
         how += [f"{name}, 2" for name in sorted(self.columns)]
         if self.share_prefixes:
             how.append(f"shared by {self.group_field}, 2")
@@ -216,7 +228,7 @@ class Texts:
                 stats.append((str(file), stat.st_size, stat.st_mtime_ns))
         except OSError as error:
             raise _unreadable(error) from error
-        return hashlib.sha256(_encoded(json.dumps([*self._how, stats]))).hexdigest()[:24]
+        return hashlib.sha256(json.dumps([*self._how, stats]).encode()).hexdigest()[:24]
 
 
 def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool = False) -> Corpus:
@@ -245,7 +257,7 @@ def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool
         if with_paths:
             paths = _paths_when_written(corpus)
     else:
-        folder = (cache_dir or default_cache_dir()) / f"{texts.dataset}-{texts.key}"
+        folder = (cache_dir or default_cache_dir()) / f"{texts.kind}-{texts.key}"
         folder = _named(folder) or _build_cache(folder, texts)
         with suppress(OSError):  # not permitted in a cache that others wrote for us
             # Record the last use.
@@ -275,7 +287,7 @@ def cached_corpus(texts: Texts) -> Corpus | None:
     try:
         folder = Path(os.path.expanduser(texts.path or ""))
         if texts.dataset != "tokens":
-            folder = _named(default_cache_dir() / f"{texts.dataset}-{texts.key}")
+            folder = _named(default_cache_dir() / f"{texts.kind}-{texts.key}")
         return load_corpus(folder) if folder and (folder / INFO).exists() else None
     except ValueError:
         # The run itself refuses it.
@@ -333,11 +345,6 @@ def _paths_when_written(corpus: Corpus) -> tuple[str, ...] | None:
     return paths
 
 
-def _encoded(text: str) -> bytes:
-    """Return a text with paths in it as bytes."""
-    return text.encode("utf-8", "surrogateescape")
-
-
 def _unreadable(error: OSError) -> ValueError:
     return ValueError(
         f"{error.filename} cannot be read: {error.strerror}; leave it out, or give the permission"
@@ -377,7 +384,7 @@ def _build_cache(folder: Path, texts: Texts) -> Path:
 def _same_texts(caches: Path, texts: Texts) -> Path | None:
     """Return a cache of these texts, whatever their paths and times were."""
     known = {}
-    for info in caches.glob(f"{texts.dataset}-*/{INFO}"):
+    for info in caches.glob(f"{texts.kind}-*/{INFO}"):
         # Skip caches that are damaged or written from tokens.
         with suppress(Unreadable, KeyError):
             known[read_json(info, Json, "")["texts"]] = info.parent
