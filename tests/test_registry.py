@@ -106,7 +106,12 @@ def test_a_run_with_all_kinds_resumes_exports_and_generates(package, capsys):
     command.write_text("from titan_linear.__main__ import entry\n\nentry()\n")
     environment = os.environ | {"NGPU": "2", "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
-    more = {"validation__enable": "true", "validation__freq": 1, "checkpoint__interval": 1}
+    more = {
+        "validation__enable": "true",
+        "validation__freq": 1,
+        "validation__holdout": 0.2,
+        "checkpoint__interval": 1,
+    }
     for steps in (1, 2):
         argv = arguments(
             package,
