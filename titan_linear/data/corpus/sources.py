@@ -42,8 +42,8 @@ from pydantic import BaseModel, Field
 from pydantic_core import to_json
 
 from titan_linear.config.nesting import check_nesting
+from titan_linear.config.registry import TABLES
 from titan_linear.data.corpus.chat import ANSWER_WEIGHTS, QUESTIONS
-from titan_linear.registry import TABLES
 from titan_linear.storage.files import Json, read_json, shown
 
 Names = tuple[str, ...]

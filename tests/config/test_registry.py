@@ -22,6 +22,7 @@ from tests.refusals import refused
 from tests.state import isolated
 from titan_linear.commands import generate, plan
 from titan_linear.config import Config, Optimizer, check_config, config_to_toml, load_config
+from titan_linear.config.registry import TABLES, register
 from titan_linear.distributed.options import SessionOptions
 from titan_linear.hooks import HOOKS
 from titan_linear.losses import LOSSES, build_loss
@@ -32,7 +33,6 @@ from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.proof import doctor
 from titan_linear.proof.definitions import missing
 from titan_linear.proof.subject import narrowed
-from titan_linear.registry import TABLES, register
 from titan_linear.run.session import Session, mesh
 
 ROOT = Path(__file__).parents[1]
