@@ -80,8 +80,8 @@ def unpacked(examples: list[dict]) -> dict[str, torch.Tensor]:
     }
 
 
-def train(rank, world_size, kind, folder, degree=0, steps=20, resume=False, **options):
-    """Logged lines of a run, its weights and its last evaluation. Degree 0: TRL alone."""
+def train(rank, world_size, kind, folder, degree=0, steps=20, save_steps=0, resume=None):
+    """Logged lines of a run, its adapters and an evaluation. Degree 0: TRL alone."""
     os.environ |= {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "CI": "true"}
     settings = dict(
         output_dir=folder,
@@ -94,7 +94,8 @@ def train(rank, world_size, kind, folder, degree=0, steps=20, resume=False, **op
         gradient_accumulation_steps=2,
         report_to=[],
         use_cpu=True,
-        save_strategy="no",
+        save_strategy="steps" if save_steps else "no",
+        save_steps=save_steps or 500,
         disable_tqdm=True,
         bf16=False,
         prediction_loss_only=True,
@@ -114,15 +115,17 @@ def train(rank, world_size, kind, folder, degree=0, steps=20, resume=False, **op
     rows = documents(kind)
     run = TRAINERS[kind][degree > 0](
         model,
-        args=CONFIGS[kind](**settings | options),
+        args=CONFIGS[kind](**settings),
         train_dataset=rows,
         eval_dataset=rows.select(range(8)),
         processing_class=tokenizer(),
         peft_config=adapters,
         **cut,
     )
-    if kind == "sft" and not degree:
-        run.data_collator = unpacked
+    if kind == "sft":
+        # TRL counts the tokens of an epoch's last batch by its samples: it has as many as the others.
+        run.train_dataset = run.train_dataset.select(range(24))
+        run.data_collator = run.data_collator if degree else unpacked
     run.train(resume_from_checkpoint=resume)
     lines = [line for line in run.state.log_history if "loss" in line]
     trained = [p.detach().flatten() for p in run.model.parameters() if p.requires_grad]

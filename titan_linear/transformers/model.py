@@ -3,7 +3,7 @@
 Inside the block, the functions that mix tokens are ours (functions.py). After it, all are transformers' again.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from titan_linear.ops import build_cp_context
 from titan_linear.ops.exchange.stream import take_fragments
 from titan_linear.transformers.cut import IGNORE, IMAGES, PackedStream, pack
 from titan_linear.transformers.functions import FAMILIES, softmax_attention
-from titan_linear.transformers.rows import whole_rows as cut_and_join
+from titan_linear.transformers.rows import WholeRows
 
 # The name of our attention among transformers'. It refuses batches that were not cut.
 ATTENTION = "titan_linear"
@@ -52,14 +52,12 @@ class ContextParallel:
         of `loss_weights`): losses and gradients of the ranks add up to one process's.
 
         Args:
-            batch: `input_ids`, and any of `labels` (or `shift_labels`), `loss_weights`,
-                `position_ids` and `attention_mask`, [B, T]; `num_items_in_batch`, and what
-                `DataCollatorWithFlattening` returns. For a model with images, rows that are
-                documents, with what its processor returns.
+            batch: `input_ids`, and any of `labels` (or `shift_labels`), `loss_weights`, `position_ids` and
+                `attention_mask`, [B, T]; `num_items_in_batch`, and what `DataCollatorWithFlattening` returns. For a
+                model with images, what its processor returns for rows that are documents.
 
         Raises:
-            ValueError: another key, padding that is not on the right, or batches that
-                differ between ranks.
+            ValueError: another key, padding that is not on the right, or batches that differ between ranks.
         """
         images = {name: batch[name] for name in IMAGES & set(batch)}
         if images and not self.has_vision:
@@ -71,13 +69,11 @@ class ContextParallel:
             inputs["num_items_in_batch"] = batch.get("num_items_in_batch", stream.count())
         # Cut the stream, and take this rank's tokens.
         device = stream.columns["input_ids"].device
-        if self.group is None:
-            context = build_cp_context(stream.cu_seqlens, rank=0, world_size=1, device=device)
-        else:
+        place: dict[str, Any] = {"rank": 0, "world_size": 1}
+        if self.group is not None:
             self._check_shared(stream, images)
-            context = build_cp_context(
-                stream.cu_seqlens, self.group, layout=self.layout, device=device
-            )
+            place = {"group": self.group, "layout": self.layout}
+        context = build_cp_context(stream.cu_seqlens, **place, device=device)
         for name, column in stream.columns.items():
             inputs[name] = take_fragments(column.unsqueeze(0), context)
         # Models compute a loss where there are labels; it reads the shifted ones.
@@ -99,6 +95,18 @@ class ContextParallel:
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)
         if extremes.sum() != 0:
             raise ValueError("ranks of a context-parallel group have different batches")
+
+    def guard_backward(self, model: Any, _: Any, output: Any) -> None:
+        # Layers that run again in backward must find our functions.
+        for x in output.values():
+            if model.is_activation_checkpointing and torch.is_tensor(x) and x.requires_grad:
+                x.register_hook(self._check_active)
+
+    def _check_active(self, _: Tensor) -> None:
+        if not self.active:
+            raise RuntimeError(
+                "gradient checkpointing runs layers again: call backward() inside context_parallel"
+            )
 
 
 @contextmanager
@@ -132,29 +140,25 @@ def context_parallel(
         for path, function in functions.items():
             stack.enter_context(patch(f"{module}.{path}", function))
         # The attributes behind properties: patch restores these exactly.
-        attention = patch.object(config, "_attn_implementation_internal", ATTENTION)
-        stack.enter_context(attention)
+        stack.enter_context(patch.object(config, "_attn_implementation_internal", ATTENTION))
         stack.enter_context(patch.object(inner, "_loss_function", causal_loss, create=True))
+        handles = [
+            inner.register_forward_pre_hook(_check_call, with_kwargs=True),
+            inner.register_forward_hook(cp.guard_backward),
+        ]
         if whole_rows:
-            stack.enter_context(cut_and_join(cp, inner))
+            handles += WholeRows(cp, inner).register()
         if has_vision:
             decoder = inner.get_decoder()
-            hook = decoder.register_forward_pre_hook(_cut_embeddings, with_kwargs=True)
-            stack.callback(hook.remove)
-        stack.callback(inner.register_forward_pre_hook(_check_call, with_kwargs=True).remove)
-        stack.callback(inner.register_forward_hook(_guard_backward(cp)).remove)
+            handles.append(decoder.register_forward_pre_hook(_cut_embeddings, with_kwargs=True))
+        for handle in handles:
+            stack.callback(handle.remove)
         stack.callback(setattr, cp, "active", False)
         yield cp
 
 
-def _replacements(
-    model: nn.Module, endings: tuple[str, ...]
-) -> tuple[str, Mapping[str, Callable]]:
-    """Return transformers' modeling file of a model, and what to replace in it.
-
-    Raises ValueError for a class that is not supported, by its name.
-    """
-    # Under FSDP2, which derives a class from the model's, that one's base.
+def _replacements(model: nn.Module, endings: tuple[str, ...]) -> tuple[str, Mapping]:
+    # The modeling file of a model, and what to replace in it. FSDP2 derives a class from the model's.
     files = (kind for kind in type(model).__mro__ if ".modeling_" in kind.__module__)
     kind = next(files, type(model))
     family = kind.__module__.rpartition(".modeling_")[2]
@@ -210,36 +214,13 @@ def _cut_embeddings(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     return args, kwargs
 
 
-def _guard_backward(cp: ContextParallel) -> Callable:
-    """Return a forward hook: layers that run again in backward must find our functions."""
-
-    def check(_: Tensor) -> None:
-        if not cp.active:
-            raise RuntimeError(
-                "gradient checkpointing runs layers again: call backward() inside context_parallel"
-            )
-
-    def hook(model: Any, _: Any, output: Any) -> None:
-        for x in output.values():
-            if model.is_activation_checkpointing and torch.is_tensor(x) and x.requires_grad:
-                x.register_hook(check)
-
-    return hook
-
-
 def causal_loss(
-    logits: Tensor,
-    labels: Tensor,
-    vocab_size: int,
-    num_items_in_batch: Any,
-    shift_labels: Tensor,
-    shift_weights: Tensor | None = None,
-    **_: Any,
+    logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any, **columns: Any
 ) -> Tensor:
-    """Return this rank's part of transformers' `ForCausalLMLoss`, where labels may have weights."""
+    """Return this rank's part of transformers' `ForCausalLMLoss`, where labels, shifted, may have weights."""
     rows = logits.to(torch.promote_types(logits.dtype, torch.float32)).view(-1, vocab_size)
-    losses = F.cross_entropy(rows, shift_labels.view(-1), ignore_index=IGNORE, reduction="none")
-    if shift_weights is not None:
-        losses = losses * shift_weights.view(-1)
+    losses = F.cross_entropy(rows, labels.view(-1), ignore_index=IGNORE, reduction="none")
+    if "shift_weights" in columns:
+        losses = losses * columns["shift_weights"].view(-1)
     # A batch may have no label.
     return losses.sum() / max(num_items_in_batch, 1e-9)

@@ -92,13 +92,12 @@ class ContextParallelMixin:
         with self._whole_rows():
             return super().training_step(*args, **kwargs)
 
-    def prediction_step(
-        self, model: Any, inputs: Any, loss_only: bool, *args: Any, **kwargs: Any
-    ) -> Any:
-        if not loss_only:
-            raise ValueError("a rank has logits of a part of each row; use prediction_loss_only")
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._whole_rows():
-            return super().prediction_step(model, inputs, loss_only, *args, **kwargs)
+            return super().prediction_step(*args, **kwargs)
+
+    def predict(self, *_: Any, **__: Any) -> None:
+        raise ValueError("predict: a rank has logits of a part of each row; use evaluate")
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.gather_function = self._gather
@@ -107,16 +106,16 @@ class ContextParallelMixin:
     def _gather(self, losses: Tensor) -> Tensor:
         # Ranks of a group have the same losses. Samples that fill up the last batch do not count.
         ranks = self.accelerator.gather(losses).unflatten(0, (-1, self.cp_degree, len(losses)))
-        groups = ranks[:, 0].flatten()
         state = self.accelerator.gradient_state
-        return groups[: state.remainder] if state.end_of_dataloader and state.remainder else groups
+        filled = state.end_of_dataloader and state.remainder > 0
+        return ranks[:, 0].flatten()[: state.remainder if filled else None]
 
     @contextmanager
     def _whole_rows(self) -> Iterator[None]:
         # DPO may have a model of its own for references.
+        models = self.model, getattr(self, "ref_model", None)
         with ExitStack() as stack:
-            for model in (self.model, getattr(self, "ref_model", None)):
-                if model is not None:
-                    cp = context_parallel(model, self.cp_group, self.cp_layout, whole_rows=True)
-                    stack.enter_context(cp)
+            for model in filter(None, models):
+                cp = context_parallel(model, self.cp_group, self.cp_layout, whole_rows=True)
+                stack.enter_context(cp)
             yield
