@@ -536,6 +536,19 @@ def test_the_rest_of_the_ranks_shard(world_size, keys, degrees):
         ),
         (
             1,
+            {"training__epochs": 2, "lr_scheduler__total_steps": 2000},
+            "training.epochs = 2 is not for lr_scheduler.total_steps, which counts steps",
+        ),
+        (
+            1,
+            {
+                "training__epochs": 2,
+                "training__seq_len_schedule": "[{until_step = 3, seq_len = 1024}]",
+            },
+            "training.epochs = 2 is not for training.seq_len_schedule",
+        ),
+        (
+            1,
             {"training__dtype": "float64", "training__mixed_precision_param": "float32"},
             "float64 is for all three",
         ),
@@ -626,11 +639,6 @@ def test_the_rest_of_the_ranks_shard(world_size, keys, degrees):
             1,
             {"checkpoint__enable": False, "checkpoint__load_step": 5},
             "checkpoint.load_step = 5 has no effect",
-        ),
-        (
-            1,
-            {"checkpoint__enable": False, "checkpoint__initial_load_path": "x"},
-            "initial_load_path = .x. has no",
         ),
         (
             1,

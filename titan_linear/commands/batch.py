@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_linear.commands import command_parser
+from titan_linear.commands import Parsed, command_parser
 from titan_linear.config import load_config
 from titan_linear.data import Stream, Streams, Tokenizer, build_tokenizer
 from titan_linear.data.corpus.tree_records import BACK
@@ -133,7 +133,7 @@ def read_spike(path: Path, number: int) -> Json:
     return json.loads(lines[number - 1 if number > 0 else number])
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(argv: list[str]) -> Parsed:
     """Return this command's own options, and the run's keys."""
     parser = command_parser("titan-linear batch", __doc__, allow_abbrev=False)
     which = parser.add_mutually_exclusive_group()

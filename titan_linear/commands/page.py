@@ -21,13 +21,20 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from titan_linear.commands import batch
-from titan_linear.config import load_config
 from titan_linear.data.tasks import LOSS
 from titan_linear.losses import LOSSES
 from titan_linear.losses.loss import LossFunction
 from titan_linear.run.evaluate import means, tiles
 from titan_linear.storage.files import Json
-from titan_linear.storage.rundir import CONFIG, EVALUATION, METRICS, SPIKES, TELEMETRY, json_lines
+from titan_linear.storage.rundir import (
+    CONFIG,
+    EVALUATION,
+    METRICS,
+    SPIKES,
+    TELEMETRY,
+    config_in,
+    json_lines,
+)
 
 # Key of metrics.jsonl → caption of its chart.
 CURVES = {
@@ -116,7 +123,7 @@ def read(folder: Path) -> RunHistory:
 
 
 def loss_of(run: Path) -> type[LossFunction]:
-    return LOSSES[load_config(["--job.config_file", str(run / CONFIG)]).loss.name]
+    return LOSSES[config_in(run).loss.name]
 
 
 # --- Charts -------------------------------------------------------------------------------

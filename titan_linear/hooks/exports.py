@@ -101,13 +101,15 @@ class Exports(Hook):
     def _begin(self, step: int) -> None:
         self.waiting.remove(step)
         self.exporting = step
-        checkpoint = self.folder / f"step-{step}"
-        dtype = self.config.checkpoint.export_dtype
         try:
             # Bytes that are not UTF-8 are shown escaped.
             self.output = tempfile.TemporaryFile("w+", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
             self.process = subprocess.Popen(
-                command(checkpoint, export_folder(self.config, step), dtype),
+                command(
+                    self.folder / f"step-{step}",
+                    export_folder(self.config, step),
+                    self.config.checkpoint.export_dtype,
+                ),
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=self.output,

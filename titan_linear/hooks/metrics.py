@@ -26,7 +26,7 @@ from titan_linear.losses import LOSSES
 from titan_linear.run.evaluate import Record, means, tiles, write_down
 from titan_linear.step.optimizer import Moment
 from titan_linear.storage.files import open_own, write_whole
-from titan_linear.storage.rundir import BOARD, METRICS, TELEMETRY, WANDB, cut_metrics, json_line
+from titan_linear.storage.rundir import BOARD, METRICS, TELEMETRY, WANDB, append_lines, cut_metrics
 
 GIB = 2**30
 # Pixels along the side of one tile of an image.
@@ -184,14 +184,12 @@ class MetricsLogger(Hook):
 
         In TensorBoard, numbers by head or expert are histograms.
         """
-        with open_own(self.folder / TELEMETRY, "a") as file:
-            file.write(json_line({"step": step, **seen}))
+        append_lines(self.folder / TELEMETRY, [{"step": step, **seen}])
         for board in self.boards:
             for quantity, found in seen.items():
                 for where, value in found.items():
-                    many = isinstance(value, list)
                     value = np.array(value)
-                    if not many:
+                    if not value.ndim:
                         board.add_scalar(_tag(quantity, where), value, step)
                     elif len(finite := value[np.isfinite(value)]):
                         # TensorBoard refuses an empty histogram.

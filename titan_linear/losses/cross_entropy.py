@@ -14,6 +14,7 @@ from titan_linear.ops.cross_entropy import ChunkedLogits, LogitStatistics, cross
 
 
 class CrossEntropyLoss(LossFunction):
+    section = schema.CrossEntropy
     keys: schema.CrossEntropy
 
     def __call__(self, logits: ChunkedLogits, batch: LocalBatch) -> Tensor:

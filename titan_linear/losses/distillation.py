@@ -23,6 +23,7 @@ MOST_IDS = 256
 
 
 class DistillationLoss(LossFunction):
+    section = schema.Distillation
     keys: schema.Distillation
     columns = {"teacher_ids": MOST_IDS, "teacher_logprobs": MOST_IDS}
 

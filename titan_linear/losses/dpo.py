@@ -23,6 +23,7 @@ from titan_linear.ops.cross_entropy import ChunkedLogits, LogitStatistics
 
 
 class DPOLoss(LossFunction):
+    section = schema.DPO
     keys: schema.DPO
     group = 2
     reads_twice = True

@@ -26,6 +26,7 @@ from titan_linear.ops.cross_entropy import ChunkedLogits, LogitStatistics
 
 
 class PolicyLoss(LossFunction):
+    section = schema.Policy
     keys: schema.Policy
     group = 1
     unit = "clipped objective per token, negated"

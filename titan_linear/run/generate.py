@@ -17,10 +17,10 @@ from collections import UserDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,9 @@ from titan_linear.models.draws import generator
 from titan_linear.models.plan import BatchPlan
 from titan_linear.run.reading import Reader
 from titan_linear.step.passes import with_reference
+
+# Tokens of a text.
+Ids = Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,7 @@ class Sampling:
             raise ValueError(f"top_p = {self.top_p} must be above 0 and at most 1")
 
 
-@dataclass(frozen=True)
-class DecodingState:
+class DecodingState(NamedTuple):
     """Texts in progress: caches of the tokens read, and logits of the next token."""
 
     # One cache per layer.
@@ -108,7 +110,7 @@ def continuations(
 @torch.no_grad()
 def generate_tokens(
     model: Decoder,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Ids],
     *,
     max_new_tokens: int,
     sampling: Sampling,
@@ -143,29 +145,30 @@ def generate_tokens(
 
 @torch.no_grad()
 def prefill(
-    model: Decoder, prompts: Sequence[Sequence[int]], *, chunk: int, device: torch.device
+    model: Decoder, prompts: Sequence[Ids], *, chunk: int, device: torch.device
 ) -> DecodingState:
     """Read the prompts (each of one token or more), `chunk` tokens at a time."""
     read = [_prefill_one(model, prompt, chunk, device) for prompt in prompts]
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    growing = [
-        {name for mixer in layer.mixers for name in mixer.growing} for layer in model.config.layers
-    ]
-    caches = [_batched([caches[i] for caches, _ in read], names) for i, names in enumerate(growing)]
-    return DecodingState(caches, lengths, torch.cat([logits for _, logits in read]))
+    caches_of_rows, logits = zip(*read)
+    # Merge the rows' caches, layer by layer.
+    caches = []
+    for layer, rows in zip(model.config.layers, zip(*caches_of_rows)):
+        growing = {name for mixer in layer.mixers for name in mixer.growing}
+        caches.append(_batched(rows, growing))
+    lengths = torch.tensor(list(map(len, prompts)), device=device)
+    return DecodingState(caches, lengths, torch.cat(logits))
 
 
 @torch.no_grad()
 def decode(model: Decoder, rows: DecodingState, tokens: Tensor) -> DecodingState:
     """Read one more token of each row, tokens [B]. The caches are updated in place."""
-    longest = rows.lengths.max()
-    plan = BatchPlan(rows.lengths.unsqueeze(1), first_key=longest - rows.lengths)
+    plan = BatchPlan(rows.lengths.unsqueeze(1), first_key=rows.lengths.max() - rows.lengths)
     logits = model(tokens.unsqueeze(1), plan, caches=rows.caches, logits_to_keep=1)[:, -1]
-    return replace(rows, lengths=rows.lengths + 1, logits=logits)
+    return rows._replace(lengths=rows.lengths + 1, logits=logits)
 
 
 def _prefill_one(
-    model: Decoder, prompt: Sequence[int], chunk: int, device: torch.device
+    model: Decoder, prompt: Ids, chunk: int, device: torch.device
 ) -> tuple[list[LayerCache], Tensor]:
     caches = [LayerCache() for _ in model.layers]
     tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
@@ -176,7 +179,7 @@ def _prefill_one(
     return caches, logits
 
 
-def _batched(caches: list[LayerCache], growing: set[str]) -> LayerCache:
+def _batched(caches: Sequence[LayerCache], growing: set[str]) -> LayerCache:
     """Merge one layer's caches of single rows into the cache of a batch.
 
     Entries that grow with the text are padded in front to the longest.
@@ -214,7 +217,7 @@ class _Reader:
         self.length = 0
         self.pending = model.embedding.weight.new_empty(1, 0, model.config.dim)
 
-    def read(self, tokens: Sequence[int]) -> list[int]:
+    def read(self, tokens: Ids) -> list[int]:
         """Read these tokens, and return the likeliest token after each."""
         h = self.model.head.norm(
             self._through(range(self.model.config.num_layers), self.length, tokens)
@@ -223,7 +226,7 @@ class _Reader:
         self.pending = torch.cat([self.pending, h], 1)
         return self._likeliest(h)
 
-    def draft(self, tokens: Sequence[int]) -> int:
+    def draft(self, tokens: Ids) -> int:
         """Return the likeliest token after these.
 
         They follow the tokens of the first pending hidden states.
@@ -239,7 +242,7 @@ class _Reader:
         ]
         return other
 
-    def _through(self, layers: range, first: int, tokens: Sequence[int], *h: Tensor) -> Tensor:
+    def _through(self, layers: range, first: int, tokens: Ids, *h: Tensor) -> Tensor:
         ids, positions = (
             torch.tensor(x, device=self.device) for x in (tokens, range(first, first + len(tokens)))
         )
@@ -254,7 +257,7 @@ class _Reader:
 @torch.no_grad()
 def draft_tokens(
     model: Decoder,
-    prompt: Sequence[int],
+    prompt: Ids,
     drafts: Drafts,
     *,
     max_new_tokens: int,

@@ -251,21 +251,17 @@ def _replace(temporary: Path, path: Path) -> None:
     Between the two renames, the old folder has another name. The next writer of `path`
     restores it.
     """
-    aside = beside(path, "replaced")
     if os.path.lexists(path):
-        path.rename(aside)
+        path.rename(beside(path, "replaced"))
     try:
         temporary.rename(path)
-    except OSError:
-        if os.path.lexists(aside):
-            aside.rename(path)
-        raise
-    sync(path.parent)
-    remove(aside)
+        sync(path.parent)
+    finally:
+        finish_replacing(path)
 
 
 def finish_replacing(path: Path) -> None:
-    """Finish the work of a writer that was killed in `_replace`."""
+    """Remove what `_replace` has replaced or, if it failed or was killed before, restore it."""
     aside = beside(path, "replaced")
     if os.path.lexists(aside):
         if os.path.lexists(path):

@@ -32,6 +32,8 @@ from titan_linear.storage.rundir import STEP_MANIFEST
 
 REMEDY = "restore it from a copy"
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+# The name of a file → [size, CRC-32].
+Checksums = dict[str, list[int]]
 
 
 class Strict(BaseModel):
@@ -61,8 +63,7 @@ class Stored(Strict):
 
 
 class Manifest(Strict):
-    # name → [size, CRC-32]
-    files: dict[str, list[int]]
+    files: Checksums
     tensors: dict[str, Stored]
     # CRC-32 of the other fields.
     checksum: int = 0
@@ -100,8 +101,7 @@ def stored_tensors(
 ) -> dict[str, Stored]:
     """Return the tensors that DCP has written, from the arguments of `Writer.finish`."""
     # The place of each slice, by tensor and offsets.
-    written = chain.from_iterable(results)
-    where = {result.index: result.storage_data for result in written}
+    where = {result.index: result.storage_data for result in chain.from_iterable(results)}
     tensors = {}
     for name, tensor in metadata.state_dict_metadata.items():
         stored = Stored(dtype=str(tensor.properties.dtype), size=list(tensor.size), chunks=[])
@@ -133,8 +133,7 @@ class CheckpointReader(dcp.FileSystemReader):
             chunks = []
             for chunk in stored.chunks:
                 offsets = torch.Size(chunk.offsets)
-                sizes = torch.Size(chunk.sizes)
-                chunks.append(ChunkStorageMetadata(offsets, sizes))
+                chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
                 where[MetadataIndex(name, offsets)] = chunk
             properties = TensorProperties(DTYPES[stored.dtype])
             tensors[name] = TensorStorageMetadata(properties, torch.Size(stored.size), chunks)

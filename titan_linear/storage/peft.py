@@ -11,14 +11,11 @@ fingerprint and the run's keys that change the base's config.json, for which the
 no other place.
 """
 
-from __future__ import annotations
-
 import math
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
@@ -29,12 +26,13 @@ from titan_linear.config import Adapter as Options
 from titan_linear.models.config import LoraConfig, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.families import FAMILIES
-from titan_linear.models.hf_mapping import Placement, StoredTensor, live_layouts, shapes_of
+from titan_linear.models.hf_mapping import Placement, Shape, StoredTensor, live_layouts, shapes_of
 from titan_linear.models.layers import lora_name
 from titan_linear.models.lora import adaptable
 from titan_linear.storage.files import Json, json_bytes, read_json
 from titan_linear.storage.hf_io import HEAD, read_header
 from titan_linear.storage.hf_writing import Destination, plan_tensors, write_tensors
+from titan_linear.storage.tensors import Weights
 
 PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -71,7 +69,7 @@ class PeftTensor(NamedTuple):
     # The transformers module that peft wraps or copies.
     module: str
     # B of experts is [E, outputs, r].
-    shape: tuple[int, ...]
+    shape: Shape
     parts: tuple[Placement, ...]
     # "A", "B", or "" for a parameter that is trained as a whole.
     lora: str = ""
@@ -86,7 +84,7 @@ class PeftTensor(NamedTuple):
         return self.lora == "B" and len(self.shape) == 3
 
     @property
-    def on_disk(self) -> tuple[int, ...]:
+    def on_disk(self) -> Shape:
         """Return the shape in the file."""
         return tuple(self.laid(torch.empty(self.shape, device="meta")).shape)
 
@@ -105,10 +103,9 @@ def contents(model: ModelConfig, family: str) -> list[PeftTensor]:
         adapted = Decoder(model)
     weights, _ = adaptable(adapted)
     ours = {name: tuple(p.shape) for name, p in adapted.named_parameters() if p.requires_grad}
-    rank = model.adapter.rank
-    # B has the outputs of the weight that it adapts, and `rank` columns.
+    # B has the outputs of the weight that it adapts, and as many columns as the rank.
     shapes = shapes_of(model) | {
-        name: (*adapted.get_parameter(name).shape[:-1], rank) for name in weights
+        name: (*adapted.get_parameter(name).shape[:-1], model.adapter.rank) for name in weights
     }
     held: list[PeftTensor] = []
     for source, placements in reversed(list(live_layouts(model.base, family, shapes))):
@@ -192,7 +189,7 @@ SERVED = re.compile(
 )
 
 
-def not_served(config: Mapping[str, Any], architecture: str = "") -> str:
+def not_served(config: Json, architecture: str = "") -> str:
     """Return a line about what servers leave out of a PEFT folder, or "".
 
     Args:
@@ -224,9 +221,7 @@ def _short(names: list[str]) -> list[str]:
     return [name[name.index("layers.") :] if "layers." in name else name for name in names]
 
 
-def placed(
-    model: ModelConfig, family: str, get: Callable[[str], Tensor]
-) -> tuple[list[Placement], Callable[[str], Tensor]]:
+def placed(model: ModelConfig, family: str, get: Weights) -> tuple[list[Placement], Weights]:
     """Return the placements of a folder's tensors, and a function to our parameters.
 
     Args:
@@ -258,7 +253,7 @@ def write_peft(
     config: Json,
     model: ModelConfig,
     to: Destination,
-    get: Callable[[str], Tensor],
+    get: Weights,
     dtype: torch.dtype | None,
     base: str,
     keys: list[str],

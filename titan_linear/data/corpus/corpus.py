@@ -45,8 +45,9 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from titan_linear.config import has_records
 from titan_linear.data.corpus.columns import WEIGHTS, check_kinds
-from titan_linear.data.corpus.sources import FIELD_SOURCES, TEXT_SOURCES
+from titan_linear.data.corpus.sources import TEXT_SOURCES
 from titan_linear.storage.files import (
     Json,
     Unreadable,
@@ -66,7 +67,7 @@ CRC_BLOCK = 1 << 24
 # Every process may look at this many documents.
 SMALL = 1 << 22
 # Names of cache folders, which we may remove.
-CACHE_NAME = re.compile(rf"({'|'.join(TEXT_SOURCES)})-[0-9a-f]{{24}}")
+CACHE_NAME = re.compile(r".+-[0-9a-f]{24}")
 TOKENS, OFFSETS, HASHES = FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
 # Names of the files about text files.
 FILE_ENDS = "files.bin"
@@ -152,7 +153,7 @@ class Corpus:
         source = self.info["source"] or {"dataset": "tokens", "skipped_empty": 0}
         skipped = answers = ""
         if empty := source["skipped_empty"]:
-            what = "texts" if source["dataset"] in FIELD_SOURCES else "files"
+            what = "texts" if has_records(source["dataset"]) else "files"
             skipped = f" ({empty:,} empty {what} skipped)"
         if WEIGHTS in self.columns:
             answers = f", {self.info['num_answer_tokens']:,} of them in answers"
@@ -162,8 +163,19 @@ class Corpus:
         ]
         # Warnings.
         if bad := source.get("skipped_bad"):
-            named = "; ".join([*source["bad"], "…"][:bad])
-            lines.append(f"warning: {bad:,} bad documents skipped: {named}")
+            # The first of each reason, and how many share it.
+            counts = [*source.get("reasons", {}).values()] or [1] * len(source["bad"])
+            named = []
+            for problem, count in zip(source["bad"], counts, strict=True):
+                named.append(problem + (f" ({count:,} such)" if count > 1 else ""))
+            if sum(counts) < bad:
+                named.append("…")
+            lines.append(f"warning: {bad:,} bad documents skipped: {'; '.join(named)}")
+        if too_long := source.get("too_long"):
+            lines.append(
+                f"{too_long:,} records are longer than training.max_length, and were cut or left out as "
+                "training.truncation has it"
+            )
         if unread := source.get("unread"):
             lines.append(
                 f"warning: fields that are not read: {unread}; training.dataset_columns reads those that a loss has, "
@@ -221,7 +233,7 @@ def load_corpus(folder: Path) -> Corpus:
         raise unfitting(folder / OFFSETS)
     if count <= SMALL:
         check_lengths(corpus, 0, count)
-    if ends is not None and (not _spans(ends, count) or _falls(ends)):
+    if ends is not None and (not _spans(ends, count) or (np.diff(ends) < 0).any()):
         raise unfitting(folder / FILE_ENDS)
     return corpus
 
@@ -282,18 +294,6 @@ def read(numbers: ndarray, low: int, high: int) -> ndarray:
         offset = low * numbers.itemsize
         return np.fromfile(numbers.base.filename, numbers.dtype, high - low, offset=offset)
     return numbers[low:high]
-
-
-def _falls(numbers: ndarray) -> bool:
-    """Whether any number is less than the one before.
-
-    Numbers are checked in parts, as there may be 10⁹.
-    """
-    for low in range(0, len(numbers), SMALL - 1):
-        part = read(numbers, low, min(low + SMALL, len(numbers)))
-        if (part[1:] < part[:-1]).any():
-            return True
-    return False
 
 
 def verify_corpus(corpus: Corpus) -> None:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titan_linear.data.streams.packing import Length, PackedStreams, Stream
+from titan_linear.data.streams.packing import Length, PackedStreams, Stream, draws
 
 # Least number of streams in a cycle.
 CYCLE = 256
@@ -218,10 +218,8 @@ class Interleaving:
         turns = np.subtract(self._at_edge(cycle + 1), self._at_edge(cycle))
         order = np.repeat(np.arange(len(turns)), turns)
         # Sort by a random draw for each turn, keyed by seed, cycle and start.
-        key = np.array([self.seed % 2**64, cycle], dtype=np.uint64)
-        counter = np.array([0, 0, 1, self.start], dtype=np.uint64)
-        draws = np.random.Philox(key=key, counter=counter).random_raw(len(order))
-        return order[np.argsort(draws, kind="stable")]
+        places = draws(self.seed, cycle, len(order), use=(0, 1, self.start))
+        return order[np.argsort(places, kind="stable")]
 
 
 Streams = PackedStreams | MixedStreams

@@ -23,7 +23,7 @@ import numpy as np
 from numpy import ndarray
 
 from titan_linear.data.corpus.tree_records import BACK, SHARE
-from titan_linear.data.streams.packing import IGNORE, PackedStreams, Targets, document_lengths
+from titan_linear.data.streams.packing import PackedStreams, Runs, Targets, document_lengths
 from titan_linear.data.streams.split import Side
 from titan_linear.ops.layout.prefix_trees import PrefixTrees
 
@@ -42,26 +42,29 @@ class WholeStreams(PackedStreams):
         self._laid = lru_cache(maxsize=2)(self._lay)
         self._lock = Lock()
 
-    def __len__(self) -> int:
-        if self.repeat:
-            return super().__len__()
-        _, edges = self._laid(0)
-        return len(edges) - 1
+    def streams_in(self, epochs: int) -> int:
+        with self._lock:
+            while len(self._ends) <= epochs:
+                self._lay_next()
+            return self._ends[epochs]
 
     def _documents(self, i: int) -> ndarray:
         """Return the documents of stream i."""
         with self._lock:
             while self._ends[-1] <= i:
-                _, edges = self._laid(len(self._ends) - 1)
-                self._ends.append(self._ends[-1] + len(edges) - 1)
+                self._lay_next()
             epoch = bisect_right(self._ends, i) - 1
             order, edges = self._laid(epoch)
         place = i - self._ends[epoch]
         return order[edges[place] : edges[place + 1]]
 
-    def _parts(self, i: int) -> tuple[Any, ...]:
+    def _lay_next(self) -> None:
+        _, edges = self._laid(len(self._ends) - 1)
+        self._ends.append(self._ends[-1] + len(edges) - 1)
+
+    def runs(self, i: int) -> Runs:
         documents = self._documents(i)
-        return self.corpus.offsets[documents], document_lengths(self.corpus, documents), IGNORE
+        return Runs(self.corpus.offsets[documents], document_lengths(self.corpus, documents))
 
     def _lay(self, epoch: int) -> tuple[ndarray, list[int]]:
         """Return the epoch's documents in order, and where each stream begins among them.
@@ -109,8 +112,8 @@ class TreeStreams(WholeStreams):
             f"{computed:,} tokens are computed again"
         )
 
-    def _parts(self, i: int) -> tuple[Any, ...]:
-        """Return the nodes of stream i as runs of the corpus's tokens, and their parents."""
+    def runs(self, i: int) -> Runs:
+        """Return the nodes of stream i as runs, with their parents."""
         starts = []
         lengths = []
         parents: list[int] = []
@@ -125,7 +128,7 @@ class TreeStreams(WholeStreams):
             above = trees.parents[held]
             renumbered = len(parents) + np.searchsorted(held, above)
             parents += np.where(above < 0, -1, renumbered).tolist()
-        return np.concatenate(starts), np.concatenate(lengths), IGNORE, parents
+        return Runs(np.concatenate(starts), np.concatenate(lengths), parents=parents)
 
     def _weighted(self, weights: ndarray, trees: PrefixTrees) -> dict[str, ndarray]:
         """Multiply each token's weight by the number of documents that contain it.
