@@ -31,6 +31,7 @@ from tests.transformers.workers import (
     leaks,
     sharded,
     trained,
+    vision_model,
     with_images,
 )
 from titan_linear.transformers import context_parallel
@@ -205,6 +206,14 @@ def test_images_that_cannot_be_cut(model):
             cp.cut(rows | pixels)
         with pytest.raises(ValueError, match=r"batch has \['pixel_values'\], which cannot be cut"):
             cp.cut(batch() | pixels)
+
+
+def test_texts_of_a_vision_class():
+    """Qwen's processor gives types of tokens to texts, too."""
+    model = vision_model()
+    rows = {"input_ids": batch()["input_ids"], "labels": batch()["labels"]}
+    types = {"mm_token_type_ids": torch.zeros_like(rows["input_ids"])}
+    assert trained(model, inputs=rows | types)["loss"] == trained(model, inputs=rows)["loss"]
 
 
 # --- What is refused ----------------------------------------------------------------------

@@ -60,6 +60,9 @@ class ContextParallel:
             ValueError: another key, padding that is not on the right, or batches that differ between ranks.
         """
         images = {name: batch[name] for name in IMAGES & set(batch)}
+        # Processors give types of tokens to texts, too.
+        if "mm_token_type_ids" in images and len(images) == 1:
+            images = {}
         if images and not self.has_vision:
             raise ValueError(f"batch has {sorted(images)}, but the model has no vision_config")
         ranks = 1 if self.group is None else self.group.size()
@@ -104,9 +107,7 @@ class ContextParallel:
 
     def _check_active(self, _: Tensor) -> None:
         if not self.active:
-            raise RuntimeError(
-                "gradient checkpointing runs layers again: call backward() inside context_parallel"
-            )
+            raise RuntimeError("layers run again in backward: call backward() inside the block")
 
 
 @contextmanager
@@ -185,8 +186,7 @@ def _check(model: Any, config: Any) -> None:
         raise ValueError("use_kernels = True: these kernels ignore documents; load without it")
     if model.loss_function not in (ForCausalLMLoss, ForSequenceClassificationLoss):
         raise ValueError(
-            "the model has a loss_function of its own, or is inside context_parallel; a loss may need "
-            "whole rows, so compute it from the logits"
+            "the model has a loss_function of its own, or is inside context_parallel; compute from the logits"
         )
 
 
