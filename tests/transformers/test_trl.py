@@ -29,11 +29,11 @@ def compare(found, wanted):
             assert found[name] == pytest.approx(wanted[name], rel=0, abs=bound), name
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
-def test_two_ranks_train_like_trl_alone(worlds, tmp_path, kind):
-    """20 steps with adapters and accumulation 2: all that TRL logs, the adapters, and an evaluation."""
-    (alone,) = worlds(1).run(train, kind, str(tmp_path / "1"))
-    for lines, adapters, evaluation in worlds(2).run(train, kind, str(tmp_path / "2"), 2):
+@pytest.mark.parametrize("case", ["sft", "dpo", "dpo, ref_model", "reward"])
+def test_two_ranks_train_like_trl_alone(worlds, tmp_path, case):
+    """20 steps with accumulation 2: all that TRL logs, the trained weights, and an evaluation."""
+    (alone,) = worlds(1).run(train, case, str(tmp_path / "1"))
+    for lines, adapters, evaluation in worlds(2).run(train, case, str(tmp_path / "2"), 2):
         assert len(lines) == len(alone[0]) == 20
         for found, wanted in zip(lines, alone[0], strict=True):
             compare(found, wanted)

@@ -80,8 +80,12 @@ def unpacked(examples: list[dict]) -> dict[str, torch.Tensor]:
     }
 
 
-def train(rank, world_size, kind, folder, degree=0, steps=20, save_steps=0, resume=None):
-    """Logged lines of a run, its adapters and an evaluation. Degree 0: TRL alone."""
+def train(rank, world_size, case, folder, degree=0, steps=20, save_steps=0, resume=None):
+    """Logged lines of a run, its adapters and an evaluation. Degree 0: TRL alone.
+
+    The case "dpo, ref_model" trains all weights, and its reference is a model of its own.
+    """
+    kind = case.partition(",")[0]
     os.environ |= {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "CI": "true"}
     settings = dict(
         output_dir=folder,
@@ -111,7 +115,10 @@ def train(rank, world_size, kind, folder, degree=0, steps=20, save_steps=0, resu
         adapters = LoraConfig(
             task_type="SEQ_CLS", r=4, target_modules=["in_proj_qkv", "q_proj", "down_proj"]
         )
-    cut = {"context_parallel_degree": degree} if degree else {}
+    more = {"context_parallel_degree": degree} if degree else {}
+    if case == "dpo, ref_model":
+        adapters, settings["learning_rate"] = None, 1e-3
+        more["ref_model"] = build("Qwen3.5, tied").float()
     rows = documents(kind)
     run = TRAINERS[kind][degree > 0](
         model,
@@ -120,7 +127,7 @@ def train(rank, world_size, kind, folder, degree=0, steps=20, save_steps=0, resu
         eval_dataset=rows.select(range(8)),
         processing_class=tokenizer(),
         peft_config=adapters,
-        **cut,
+        **more,
     )
     if kind == "sft":
         # TRL counts the tokens of an epoch's last batch by its samples: it has as many as the others.
