@@ -5,9 +5,11 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +19,10 @@ import titan_linear
 from tests.keys import argv_of
 from tests.records import read_lines
 from tests.refusals import refused
+from tests.state import isolated
 from titan_linear.commands import generate, plan
-from titan_linear.config import Config, check_config, config_to_toml, load_config
+from titan_linear.config import Config, Optimizer, check_config, config_to_toml, load_config
+from titan_linear.distributed.options import SessionOptions
 from titan_linear.hooks import HOOKS
 from titan_linear.losses import LOSSES, build_loss
 from titan_linear.losses.loss import LocalBatch
@@ -26,6 +30,7 @@ from titan_linear.models.mixers import MIXERS
 from titan_linear.models.presets import MODELS, preset, resized
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.proof import doctor
+from titan_linear.proof.definitions import missing
 from titan_linear.proof.subject import narrowed
 from titan_linear.registry import TABLES, register
 from titan_linear.run.session import Session, mesh
@@ -47,7 +52,7 @@ KEYS = {
     "model.pattern": '["scaled_conv", "attention"]',
     "model.num_layers": 2,
     "model.scaled_conv.channels": 32,
-    "model.attention": "{heads = 4, kv_heads = 2, head_dim = 16}",
+    "model.attention": "{kv_heads = 2, head_dim = 16, qk_norm = '', output_gate = false}",
     "training.dataset": "csv",
     "training.seq_len": 64,
     "training.global_batch_size": 4,
@@ -67,14 +72,22 @@ def write_package(folder):
     (folder / "texts.csv").write_text("number,text\n" + rows)
 
 
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    """A folder with the page's package, in which a run starts."""
-    write_package(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    yield tmp_path
+@contextmanager
+def inside(folder):
+    """In this working directory; modules that are imported from it are forgotten, and so is what they register."""
+    with isolated():
+        os.chdir(folder)
+        yield
     for name in [name for name in sys.modules if name.startswith("my_")]:
         del sys.modules[name]
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A folder with the page's package, in which a run starts."""
+    write_package(tmp_path)
+    with inside(tmp_path):
+        yield tmp_path
 
 
 def arguments(folder, **more):
@@ -86,8 +99,13 @@ def arguments(folder, **more):
 
 
 def test_a_run_with_all_kinds_resumes_exports_and_generates(package, capsys):
-    """By the command, whose working directory has the package; `-c` starts it as an installed script does."""
+    """By the command, a script elsewhere, in a working directory that has the package."""
     run = package / "run"
+    (package / "bin").mkdir()
+    command = package / "bin/titan-linear"
+    command.write_text("from titan_linear.__main__ import entry\n\nentry()\n")
+    environment = os.environ | {"NGPU": "2", "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)
     more = {"validation__enable": "true", "validation__freq": 1, "checkpoint__interval": 1}
     for steps in (1, 2):
         argv = arguments(
@@ -97,10 +115,9 @@ def test_a_run_with_all_kinds_resumes_exports_and_generates(package, capsys):
             checkpoint__last_save_in_hf="true" if steps == 2 else "false",
             **more,
         )
-        code = "import sys; from titan_linear.__main__ import main; sys.exit(main(sys.argv[1:]))"
         done = subprocess.run(
-            [sys.executable, "-P", "-c", code, "train", *argv],
-            env=os.environ | {"NGPU": "2", "PYTHONPATH": str(ROOT)},
+            [sys.executable, command, "train", *argv],
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -130,9 +147,9 @@ def test_a_run_with_all_kinds_resumes_exports_and_generates(package, capsys):
 def test_the_doctor_and_the_planner_know_them(package, monkeypatch, capsys):
     monkeypatch.setenv("NGPU", "2")
     argv = arguments(package, training__seq_len=128, model__pattern='["scaled_conv"]')
-    del argv[argv.index("--model.attention") :][:2]
-    argv = [x for x in argv if not x.startswith(("{heads", "--model.attention"))]
-    assert doctor.main([*argv, "--model.num_layers=1"]) == 0, capsys.readouterr().out
+    place = argv.index("--model.attention")
+    argv[place : place + 2] = ["--model.num_layers=1"]
+    assert doctor.main(argv) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
     assert "--   definition: gce has none here, and is only compared" in said
     # Its op is the one of the options that it extends.
@@ -143,10 +160,6 @@ def test_the_doctor_and_the_planner_know_them(package, monkeypatch, capsys):
 
 def test_what_has_no_definition_is_named(monkeypatch):
     """A mixer without a case; and ours have one."""
-    from types import SimpleNamespace
-
-    from titan_linear.proof.definitions import missing
-
     kind = type("Other", (), {"name": "other"})
     subject = SimpleNamespace(
         config=Config(), model=SimpleNamespace(mixers=(kind(), *preset("hybrid", "debug").mixers))
@@ -179,13 +192,13 @@ def test_the_loss_is_its_definition(package):
 
 
 def mixer_on_rank(rank, world_size, folder):
-    """Loss and gradient norm of a step of the page's mixer."""
-    os.chdir(folder)
-    config = load_config(arguments(folder))
-    model = replace(resized(preset("hybrid", "debug"), config.model.model_dump()), vocab_size=64)
-    from titan_linear.config import Optimizer
-    from titan_linear.distributed.options import SessionOptions
+    """Loss and gradient norm of a step of the page's mixer and loss, on each split."""
+    with inside(folder):
+        return steps_of(load_config(arguments(folder)), world_size)
 
+
+def steps_of(config, world_size):
+    model = replace(resized(preset("hybrid", "debug"), config.model.model_dump()), vocab_size=64)
     types = dict.fromkeys(("dtype", "compute_dtype", "reduce_dtype"), torch.float64)
     found = []
     for degrees in (
@@ -313,12 +326,13 @@ def test_options_of_a_loss(package):
     argv = ["--job.custom_import=my_package", "--loss.name=gce"]
     (package / "mine.toml").write_text("[loss.options]\nq = 3")
     assert load_config([*argv, "--job.config_file=mine.toml"]).objective.q == 3
-    for options in ("p=3", "q=x"):
-        name, _, value = options.partition("=")
-        with refused(
-            rf"loss.options = .*'{name}': .*{value}.*: \('{name}',\): .*loss.name = 'gce' has q"
-        ):
-            load_config([*argv, f"--loss.options.{options}"]).objective  # noqa: B018
+    for option, problem in (
+        ("p = 3", "Extra inputs"),
+        ("q = 'x'", "Input should be a valid number"),
+    ):
+        said = f"loss.options.{option}: {problem}.*; loss.name = 'gce' has the options q"
+        with refused(said):
+            load_config([*argv, f"--loss.options.{option.replace(' ', '')}"]).objective  # noqa: B018
     with refused(
         r"loss.options = \{q = 3\} has no effect with loss.name = 'dpo'; use the section \[dpo\]"
     ):
@@ -331,8 +345,6 @@ def test_what_registers_is_public():
 
 def test_isolation_of_tables(package):
     """What a test registers is gone after it."""
-    from tests.state import isolated
-
     with isolated():
         load_config(arguments(package))
         assert "gce" in LOSSES and "scaled_conv" in MIXERS and [*HOOKS] == ["least"]

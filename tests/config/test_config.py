@@ -194,6 +194,15 @@ def test_other_arguments_are_refused(argv, message):
         load_config(argv)
 
 
+def test_values_that_look_like_options():
+    argv = ["--job.description", "-draft", "--sample.prompt", "--- a/file", "--debug.seed=7"]
+    config = load_config([*argv, "--training.steps", "5", "--training.steps", "6"])
+    assert (config.job.description, config.sample.prompt) == ("-draft", "--- a/file")
+    assert (config.debug.seed, config.training.steps) == (7, 6)
+    with refused("--training.steps needs a value, INT"):
+        load_config(["--training.steps", "--training.seq_len", "64"])
+
+
 def test_all_mistakes_are_named_at_once():
     with pytest.raises(ValueError) as error:
         load_config(["--training.steps=x", "--optimizer.lr=y"])

@@ -89,8 +89,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     to = directions.add_parser("to-hf")
     to.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
     to.add_argument("folder", metavar="FOLDER", type=Path)
-    source = "source: of each tensor as in the folder that the run began from (default: float32)"
-    to.add_argument("--export-dtype", choices=EXPORT_DTYPES, default="float32", help=source)
+    to.add_argument(
+        "--export-dtype",
+        choices=EXPORT_DTYPES,
+        default="float32",
+        help="source: of each tensor as in the folder that the run began from (default: float32)",
+    )
     to.add_argument("--like", default="", help="a Hugging Face folder of the same model")
     merging = directions.add_parser("merge")
     merging.add_argument("source", metavar="SOURCE", type=Path)

@@ -166,32 +166,42 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser("titan-linear corpus", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     # Options of `write`, whose descriptions are those keys' in the configuration.
-    make = commands.add_parser("write")
-    make.add_argument("folder", metavar="FOLDER", help="must not exist")
-    make.add_argument("--dataset", choices=TEXT_SOURCES, required=True, help="kind of the texts")
-    make.add_argument("--path", help="a file, a folder, or globs separated by commas")
-    make.add_argument(
+    option = commands.add_parser("write").add_argument
+    option("folder", metavar="FOLDER", help="must not exist")
+    option("--dataset", choices=TEXT_SOURCES, required=True, help="kind of the texts")
+    option("--path", help="a file, a folder, or globs separated by commas")
+    option(
         "--tokenizer",
         default="",
         help="a tokenizer.json or the folder that holds one (default: bytes)",
     )
-    make.add_argument(
+    option(
         "--text-field", default="text", help="field or column of a document's text (default: text)"
     )
     keys = SECTIONS["training"].model_fields
-    about = keys["dataset_format"].description
-    make.add_argument("--format", choices=FORMATS, default="text", help=f"{about} (default: text)")
-    bad = keys["on_bad_document"].description
-    make.add_argument("--on-bad-document", choices=("stop", "skip"), default="stop", help=bad)
-    longest = keys["max_length"].description
-    make.add_argument("--max-length", type=int, default=0, metavar="TOKENS", help=longest)
-    ways = ("right", "left", "skip")
-    cut = keys["truncation"].description
-    make.add_argument("--truncation", choices=ways, default="right", help=cut)
+    about = {name: key.description for name, key in keys.items()}
+    option(
+        "--format",
+        choices=FORMATS,
+        default="text",
+        help=f"{about['dataset_format']} (default: text)",
+    )
+    option(
+        "--on-bad-document",
+        choices=("stop", "skip"),
+        default="stop",
+        help=about["on_bad_document"],
+    )
+    option("--max-length", type=int, default=0, metavar="TOKENS", help=about["max_length"])
+    option(
+        "--truncation",
+        choices=("right", "left", "skip"),
+        default="right",
+        help=about["truncation"],
+    )
     # Options of `list`, `check` and `prune`.
     commands.add_parser("list")
-    look = commands.add_parser("check")
-    look.add_argument(
+    commands.add_parser("check").add_argument(
         "folders",
         metavar="FOLDER",
         nargs="*",

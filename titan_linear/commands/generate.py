@@ -28,7 +28,7 @@ from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.hf_mapping import mtp_depth
 from titan_linear.run.build import DTYPES, allocated
-from titan_linear.run.generate import Drafts, Sampling, continuations, generate
+from titan_linear.run.generate import Drafts, Rows, Sampling, continuations, generate
 from titan_linear.run.origin import Origin, other_tokenizer
 from titan_linear.storage.hf_io import CONFIG, read_config
 from titan_linear.storage.step_folders import verify
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
 def chat(
     tokenizer: Tokenizer,
     first: Sequence[str],
-    answers: Callable[[list[list[int]]], list[list[int]]],
+    answers: Callable[[Rows], Rows],
 ) -> None:
     """Print an answer to each turn: the prompts given, then lines of the terminal."""
     conversation = Conversations(tokenizer, "--chat")

@@ -179,10 +179,10 @@ def machine_of(args: argparse.Namespace) -> Machine:
         raise ValueError(
             f"--attention {kernel!r} is not in the rates; use one of {', '.join(rates.attention)}"
         )
-    # The remaining options are numbers with a least value.
-    for option, least in (("gpus", 1), ("node", 1)):
-        if (number := getattr(args, option)) < least:
-            raise ValueError(f"--{option} {number} must be {least} or more")
+    # The remaining options are numbers.
+    for option in ("gpus", "node"):
+        if (number := getattr(args, option)) < 1:
+            raise ValueError(f"--{option} {number} must be 1 or more")
     if not args.network > 0:
         raise ValueError(f"--network {args.network:g} must be above 0")
     return Machine(rates, args.node, args.network * 1e9, kernel)
@@ -240,17 +240,15 @@ def describe(rank: PlannedRank) -> str:
 
 
 def memory_table(rank: PlannedRank, machine: Machine) -> str:
-    at = rank.moments()
+    moments = rank.moments()
     gpus = rank.gpus
     size = machine.rates.memory_gib
-    sums = {name: sum(parts.values()) for name, parts in at.items()}
-    fullest = max(sums, key=sums.get)
+    fullest = max(moments, key=lambda name: sum(moments[name].values()))
     # The moment that holds most comes first.
-    at = {fullest: at[fullest], **at}
-    total = sums[fullest] / GIB
+    at = {fullest: moments[fullest], **moments}
     rows = [(part, *(f"{parts[part] / GIB:.2f}" for parts in at.values())) for part in PARTS]
-    rows.append(("sum", *(f"{sums[name] / GIB:.2f}" for name in at)))
-    verdict = "fits" if total <= (1 - SPARE) * size else "does not fit"
+    rows.append(("sum", *(f"{sum(parts.values()) / GIB:.2f}" for parts in at.values())))
+    verdict = "fits" if rank.needs <= (1 - SPARE) * size * GIB else "does not fit"
     # Bytes that each kind of layer keeps, with the number of such layers.
     names = (layer.name for layer in rank.model.layers)
     each = Counter(zip(names, rank.saved()[0], strict=True))

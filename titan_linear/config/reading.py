@@ -109,8 +109,8 @@ def _with_mixers(tables: Tables) -> Tables:
     model = tables.get("model")
     if not isinstance(model, dict):
         return tables
-    own = {}
-    rest = {}
+    own: Tables = {}
+    rest: Tables = {}
     for name, value in model.items():
         is_mixer = isinstance(value, dict) and f"model.{name}" not in KEYS
         (own if is_mixer else rest)[name] = value

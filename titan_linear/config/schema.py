@@ -861,12 +861,12 @@ class Config(Section):
 
     def changed(self, changes: Mapping[str, object]) -> Config:
         """Return a copy with other values of some keys, by "section.key"."""
-        sections: dict[str, Section] = {}
+        config = self
         for name, value in changes.items():
             section, key = name.split(".")
-            before = sections.get(section, getattr(self, section))
-            sections[section] = before.model_copy(update={key: value})
-        return self.model_copy(update=sections)
+            changed = getattr(config, section).model_copy(update={key: value})
+            config = config.model_copy(update={section: changed})
+        return config
 
     def flat_keys(self) -> dict[str, Any]:
         """Return {"section.key": value}."""
@@ -908,8 +908,8 @@ class Config(Section):
         except ValidationError as invalid:
             error = invalid.errors()[0]
             raise ValueError(
-                f"loss.options = {loss.options}: {error['loc']}: {error['msg']}; loss.name = {loss.name!r} has "
-                f"{', '.join(section.model_fields)}"
+                f"loss.options.{'.'.join(map(str, error['loc']))} = {error['input']!r}: {error['msg']}; loss.name = "
+                f"{loss.name!r} has the options {', '.join(section.model_fields)}"
             ) from None
 
     def micro_steps(self, world_size: int) -> int:

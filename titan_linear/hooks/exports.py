@@ -119,15 +119,16 @@ class Exports(Hook):
             self._ended(f"no process starts: {describe(error)}")
 
     def _say(self) -> None:
+        code = self.process.returncode
         self.output.seek(0)
-        said = self.output.read().strip().splitlines() or [f"exit code {self.process.returncode}"]
+        said = self.output.read().strip().splitlines() or [f"exit code {code}"]
         self.output.close()
         # A process that was killed is started again, once.
-        if self.process.returncode < 0 and self.exporting not in self.again:
+        if code < 0 and self.exporting not in self.again:
             self.again.add(self.exporting)
             self.waiting.append(self.exporting)
             said.append("its process was killed; it starts again")
-        self._ended("" if self.process.returncode == 0 else said[-1].removeprefix("error: "))
+        self._ended(said[-1].removeprefix("error: ") if code else "")
 
     def _ended(self, problem: str) -> None:
         step = self.exporting

@@ -29,6 +29,7 @@ ranks, and its result is read with the step's numbers. The step itself computes 
 without telemetry.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -215,31 +216,31 @@ class Telemetry(Hook):
         all of them.
         """
         losses, *further = losses
+        device = losses.device
+        plan = batch.plan
+        positions = plan.position_ids
         # All tp ranks have the same tokens: only the first of them counts.
         first = self.dims.tp_ranks.rank == 0
         pairs = torch.stack([losses, (batch.labels.flatten() != IGNORE).double() * first])  # [2, T]
         # Rows of the tokens from which the labels are predicted.
-        rows = torch.arange(len(batch.plan.position_ids), device=losses.device)
-        if batch.plan.branches is not None:
-            rows = torch.cat([rows, batch.plan.branches])
+        rows = torch.arange(len(positions), device=device)
+        if plan.branches is not None:
+            rows = torch.cat([rows, plan.branches])
         # Losses by position, in bins of powers of 2.
-        powers = 2 ** torch.arange(1, self.buckets, device=losses.device)
-        bucket = torch.bucketize(batch.plan.position_ids[rows] + 1, powers, right=True)
+        powers = 2 ** torch.arange(1, self.buckets, device=device)
+        bucket = torch.bucketize(positions[rows] + 1, powers, right=True)
         self._add("loss_by_position", pairs, bucket, [str(2**b) for b in range(self.buckets)])
         # Losses of the layers that predict further tokens.
         depths = [str(k) for k, _ in enumerate(further, 1)]
         for k, of in enumerate(further):
-            valid = (batch.plan.later.labels[k] != IGNORE).double() * first
+            valid = (plan.later.labels[k] != IGNORE).double() * first
             self._add("loss_by_depth", torch.stack([of, valid]), torch.full_like(bucket, k), depths)
         # Losses by source: of the mixture's sources, then of the file groups.
         names = self.sources + (self.groups.names if self.groups else [])
         if self.sources:
-            sources = torch.tensor(
-                [self.sources.index(self.streams.source(i)[0]) for i in batch.streams]
-            )
-            of_token = sources.to(losses.device)[
-                rows // (len(batch.plan.position_ids) // len(sources))
-            ]
+            sources = [self.sources.index(self.streams.source(i)[0]) for i in batch.streams]
+            stream = rows // (len(positions) // len(sources))
+            of_token = torch.tensor(sources, device=device)[stream]
             self._add("loss_by_source", pairs, of_token, names)
         if self.groups:
             group = self._groups_of_tokens(batch)[rows]
@@ -339,4 +340,4 @@ def _window_tokens(tokens: int) -> int:
 
 def _unit(parameter: str) -> str:
     """Map layers.3.mixer.q_proj.weight to layers.3, and head.norm.weight to head."""
-    return ".".join(parameter.split(".")[: 2 if parameter.startswith("layers.") else 1])
+    return re.match(r"layers\.\d+|[^.]+", parameter)[0]

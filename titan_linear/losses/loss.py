@@ -3,8 +3,6 @@
 A loss that needs such sums passes over the head twice.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

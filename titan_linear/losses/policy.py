@@ -12,8 +12,6 @@ of its bound and no gradient. A ratio that is not clipped (where A is negative),
 may overflow. The loss is then infinite, and training.on_nonfinite decides what happens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

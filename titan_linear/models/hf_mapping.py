@@ -54,7 +54,7 @@ class Placement:
     shape: Shape
     sources: tuple[StoredTensor, ...]
     # Runs (first, last + 1) of the concatenation; None: all of it, in order.
-    rows: tuple[tuple[int, int], ...] | None
+    rows: tuple[tuple[int, int], ...] | None = None
 
     @property
     def width(self) -> int:

@@ -16,6 +16,8 @@ from titan_linear.models.mixers import MIXERS
 from titan_linear.models.mlps import Dense
 from titan_linear.models.rope import RopeScaling
 
+# Options or keys, by name.
+Options = Mapping[str, Any]
 # Entries of a pattern that are not mixers.
 ALONE = Dense.name, MoEConfig.name
 
@@ -56,7 +58,7 @@ def preset(name: str, flavor: str) -> ModelConfig:
     return MODELS[name][flavor]
 
 
-def resized(model: ModelConfig, keys: Mapping[str, Any]) -> ModelConfig:
+def resized(model: ModelConfig, keys: Options) -> ModelConfig:
     """Return the model with the changes given by the keys of [model].
 
     These are sizes, the pattern, and options of mixers and experts.
@@ -120,7 +122,7 @@ def _name(entry: Entry) -> str:
     )
 
 
-def _entry(entry: Entry | str, bases: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+def _entry(entry: Entry | str, bases: Options, given: Options) -> Any:
     """Return an entry of a pattern with the options that the keys give.
 
     Args:
@@ -139,7 +141,7 @@ def _entry(entry: Entry | str, bases: Mapping[str, Any], given: Mapping[str, Any
     return mixers if len(mixers) > 1 else mixers[0]
 
 
-def _with_options(base: Any, given: Mapping[str, Any], where: str) -> Any:
+def _with_options(base: Any, given: Options, where: str) -> Any:
     """Return `base` with the given options. If it is a class, other options are the defaults.
 
     The value "" stands for None.

@@ -35,8 +35,9 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.run.reading import Reader
 from titan_linear.step.passes import with_reference
 
-# Tokens of a text.
+# Tokens of a text, and of several texts.
 Ids = Sequence[int]
+Rows = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def continuations(
     sampling: Sampling,
     drafts: Drafts | None = None,
     **options: Any,
-) -> list[list[int]]:
+) -> Rows:
     """Return the new tokens of each prompt, by `generate_tokens` with this tokenizer.
 
     With `drafts`, the model drafts tokens, which are counted there, and the likeliest
@@ -119,13 +120,13 @@ def generate_tokens(
     stops: Callable[[list[int]], bool] = lambda new: False,
     vocab_size: int | None = None,
     prefill_chunk: int = 2048,
-) -> list[list[int]]:
+) -> Rows:
     """Return the tokens that follow each prompt, all below `vocab_size`.
 
     A row ends before a token of `ends`, and where `stops` is true of its new tokens.
     """
     rngs = [generator(sampling.seed, "sample", i) for i in range(len(prompts))]
-    new: list[list[int]] = [[] for _ in prompts]
+    new: Rows = [[] for _ in prompts]
     done = [max_new_tokens == 0] * len(prompts)
     rows = None if all(done) else prefill(model, prompts, chunk=prefill_chunk, device=device)
     while not all(done):
@@ -185,12 +186,15 @@ def _batched(caches: Sequence[LayerCache], growing: set[str]) -> LayerCache:
     Entries that grow with the text are padded in front to the longest.
     """
     batch = LayerCache()
-    for branch, name in [(branch, name) for branch, kept in caches[0].items() for name in kept]:
-        parts = [cache[branch][name] for cache in caches]
-        if name in growing:
-            longest = max(x.shape[1] for x in parts)
-            parts = [F.pad(x, (0, 0) * (x.dim() - 2) + (longest - x.shape[1], 0)) for x in parts]
-        batch[branch][name] = torch.cat(parts)
+    for branch, kept in caches[0].items():
+        for name in kept:
+            parts = [cache[branch][name] for cache in caches]
+            if name in growing:
+                longest = max(x.shape[1] for x in parts)
+                parts = [
+                    F.pad(x, (0, 0) * (x.dim() - 2) + (longest - x.shape[1], 0)) for x in parts
+                ]
+            batch[branch][name] = torch.cat(parts)
     return batch
 
 
@@ -243,10 +247,9 @@ class _Reader:
         return other
 
     def _through(self, layers: range, first: int, tokens: Ids, *h: Tensor) -> Tensor:
-        ids, positions = (
-            torch.tensor(x, device=self.device) for x in (tokens, range(first, first + len(tokens)))
-        )
-        x = torch.cat([self.model.embedded(ids.unsqueeze(0)), *h], -1)
+        ids = torch.tensor([tokens], device=self.device)
+        positions = torch.arange(first, first + len(tokens), device=self.device)
+        x = torch.cat([self.model.embedded(ids), *h], -1)
         return self.model.through(layers, x, BatchPlan(positions), self.caches, Between())
 
     def _likeliest(self, h: Tensor) -> list[int]:
@@ -367,22 +370,20 @@ class Validator:
         """Return the prompt and the model's continuation; "" if no tokens are asked for."""
         if not tokens:
             return ""
-        reader = self.reader
-        s = self.reader.config.sample
+        config = self.reader.config
         session = self.reader.session
         # Compiled graphs are for streams, not for a text that grows by one token per call.
         uncompiled = (
-            torch.compiler.set_stance("force_eager")
-            if reader.config.compile.enable
-            else nullcontext()
+            torch.compiler.set_stance("force_eager") if config.compile.enable else nullcontext()
         )
+        sample = config.sample
         with session.precision, uncompiled:
             (text,) = generate(
                 session.model,
-                reader.tokenizer,
+                self.reader.tokenizer,
                 [prompt],
                 max_new_tokens=tokens,
                 device=session.device,
-                sampling=Sampling(s.temperature, s.top_p, reader.config.debug.seed),
+                sampling=Sampling(sample.temperature, sample.top_p, config.debug.seed),
             )
         return text

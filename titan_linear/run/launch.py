@@ -223,11 +223,9 @@ def _environment(processes: int) -> dict[str, str]:
 def _report(failures: dict[int, ProcessFailure]) -> int:
     """Print which rank failed first, and return its exit code."""
     # Workers that followed another's failure sort last, then the earliest failure wins.
-    order = {
-        rank: (failure.exitcode in FOLLOWING, failure.timestamp)
-        for rank, failure in failures.items()
-    }
-    rank = min(order, key=order.get)
+    rank = min(
+        failures, key=lambda rank: (failures[rank].exitcode in FOLLOWING, failures[rank].timestamp)
+    )
     code = failures[rank].exitcode
     how = f"exit code {code}" if code > 0 else f"killed by {failures[rank].signal_name()}"
     print(

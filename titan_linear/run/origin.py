@@ -233,8 +233,7 @@ class Origin:
         """
         folder = like or self.assets
         if folder and (folder / CONFIG).is_file():
-            family, _ = read_model(folder)
-            return family
+            return read_model(folder)[0]
         return FAMILY_OF.get(self.config.model.name) or find_family(self.definition.base, tokenizer)
 
     # --- The weights --------------------------------------------------------------------------
@@ -331,7 +330,6 @@ class Origin:
         )
 
 
-@dataclass(frozen=True, eq=False)
 class Checkpointed(Origin):
     path: Path
 
@@ -381,7 +379,6 @@ class Checkpointed(Origin):
         load_weights(self.model_step, model, host)
 
 
-@dataclass(frozen=True, eq=False)
 class Published(Origin):
     path: Path
 
@@ -615,7 +612,6 @@ def balance_experts(model: ModelConfig, t: Training, m: Model) -> ModelConfig:
         raise ValueError(
             f"training.expert_{key} is set, but {m.preset} has no {lacking}; leave it at -1"
         )
-    assert model.moe is not None
     return replace(model, moe=replace(model.moe, **values))
 
 

@@ -169,6 +169,7 @@ def _check_checkpoint(origin: Origin) -> Progress | None:
         The progress saved in the checkpoint that the run resumes from; None for a new run.
     """
     config = origin.config
+    steps = config.training.steps
     c = config.checkpoint
     folder = config.checkpoint_folder
     exports = check_exports(origin)
@@ -177,12 +178,13 @@ def _check_checkpoint(origin: Origin) -> Progress | None:
     origin.check(new=step is None, exports=exports)
     if step is None:
         return None
-    verify(folder / f"step-{step}")
+    checkpoint = folder / f"step-{step}"
+    verify(checkpoint)
     # Say where a resumed run stands, and end here if it is finished.
     rewound = c.load_step not in (-1, step)
-    if step > config.training.steps and c.load_step == -1:
+    if step > steps and c.load_step == -1:
         raise ValueError(
-            f"training.steps = {config.training.steps} is less than the {step} steps that the run in "
+            f"training.steps = {steps} is less than the {step} steps that the run in "
             f"{config.job.dump_folder!r} has done; give more, or go back to a step before: checkpoint.load_step"
         )
     if rewound:
@@ -190,7 +192,7 @@ def _check_checkpoint(origin: Origin) -> Progress | None:
             f"resuming from step {step}: the run went back to checkpoint.load_step = {c.load_step} before; to do so "
             f"again, move '{folder / REWOUND}' away",
         )
-    ended = step >= config.training.steps or LowestLoss.so_far(config, step).ends_run
+    ended = step >= steps or LowestLoss.so_far(config, step).ends_run
     if ended and (c.load_step == -1 or rewound):
         print(finished(config, step))
         if c.last_save_in_hf and not is_exported(config, step):
@@ -201,14 +203,14 @@ def _check_checkpoint(origin: Origin) -> Progress | None:
             print(not_exported(lacking))
         raise SystemExit(0)
     # A run that continues needs the optimizer, the same model and the same schedule.
-    if not holds_optimizer(folder / f"step-{step}"):
+    if not holds_optimizer(checkpoint):
         raise ValueError(
-            f"'{folder}/step-{step}' holds weights only (checkpoint.last_save_model_only): no run can resume from it; "
+            f"'{checkpoint}' holds weights only (checkpoint.last_save_model_only): no run can resume from it; "
             "start a new run with checkpoint.initial_load_path, or resume from an earlier checkpoint.load_step"
         )
-    check_weights(folder / f"step-{step}", unallocated(origin.model))
-    progress = read_progress(folder / f"step-{step}")
-    check_schedule(config.training.steps, config.optimizer.lr, config.lr_scheduler, progress)
+    check_weights(checkpoint, unallocated(origin.model))
+    progress = read_progress(checkpoint)
+    check_schedule(steps, config.optimizer.lr, config.lr_scheduler, progress)
     return progress
 
 

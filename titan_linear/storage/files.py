@@ -114,8 +114,8 @@ KINDS = {
 
 def kind_of(path: Path, otherwise: str) -> str:
     """Return a remedy that names the folder's kind, if it is one of KINDS."""
-    kinds = (kind for name, kind in KINDS.items() if (path / name).is_file())
-    return next((f"it is {kind}" for kind in kinds), otherwise)
+    kinds = (f"it is {kind}" for name, kind in KINDS.items() if (path / name).is_file())
+    return next(kinds, otherwise)
 
 
 def shown(path: Path) -> str:

@@ -146,7 +146,7 @@ def tied_head(model: ModelConfig, family: str) -> list[Placement]:
     if not model.tie_embeddings or FAMILIES[family].ties:
         return []
     shape = (model.vocab_size, model.dim)
-    return [Placement("embedding.weight", shape, (StoredTensor(HEAD, shape),), rows=None)]
+    return [Placement("embedding.weight", shape, (StoredTensor(HEAD, shape),))]
 
 
 def write_folder(
@@ -293,13 +293,14 @@ def _config_json(
             table["dtype"] = short(dtype)
             # The older name.
             table.pop("torch_dtype", None)
-    longest = max(longest, *(tables[-1].get(name) or 0 for name in LENGTHS))
-    _lengthen(tables[-1], longest)
+    text = tables[-1]
+    longest = max(longest, *(text.get(name) or 0 for name in LENGTHS))
+    _lengthen(text, longest)
     # A scale of positions may follow from the length.
     _, theirs = config_from_hf(config, model.mtp_layers)
     if differences(theirs, model):
-        _change(tables[-1], config_to_hf(family, theirs), config_to_hf(family, model))
-        _lengthen(tables[-1], longest)
+        _change(text, config_to_hf(family, theirs), config_to_hf(family, model))
+        _lengthen(text, longest)
     return config
 
 
@@ -314,13 +315,12 @@ def _change(config: Json, before: Json, now: Json) -> None:
     """Change a config.json where `now` differs from `before`. Other entries of tables stay."""
     for key, value in now.items():
         if value != before.get(key):
-            kept = {}
             if isinstance(value, dict):
                 names = before.get(key) or ()
-                for name, entry in (config.get(key) or {}).items():
-                    if name not in names and not isinstance(entry, dict):
-                        kept[name] = entry
-            config[key] = kept | value if kept else value
+                entries = (config.get(key) or {}).items()
+                kept = {n: x for n, x in entries if n not in names and not isinstance(x, dict)}
+                value = kept | value
+            config[key] = value
     # rope_parameters replaces these older keys.
     for older in ("rope_scaling", "rope_theta", "partial_rotary_factor"):
         config.pop(older, None)

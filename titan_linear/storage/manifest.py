@@ -107,9 +107,15 @@ def stored_tensors(
         stored = Stored(dtype=str(tensor.properties.dtype), size=list(tensor.size), chunks=[])
         for chunk in tensor.chunks:
             at = where[MetadataIndex(name, chunk.offsets)]
-            place = {"relative_path": at.relative_path, "offset": at.offset, "length": at.length}
-            shape = {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
-            stored.chunks.append(Chunk(**shape, **place))
+            stored.chunks.append(
+                Chunk(
+                    offsets=list(chunk.offsets),
+                    sizes=list(chunk.sizes),
+                    relative_path=at.relative_path,
+                    offset=at.offset,
+                    length=at.length,
+                )
+            )
         tensors[name] = stored
     return tensors
 

@@ -36,6 +36,7 @@ from titan_linear.storage.tensors import Weights
 
 PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
+Tensors = dict[str, Tensor]
 # The names of the header's entries.
 BASE = "base"
 KEYS = "keys"
@@ -119,7 +120,7 @@ def contents(model: ModelConfig, family: str) -> list[PeftTensor]:
             path = module + ".base_layer" * any(x.lora and x.module == module for x in held)
             of_A = next(name for p in placements if (name := lora_name(p.name, "A")) in ours)
             lies = (math.prod(ours[of_A][:-1]), ours[of_A][-1])
-            A = Placement(of_A, ours[of_A], (StoredTensor("", lies),), rows=None)
+            A = Placement(of_A, ours[of_A], (StoredTensor("", lies),))
             for part, shape, parts in (("B", source.shape, of_B), ("A", lies, (A,))):
                 held.append(
                     PeftTensor(f"{PREFIX}{path}.lora_{part}.weight", module, shape, parts, part)
@@ -131,7 +132,7 @@ def contents(model: ModelConfig, family: str) -> list[PeftTensor]:
     ):
         # peft's copy of the embedding is not tied to its copy of the head.
         shape = copies[0].shape
-        other = Placement("embedding.weight", shape, (StoredTensor(HEAD, shape),), rows=None)
+        other = Placement("embedding.weight", shape, (StoredTensor(HEAD, shape),))
         held.insert(0, PeftTensor(PREFIX + HEAD, HEAD.rpartition(".")[0], shape, (other,)))
     return held[::-1]
 
@@ -218,7 +219,7 @@ def not_served(config: Json, architecture: str = "") -> str:
 
 def _short(names: list[str]) -> list[str]:
     """Return names from the layer's number on, which peft finds under any prefix."""
-    return [name[name.index("layers.") :] if "layers." in name else name for name in names]
+    return [re.sub(r"^.*?(?=layers\.)", "", name) for name in names]
 
 
 def placed(model: ModelConfig, family: str, get: Weights) -> tuple[list[Placement], Weights]:
@@ -235,7 +236,7 @@ def placed(model: ModelConfig, family: str, get: Weights) -> tuple[list[Placemen
             # B of experts is one parameter of ours, in another layout.
             (part,) = held.parts
             stacks[part.name] = held
-            parts.append(Placement(part.name, source.shape, (source,), rows=None))
+            parts.append(Placement(part.name, source.shape, (source,)))
         else:
             parts += [replace(part, sources=(source,)) for part in held.parts]
 
@@ -287,13 +288,9 @@ def settings_of(path: Path) -> Json:
 
 def keys_of(path: Path) -> list[str]:
     """Return the arguments given to `write_peft`; none in a folder of another program."""
-    return [line for line in _header(path).get(KEYS, "").splitlines() if KEPT.match(line)]
-
-
-def _header(path: Path) -> dict[str, str]:
-    """Return the header entries of a folder's file of tensors."""
     with safe_open(path / PEFT_WEIGHTS, "pt") as file:
-        return file.metadata() or {}
+        header = file.metadata() or {}
+    return [line for line in header.get(KEYS, "").splitlines() if KEPT.match(line)]
 
 
 def spellings(path: Path, family: str) -> dict[str, str]:
@@ -339,9 +336,7 @@ UNREADABLE = {
 OF_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def read_peft(
-    path: Path, model: ModelConfig, family: str, options: Options, base: str
-) -> dict[str, Tensor]:
+def read_peft(path: Path, model: ModelConfig, family: str, options: Options, base: str) -> Tensors:
     """Return our parameters that a folder holds, by name.
 
     Raises:
@@ -350,8 +345,8 @@ def read_peft(
     """
     _check_options(path, options)
     names = spellings(path, family)
-    check_base(_header(path).get(BASE, ""), base, path)
     with safe_open(path / PEFT_WEIGHTS, "pt") as file:
+        check_base((file.metadata() or {}).get(BASE, ""), base, path)
         tensors = {ours: file.get_tensor(name) for ours, name in names.items()}
     return _ours(path, contents(model, family), tensors)
 
@@ -391,8 +386,8 @@ def _check_options(path: Path, options: Options) -> None:
         )
 
 
-def _ours(path: Path, contents: list[PeftTensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+def _ours(path: Path, contents: list[PeftTensor], tensors: Tensors) -> Tensors:
+    found: Tensors = {}
     _check_copies(path, contents, tensors)
     for held in contents:
         tensor = tensors.pop(held.name, None)
@@ -423,7 +418,7 @@ def _ours(path: Path, contents: list[PeftTensor], tensors: dict[str, Tensor]) ->
     return found
 
 
-def _check_copies(path: Path, contents: list[PeftTensor], tensors: dict[str, Tensor]) -> None:
+def _check_copies(path: Path, contents: list[PeftTensor], tensors: Tensors) -> None:
     """Check that the copies of an embedding and its tied head are one matrix.
 
     The one copy of a folder whose weights peft has tied is made two.

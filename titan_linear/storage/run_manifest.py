@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -61,9 +62,8 @@ def write_manifest(
 
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    found = re.search(r"(?m)^model name.*?:(.*)", info.read_text() if info.exists() else "")
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _git_commit() -> Any:

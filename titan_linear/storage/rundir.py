@@ -15,7 +15,6 @@ Only rank 0 writes.
 """
 
 import json
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
@@ -115,19 +114,15 @@ def cut_metrics(folder: str, step: int) -> None:
     Raises:
         ValueError: a line before the last is not a line of metrics.
     """
-    for name in LINES:
-        if (Path(folder) / name).exists():
-            _cut(Path(folder) / name, step)
-
-
-def _cut(path: Path, step: int) -> None:
-    text = path.read_text(encoding="utf-8")
-    *lines, _torn = text.split("\n")
-    kept = "".join(
-        f"{line}\n" for number, line in enumerate(lines, 1) if _step(path, number, line) <= step
-    )
-    if kept != text:
-        write_whole(path, kept)
+    paths = (Path(folder) / name for name in LINES)
+    for path in filter(Path.exists, paths):
+        text = path.read_text(encoding="utf-8")
+        *lines, _torn = text.split("\n")
+        kept = "".join(
+            f"{line}\n" for number, line in enumerate(lines, 1) if _step(path, number, line) <= step
+        )
+        if kept != text:
+            write_whole(path, kept)
 
 
 def last_step(metrics: Path) -> int:
@@ -155,15 +150,9 @@ def append_lines(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_own(path, "a") as file:
         for value in values:
-            file.write(json.dumps(_finite(value), allow_nan=False) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(x) for key, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(x) for x in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            text = json.dumps(value)
+            finite = json.loads(text, parse_constant=lambda name: str(float(name)))
+            file.write(json.dumps(finite) + "\n")
 
 
 class MetricsLine(BaseModel):

@@ -43,7 +43,12 @@ def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None =
         ValueError: no complete checkpoint is found, or it is of another model.
     """
     chosen = on_rank_0(lambda: weights_path(path), group) if group else weights_path(path)
-    read_state(chosen, {"model": parameters_in(chosen, model)}, group)
+    # The checkpoint of a run with adapters holds what it trains, any other all but adapters.
+    parameters = saved_parameters(model)
+    if not lacks_base(chosen):
+        named = named_parameters(model)
+        parameters = {name: p for name, p in named.items() if not is_lora(name)}
+    read_state(chosen, {"model": parameters}, group)
 
 
 def check_weights(path: Path, model: nn.Module) -> None:
@@ -129,7 +134,7 @@ def named_parameters(model: nn.Module) -> dict[str, Tensor]:
     records its place in the whole one.
     """
     state = get_model_state_dict(model)
-    first = {name for name, _ in model.named_parameters()}
+    first = dict(model.named_parameters())
     for name, _ in model.named_parameters(remove_duplicate=False):
         if name not in first:
             del state[WRAPPERS.sub("", name)]
@@ -140,16 +145,6 @@ def saved_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters to save: all, or with adapters only the trained ones."""
     frozen = {WRAPPERS.sub("", name) for name in frozen_names(model)}
     return {name: p for name, p in named_parameters(model).items() if name not in frozen}
-
-
-def parameters_in(path: Path, model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters that a step-N folder holds.
-
-    Of a run with adapters, it holds the trained ones; else all but adapters.
-    """
-    if lacks_base(path):
-        return saved_parameters(model)
-    return {name: p for name, p in named_parameters(model).items() if not is_lora(name)}
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[State, State]:

@@ -167,10 +167,11 @@ class Texts:
 
         It is independent of paths and times. Reads all files.
         """
-        content = hashlib.blake2b(_encoded(json.dumps(self._how)), digest_size=16)
+        content = hashlib.blake2b(json.dumps(self._how).encode(), digest_size=16)
         try:
             for file in progress(self.files, f"reading {self.dataset}"):
-                content.update(_encoded(f"\n{file.suffix} {file.stat().st_size}\n"))
+                about = f"\n{file.suffix} {file.stat().st_size}\n"
+                content.update(about.encode("utf-8", "surrogateescape"))
                 add_file(file, content)
         except OSError as error:
             raise _unreadable(error) from error
@@ -184,7 +185,7 @@ class Texts:
         how = self.text_field, self.dataset_format, fields
         for number, file in enumerate(self.files):
             for document in read_documents(self.dataset, file, *how):
-                yield replace(document, file=number)
+                yield document._replace(file=number)
 
     @property
     def _how(self) -> list[str | None]:
@@ -192,8 +193,8 @@ class Texts:
         field_or_format = self.text_field if has_records(self.dataset) else None
         if self.dataset_format != "text":
             field_or_format = self.encoder.fingerprint
-        how = [format_of(self.all_columns), self.dataset, field_or_format]
-        how.append(self.tokenizer.fingerprint)
+        tokenizer = self.tokenizer.fingerprint
+        how = [format_of(self.all_columns), self.dataset, field_or_format, tokenizer]
         how += [f"{name}, 2" for name in sorted(self.columns)]
         if self.share_prefixes:
             how.append(f"shared by {self.group_field}, 2")
@@ -216,7 +217,7 @@ class Texts:
                 stats.append((str(file), stat.st_size, stat.st_mtime_ns))
         except OSError as error:
             raise _unreadable(error) from error
-        return hashlib.sha256(_encoded(json.dumps([*self._how, stats]))).hexdigest()[:24]
+        return hashlib.sha256(json.dumps([*self._how, stats]).encode()).hexdigest()[:24]
 
 
 def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool = False) -> Corpus:
@@ -331,11 +332,6 @@ def _paths_when_written(corpus: Corpus) -> tuple[str, ...] | None:
     if len(paths) != len(corpus.files) - 1:
         raise unfitting(path)
     return paths
-
-
-def _encoded(text: str) -> bytes:
-    """Return a text with paths in it as bytes."""
-    return text.encode("utf-8", "surrogateescape")
 
 
 def _unreadable(error: OSError) -> ValueError:

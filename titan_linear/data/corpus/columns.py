@@ -95,9 +95,7 @@ def with_columns(
     Raises:
         Problem: a value does not fit its document.
     """
-    made: list[tuple[ndarray, dict[str, ndarray]]] = []
-    for document in documents:
-        made.append((document.tokens, dict(document.columns)))
+    made = [(document.tokens, dict(document.columns)) for document in documents]
     for name, dtype in dtypes.items():
         of_each = values[name] if len(made) > 1 else [values[name]]
         if not isinstance(of_each, list) or len(of_each) != len(made):

@@ -28,8 +28,6 @@ since (`verify_changed`). A damaged corpus is an error and is never rebuilt auto
 nothing that might be someone's only copy is deleted.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -46,7 +44,7 @@ import numpy as np
 from numpy import ndarray
 
 from titan_linear.config import has_records
-from titan_linear.data.corpus.columns import WEIGHTS, check_kinds
+from titan_linear.data.corpus.columns import WEIGHTS, Kinds, check_kinds
 from titan_linear.data.corpus.sources import TEXT_SOURCES
 from titan_linear.storage.files import (
     Json,
@@ -212,9 +210,6 @@ def load_corpus(folder: Path) -> Corpus:
         _check_size(folder / name, file["size"])
         if name in dtypes:
             files[name] = np.asarray(np.memmap(folder / name, dtypes[name], mode="r"))
-    columns = {}
-    for name, kind in info.get("columns", {}).items():
-        columns[name] = open_column(folder, name, *kind)
     corpus = Corpus(
         folder=folder,
         tokens=files[TOKENS],
@@ -223,25 +218,28 @@ def load_corpus(folder: Path) -> Corpus:
         info=info,
         name=str(folder),
         files=files.get(FILE_ENDS),
-        columns=columns,
+        columns=open_columns(folder, info.get("columns", {})),
     )
     # Check that offsets and files span the corpus in ascending order.
     count = corpus.num_documents
     offsets = corpus.offsets
     ends = corpus.files
-    if len(offsets) != count + 1 or not _spans(offsets, corpus.num_tokens):
+    if len(offsets) != count + 1 or (offsets[0], offsets[-1]) != (0, corpus.num_tokens):
         raise unfitting(folder / OFFSETS)
     if count <= SMALL:
         check_lengths(corpus, 0, count)
-    if ends is not None and (not _spans(ends, count) or (np.diff(ends) < 0).any()):
+    if ends is not None and ((ends[0], ends[-1]) != (0, count) or (np.diff(ends) < 0).any()):
         raise unfitting(folder / FILE_ENDS)
     return corpus
 
 
-def open_column(folder: Path, name: str, dtype: str, width: int, mode: Any = "r") -> ndarray:
-    """Map a column, [num_tokens], or with a width [num_tokens, width]."""
-    numbers = np.asarray(np.memmap(folder / column_file(name), dtype, mode=mode))
-    return numbers.reshape(-1, width) if width else numbers
+def open_columns(folder: Path, kinds: Kinds, mode: Any = "r") -> dict[str, ndarray]:
+    """Map columns, [num_tokens] each, or with a width [num_tokens, width]."""
+    columns = {}
+    for name, (dtype, width) in kinds.items():
+        numbers = np.asarray(np.memmap(folder / column_file(name), dtype, mode=mode))
+        columns[name] = numbers.reshape(-1, width) if width else numbers
+    return columns
 
 
 def format_of(columns: Iterable[str]) -> str:
@@ -259,10 +257,6 @@ def _check_size(path: Path, size: int) -> None:
         raise ValueError(
             f"{path} has {path.stat().st_size:,} bytes instead of {size:,}; {how_to_mend(path.parent)}"
         )
-
-
-def _spans(ends: ndarray, total: int) -> bool:
-    return ends[0] == 0 and ends[-1] == total
 
 
 def unfitting(path: Path) -> ValueError:
@@ -342,7 +336,7 @@ def verify_once(folder: Path, info: str, files: Mapping[str, Json]) -> None:
     verify_files(folder, files)
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(note, as_json(found))
+        write_json(note, found)
     except OSError as error:
         print(
             f"warning: {note} cannot be written ({error}), so the next start reads all of {folder} again; set "
@@ -380,8 +374,8 @@ def info_checksum(info: Json) -> int:
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
-def as_json(content: Any) -> str:
-    return json.dumps(content, indent=1)
+def write_json(path: Path, content: Any) -> None:
+    write_whole(path, json.dumps(content, indent=1))
 
 
 def how_to_mend(folder: Path) -> str:

@@ -20,8 +20,6 @@ text or lines, or its being another kind of file, is detected from its first byt
 its name.
 """
 
-from __future__ import annotations
-
 import bz2
 import codecs
 import glob
@@ -34,11 +32,11 @@ import re
 import sysconfig
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
@@ -107,8 +105,7 @@ _NO_TEXT = {
 }
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """A text, or a record of several fields, and its origin.
 
     Bytes of a text file that are not UTF-8 become surrogate escapes.
@@ -122,15 +119,14 @@ class Document:
     # What is wrong with it; then it has no content.
     problem: str = ""
     # Values for its tokens (columns.py).
-    columns: Json = field(default_factory=dict)
+    columns: Json = {}
     # Unread fields that are named like columns or weights.
     unread: Sequence[str] = ()
     # Number of the source's files before its own.
     file: int = 0
 
 
-@dataclass(frozen=True)
-class _Fields:
+class _Fields(NamedTuple):
     """The fields of a record that make a document."""
 
     needed: Names
@@ -220,7 +216,7 @@ class RecordSource:
     chosen_by = "training.dataset"
     name: str
     # Ends of the names of files that are read in folders.
-    suffixes: tuple[str, ...]
+    suffixes: Names
     # Yields the records of a file, in order. ValueError: the file cannot be read.
     read: Callable[[Path], Iterable[Json]]
 
@@ -267,21 +263,22 @@ def source_files(
     # Expand each path or glob.
     suffixes = _suffixes(dataset)
     files: set[Path] = set()
-    for pattern in [dataset_path] if os.path.exists(dataset_path) else dataset_path.split(","):
-        if not pattern.strip():
+    patterns = [dataset_path] if os.path.exists(dataset_path) else dataset_path.split(",")
+    for pattern in map(str.strip, patterns):
+        if not pattern:
             raise ValueError(
                 f"{path_key} = {dataset_path!r}: nothing stands beside a comma; leave the comma out"
             )
-        found = _expand(pattern.strip(), dataset)
+        found = _expand(pattern, dataset)
         if not found:
-            path = Path(os.path.expanduser(pattern.strip()))
+            path = Path(os.path.expanduser(pattern))
             here = "" if path.is_absolute() else f" in {os.getcwd()}"
             what = "nothing"
             if os.path.exists(path) or glob.has_magic(pattern):
                 what = f"no {suffixes[0]} file".replace("  ", " ")
                 what += ", compressed or not," if suffixes[1:] else ""
             raise ValueError(
-                f"{path_key} = {dataset_path!r}: {what} is at {pattern.strip()!r}{here}; "
+                f"{path_key} = {dataset_path!r}: {what} is at {pattern!r}{here}; "
                 "give a file, a folder or globs (separated by commas)"
             )
         files.update(found)
@@ -332,7 +329,7 @@ def read_documents(
 # --- finding files -----------------------------------------------------------------------------------------------
 
 
-def _suffixes(dataset: str) -> tuple[str, ...]:
+def _suffixes(dataset: str) -> Names:
     return SUFFIXES.get(dataset) or SOURCES[dataset].suffixes
 
 
@@ -458,17 +455,17 @@ def _as_saved(files: Set[Path], path_key: str) -> list[Path]:
 
 def _listed(state: Path) -> list[Path]:
     saved = read_json(state, _Saved, "save the dataset again")
-    names = [file.filename for file in saved.files]
+    paths = [state.parent / file.filename for file in saved.files]
     if saved.indices:
         raise ValueError(
             f"{state}: the dataset is a selection of rows; save its flatten_indices() instead"
         )
-    for name in names:
-        if not (state.parent / name).is_file():
+    for path in paths:
+        if not path.is_file():
             raise ValueError(
-                f"{state.parent / name} is missing: state.json lists it; restore it, or save it again"
+                f"{path} is missing: state.json lists it; restore it, or save it again"
             )
-    return [state.parent / name for name in names]
+    return paths
 
 
 # --- reading them ------------------------------------------------------------------------------------------------

@@ -36,15 +36,15 @@ from titan_linear.data.corpus.corpus import (
     PATHS,
     TOKENS,
     add_file,
-    as_json,
     column_file,
     described,
     format_of,
     info_checksum,
+    write_json,
 )
 from titan_linear.data.corpus.tokenise import Tokens
 from titan_linear.data.corpus.tokenizer import Tokenizer
-from titan_linear.storage.files import Json, lock, open_own, read_json, shown, sync, write_whole
+from titan_linear.storage.files import Json, lock, open_own, read_json, shown, sync
 
 # Seconds of tokenising that a kill costs.
 JOURNAL_SECONDS = 5.0
@@ -184,13 +184,11 @@ def write_into(
         names = _names(journal)
         source = None
         if dataset:
-            write_whole(temporary / PATHS, as_json(list(map(shown, texts))))
+            write_json(temporary / PATHS, list(map(shown, texts)))
             names.append(PATHS)
             source = _source(dataset, len(texts), journal)
         files = {name: described(temporary / name) for name in names}
-        write_whole(
-            temporary / INFO, as_json(_info(fingerprint, tokenizer, source, files, journal))
-        )
+        write_json(temporary / INFO, _info(fingerprint, tokenizer, source, files, journal))
         (temporary / JOURNAL).unlink(missing_ok=True)
         sync(temporary)
         os.rename(temporary, folder)
@@ -281,7 +279,7 @@ def _write_arrays(
                 content.update(_write_document(document, files, tokenizer, journal))
             if journal.key and time.monotonic() - journaled >= JOURNAL_SECONDS:
                 _sync_files(files, journal)
-                write_whole(folder / JOURNAL, as_json(journal.model_dump()))
+                write_json(folder / JOURNAL, journal.model_dump())
                 journaled = time.monotonic()
         # Check the counts, and complete the files.
         if not journal.num_documents:

@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -81,13 +81,11 @@ class MixedStreams:
         # Translate each change of length from the mixture's stream indices to each source's
         # own.
         if lengths:
-            own: dict[str, list[Length]] = {name: [] for name in sources}
-            for length in lengths:
-                before = self._given(length.start)
-                for name in sources:
-                    own[name].append(Length(before.get(name, 0), length.seq_len))
+            before = [self._given(length.start) for length in lengths]
             for name, streams in sources.items():
-                self.sources[name] = streams.of_lengths(own[name])
+                starts = [given.get(name, 0) for given in before]
+                own = [Length(start, length.seq_len) for start, length in zip(starts, lengths)]
+                self.sources[name] = streams.of_lengths(own)
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -174,7 +172,7 @@ class Interleaving:
         exact = [Fraction(str(weight)) for weight in weights]
         common = math.lcm(*(weight.denominator for weight in exact))
         counts = [int(weight * common) for weight in exact]
-        self.sums = [sum(counts[:n]) for n in range(len(counts) + 1)]
+        self.sums = list(accumulate(counts, initial=0))
         self.end = self.sums[-1] if finite else None
         # Number of streams in which each source has at least one.
         least = -(-self.sums[-1] // min(counts))

@@ -47,11 +47,10 @@ ROUNDS = 8
 POOLS_KEPT = 8
 
 
-class InPlace:
+class InPlace(NamedTuple):
     """One epoch of a side, in the corpus's order."""
 
-    def __init__(self, side: Side):
-        self.side = side
+    side: Side
 
     def around(self, epoch: int, first: int, last: int) -> tuple[ndarray, ndarray]:
         """Find documents as `Pooled.around` does."""
@@ -84,13 +83,10 @@ class Pooled:
         """
         ends = self._ends(epoch)
         low, high = np.searchsorted(ends, [first, last - 1], side="right")
-        documents = []
-        document_ends = []
-        for pool in range(low, high + 1):
-            order, lengths = self._kept(epoch, int(pool))
-            documents.append(order)
-            document_ends.append(ends[pool] - lengths.sum() + np.cumsum(lengths))
-        return np.concatenate(documents), np.concatenate(document_ends)
+        pools = [self._kept(epoch, int(pool)) for pool in range(low, high + 1)]
+        orders, lengths = zip(*pools)
+        begin = ends[low] - lengths[0].sum()
+        return np.concatenate(orders), begin + np.cumsum(np.concatenate(lengths))
 
     def _pool(self, epoch: int, pool: int) -> tuple[ndarray, ndarray]:
         """Return a pool's documents in their order [n], and their lengths [n]."""
@@ -130,10 +126,10 @@ def permuted(places: ndarray, count: int, keys: ndarray) -> ndarray:
     """
     bits = (count - 1).bit_length()
     values = _network(places.astype(np.uint64), bits, keys)
-    outside = np.flatnonzero(values >= np.uint64(count))
+    outside = np.flatnonzero(values >= count)
     while len(outside):
         values[outside] = _network(values[outside], bits, keys)
-        outside = outside[values[outside] >= np.uint64(count)]
+        outside = outside[values[outside] >= count]
     return values.astype(np.int64)
 
 
@@ -142,9 +138,9 @@ def _network(values: ndarray, bits: int, keys: ndarray) -> ndarray:
 
     Each round changes one part of the bits by a function of the other.
     """
-    below = np.uint64(bits // 2)
-    low_mask = np.uint64((1 << bits // 2) - 1)
-    high_mask = np.uint64((1 << bits - bits // 2) - 1)
+    below = bits // 2
+    low_mask = (1 << below) - 1
+    high_mask = (1 << bits - below) - 1
     high = values >> below
     low = values & low_mask
     for i, key in enumerate(keys):
@@ -157,10 +153,10 @@ def _network(values: ndarray, bits: int, keys: ndarray) -> ndarray:
 
 def _scrambled(values: ndarray, key: np.uint64) -> ndarray:
     """Return 32 well-mixed bits of each value and the key (multipliers of splitmix64)."""
-    mixed = (values ^ key) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(29)
-    mixed *= np.uint64(0x94D049BB133111EB)
-    return mixed >> np.uint64(32)
+    mixed = (values ^ key) * 0xBF58476D1CE4E5B9
+    mixed ^= mixed >> 29
+    mixed *= 0x94D049BB133111EB
+    return mixed >> 32
 
 
 def draws(seed: int, epoch: int, count: int, use: Sequence[int] = (0, 0, 0)) -> ndarray:

@@ -128,7 +128,7 @@ class Questions:
         rng = random.Random(f"{self.seed} {sample.task} {sample.length} {sample.number}")
         if sample.task == LOSS:
             return rows_of(self._document(rng, sample.length), 0, 1)
-        question = TASKS[sample.task](Draw(rng), self._text(rng), sample.depth)
+        question = TASKS[sample.task](Draw(rng, self._text(rng), sample.depth))
         # The question and the answers have fixed tokens; the context fills the rest of the
         # length.
         begin, end = self.around

@@ -27,6 +27,10 @@ from titan_linear.data.streams.packing import PackedStreams, Runs, Targets, docu
 from titan_linear.data.streams.split import Side
 from titan_linear.ops.layout.prefix_trees import PrefixTrees
 
+# A tree, or a run of its leaves, in one stream: the document, the first leaf, one after the
+# last leaf, and the number of tokens.
+Unit = tuple[int, ...]
+
 
 class WholeStreams(PackedStreams):
     """Streams that hold documents whole; each `targets.group` documents share a stream.
@@ -156,7 +160,7 @@ class TreeStreams(WholeStreams):
         returns where each stream begins, and where the last one ends.
         """
         order, _ = self.line.around(epoch, 0, self.num_tokens)
-        units: list[tuple[int, ...]] = []
+        units: list[Unit] = []
         lengths = document_lengths(self.corpus, order)
         for document, tokens in zip(order.tolist(), lengths.tolist()):
             whole = (document, 0, tokens, tokens)
@@ -164,7 +168,7 @@ class TreeStreams(WholeStreams):
         laid = np.array(units)
         return laid, self._filled(laid[:, 3])
 
-    def _cut(self, document: int) -> list[tuple[int, ...]]:
+    def _cut(self, document: int) -> list[Unit]:
         """Split a tree into runs of leaves whose trees have at most `seq_len` tokens each.
 
         The runs together have as few tokens as possible. Among equal ways, the first runs
@@ -196,7 +200,7 @@ class TreeStreams(WholeStreams):
             run_end[first] = first + 1 + costs.argmin()
             fewest[first] = costs.min() - begins[first]
         # Follow the best run ends from the first leaf.
-        units: list[tuple[int, ...]] = []
+        units: list[Unit] = []
         first = 0
         while first < len(ends):
             last = run_end[first]
