@@ -203,7 +203,7 @@ def discarding(rank, world_size):
     norms = []
     for discard in (False, True):
         session = session_of()
-        numbers, batches = mine(session)
+        _, batches = mine(session)
         if discard:
             session.forward_backward(batches[1], function_of(BOUNDS[1]))
             session.zero_grad()

@@ -28,7 +28,10 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("verl==0.9.1", "uvicorn", "fastapi")
 # An environment that was made before, to be used again.
 PYTHON = "TITAN_LINEAR_VERL_PYTHON"
-TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }} <eos> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} <eos> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
 WORDS = 80
 
 
@@ -68,6 +71,7 @@ def run(python: Path, case: str, folder: Path, out: Path, *keys: str) -> list:
         **os.environ,
         "PYTHONPATH": f"{out}{os.pathsep}{ROOT}",
         "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": "tests.verl.cpu",
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }

@@ -22,7 +22,7 @@ from verl.workers.config import (
     TrainingWorkerConfig,
 )
 from verl.workers.engine import EngineRegistry
-from verl.workers.engine_workers import TrainingWorker
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding
 
@@ -177,7 +177,9 @@ def ppo(folder: Path, out: Path, keys: list[str]) -> dict[str, object]:
         metrics = updated(worker, part_of(worker, folder), mode)
         found[mode] = {
             "metrics": plain(metrics),
-            "scores": None if scores is None else [x.tolist() for x in scores["log_probs"].unbind()],
+            "scores": None
+            if scores is None
+            else [x.tolist() for x in scores["log_probs"].unbind()],
             "entropy": None if scores is None else [x.tolist() for x in scores["entropy"].unbind()],
             "weights": dict(worker.engine.get_per_tensor_param()[0]),
         }
@@ -232,14 +234,13 @@ def refused(folder: Path, keys: list[str]) -> dict[str, str]:
     mixed = part_of(worker, folder)
     mixed["temperature"] = torch.linspace(0.5, 1, len(mixed))
     cases = {
-        "entropy": lambda: updated(
-            worker, part_of(worker, folder), "vanilla", entropy_coeff=0.01
-        ),
         "sum_pi_squared": lambda: updated(worker, other, "vanilla"),
         "temperature": lambda: updated(worker, mixed, "vanilla"),
         "liger": lambda: worker_of(folder, keys, use_liger=True),
         "targets": lambda: worker_of(folder, keys, lora_rank=4, target_modules=["q_proj"]),
         "key": lambda: worker_of(folder, [*keys, "--training.nothing=1"]),
+        # It stops inside a pass, after which the worker is not used.
+        "entropy": lambda: updated(worker, part_of(worker, folder), "vanilla", entropy_coeff=0.01),
     }
     found = {}
     for name, case in cases.items():
@@ -250,29 +251,37 @@ def refused(folder: Path, keys: list[str]) -> dict[str, str]:
     return found
 
 
-def actor(folder: Path, out: Path, keys: list[str]) -> dict[str, object]:
-    """verl's configuration of PPO with this engine as actor and reference."""
+def workers(folder: Path, out: Path, keys: list[str]) -> dict[str, object]:
+    """verl's workers of PPO, from its configuration with this engine as actor and reference."""
     config = composed(
         "ppo_trainer",
         "actor@actor_rollout_ref.actor=titan_linear_actor",
         "ref@actor_rollout_ref.ref=titan_linear_ref",
-        f"actor_rollout_ref.actor.engine.keys={quoted(keys)}",
+        f"actor_rollout_ref.model.path={folder}",
+        f"actor_rollout_ref.actor.engine.keys={quoted([*WIDE, '--optimizer.eps=1e-2', *keys])}",
+        "actor_rollout_ref.actor.engine.dtype=float64",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+        "actor_rollout_ref.actor.optim.weight_decay=0",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-    )
-    from verl.utils.config import omega_conf_to_dataclass
-
-    sections = config.actor_rollout_ref
-    found = {}
-    for name in ("actor", "ref"):
-        section = sections[name]
-        if name == "ref":
-            section.ppo_micro_batch_size_per_gpu = 1
-            for key in [key for key in section if key.startswith("log_prob_")]:
-                section.pop(key)
-        made = omega_conf_to_dataclass(section)
-        engine = made.engine
-        found[name] = (type(made).__name__, type(engine).__name__, engine.keys, engine.forward_only)
-    return found
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.rollout.name=vllm",
+    ).actor_rollout_ref
+    reference = ActorRolloutRefWorker(config, role="ref")
+    reference.init_model()
+    batch = part_of(reference.ref, folder)
+    tu.assign_non_tensor(batch, compute_loss=False)
+    scores = reference.compute_ref_log_prob(batch)
+    actor = ActorRolloutRefWorker(config, role="actor")
+    actor.init_model()
+    batch = part_of(actor.actor, folder)
+    tu.assign_non_tensor(batch, mini_batch_size=4, epochs=1, seed=1, compute_loss=True)
+    output = actor.update_actor(batch)
+    return {
+        "scores": None if scores is None else [x.tolist() for x in scores["log_probs"].unbind()],
+        "metrics": plain(None if output is None else tu.get(output, "metrics")),
+        "weights": dict(actor.actor.engine.get_per_tensor_param()[0]),
+    }
 
 
 def main() -> None:

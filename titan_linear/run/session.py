@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from titan_linear.config import Config, Optimizer, Parallelism
 from titan_linear.data import IGNORE, Batch
@@ -246,6 +247,7 @@ class Session:
 
         with self.precision:
             logp = self.model(batch.tokens, batch.plan, loss=of_labels)
+        self._reshard()
         return gather_stream(logp, batch.context) if whole else logp
 
     @torch.no_grad()
@@ -264,7 +266,18 @@ class Session:
             return tuple(whole_numbers(rows, batch))
 
         with self.precision:
-            return self.model(batch.tokens, batch.plan, loss=of_labels)
+            numbers = self.model(batch.tokens, batch.plan, loss=of_labels)
+        self._reshard()
+        return numbers
+
+    def _reshard(self) -> None:
+        """Free what FSDP2 keeps gathered after a forward pass, if no backward pass follows.
+
+        Until then, the model's parameters are whole tensors, which nothing else here knows.
+        """
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def forward_backward(
         self,

@@ -60,7 +60,10 @@ REFUSED = {
 # Fields of verl's model configuration that do nothing here, their defaults, and the remedy.
 UNUSED = {
     "use_liger": (False, "use the kernels of --model.impl in engine.keys"),
-    "lora_adapter_path": (None, "set --adapter.initial_load_path in engine.keys"),
+    "lora_adapter_path": (
+        None,
+        "merge these adapters into model.path (titan-linear convert merge)",
+    ),
     "target_modules": ("all-linear", "set --adapter.targets in engine.keys"),
     "exclude_modules": (None, "set --adapter.targets in engine.keys"),
     "target_parameters": (None, "set --adapter.targets in engine.keys"),
@@ -260,8 +263,11 @@ class TitanEngine(BaseEngine):
         Raises:
             ValueError: adapters are to be sent with their base.
         """
+        # verl moves them to the host again.
+        if self.is_param_offload_enabled:
+            self.to(self.session.device.type, model=True, optimizer=False)
         weights = self.session.weights(self.family)
-        if not self.config.adapter.enable:
+        if self.origin.exports_whole:
             return weights, None
         if not base_sync_done:
             raise ValueError(
@@ -290,6 +296,8 @@ class TitanEngine(BaseEngine):
         first = dist.get_rank() == 0
         if first:
             self.folders.ensure_checkpoint_capacity(max_ckpt_to_keep)
+        offloaded = self.is_param_offload_enabled
+        self.to(self.session.device.type, model=offloaded, optimizer=False)
         self.session.save(folder)
         if self.folders.should_save_hf_model:
             get = gather(self.session.model)
@@ -298,6 +306,7 @@ class TitanEngine(BaseEngine):
         if first:
             (folder / SCHEDULE).write_text(json.dumps(self.schedule.state_dict()))
             self.folders.register_checkpoint(local_path, max_ckpt_to_keep)
+        self.to("cpu", model=offloaded, optimizer=False)
         dist.barrier()
 
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, **_: Any) -> None:

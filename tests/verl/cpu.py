@@ -1,4 +1,4 @@
-"""The CPU as a platform of verl, chosen by VERL_PLATFORM=cpu, to try a run without a GPU."""
+"""The CPU as a platform of verl, which has none, chosen by VERL_PLATFORM=cpu."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ DEVICE = SimpleNamespace(
     memory_reserved=_zero,
     max_memory_allocated=_zero,
     max_memory_reserved=_zero,
+    mem_get_info=lambda *_: (0, 0),
 )
 
 
