@@ -22,6 +22,7 @@ import torch.distributed as dist
 from peft import PeftType, TaskType
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.optim.lr_scheduler import LRScheduler
 from verl.utils import tensordict_utils as tu
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
@@ -34,8 +35,6 @@ from verl.workers.config import EngineConfig, FSDPOptimizerConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepare_micro_batches
 
-from titan_linear.config import Config
-from titan_linear.data import IGNORE
 from titan_linear.distributed.process import own_device
 from titan_linear.losses.function import FunctionLoss
 from titan_linear.losses.loss import LocalBatch
@@ -49,7 +48,7 @@ from titan_linear.step.feed import StepTokens
 from titan_linear.storage.hf_writing import gather
 from titan_linear.storage.peft import peft_config
 
-# In a checkpoint's folder: the number of steps of the learning rate's schedule.
+# In a checkpoint's folder: the state of the learning rate's schedule.
 SCHEDULE = "schedule.json"
 # Keys of verl's batches that ask for what the engine does not compute, and the remedy.
 REFUSED = {
@@ -68,8 +67,6 @@ UNUSED = {
     "exclude_modules": (None, "set --adapter.targets in engine.keys"),
     "target_parameters": (None, "set --adapter.targets in engine.keys"),
 }
-# A loss of verl: it takes the model's output, the micro-batch and the data-parallel group.
-VerlLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
 @dataclass
@@ -117,7 +114,7 @@ class TitanEngine(BaseEngine):
         self.model_config = model_config
         self.engine_config = engine_config
         self.optimizer_config = None if engine_config.forward_only else optimizer_config
-        self.checkpoint_config = checkpoint_config
+        self.folders = BaseCheckpointManager(None, None, checkpoint_config=checkpoint_config)
         keys = [
             *ALL_RANKS_SHARD,
             *model_keys(model_config, engine_config),
@@ -125,14 +122,15 @@ class TitanEngine(BaseEngine):
             *engine_config.keys,
         ]
         self.origin = Origin.reading(Path(model_config.local_path), keys)
+        self.config = self.origin.config
+        if self.config.model.mtp_layers:
+            raise ValueError(
+                "model.mtp_layers: verl's losses are about the next token alone; leave it out of engine.keys"
+            )
         self.dims = build_dims(self.config, own_device())
         # Ranks with the same part of different batches, in the order of these batches.
         ranks = torch.arange(dist.get_world_size()).view(self.dims.dp, self.dims.copies)
         self.group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
-
-    @property
-    def config(self) -> Config:
-        return self.origin.config
 
     def initialize(self) -> None:
         """Build the session with the folder's weights, and the learning rate's schedule."""
@@ -143,7 +141,6 @@ class TitanEngine(BaseEngine):
         self.origin.load(self.session.model, self.session.host)
         self.family = self.origin.family()
         self.schedule = build_schedule(self.optimizer_config) if optimizer else None
-        self.folders = BaseCheckpointManager(None, None, checkpoint_config=self.checkpoint_config)
         self.to("cpu", self.is_param_offload_enabled, self.is_optimizer_offload_enabled, False)
 
     # --- Ranks and places -----------------------------------------------------------------
@@ -189,7 +186,7 @@ class TitanEngine(BaseEngine):
     # --- Batches --------------------------------------------------------------------------
 
     def forward_backward_batch(
-        self, data: TensorDict, loss_function: VerlLoss | None, forward_only: bool = False
+        self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> dict[str, Any]:
         """Compute a mini-batch: log p, or the loss and its gradients.
 
@@ -204,7 +201,7 @@ class TitanEngine(BaseEngine):
             ValueError: the batch has images or several temperatures, or asks for what the
                 engine does not compute.
         """
-        check(data)
+        temperature = temperature_of(data)
         # verl's losses divide by the number of labels on all ranks.
         count = data["loss_mask"].sum().to(self.session.device)
         dist.all_reduce(count, group=self.group)
@@ -216,27 +213,24 @@ class TitanEngine(BaseEngine):
         tokens = self.session.count(batches)
         outputs = []
         for part, batch in zip(parts, batches, strict=True):
-            micro = Micro(self, part.to(self.session.device), batch, loss_function)
+            micro = Micro(self, part.to(self.session.device), batch, loss_function, temperature)
             outputs.append(micro.infer() if forward_only else micro.train(tokens))
         return postprocess_batch_func(outputs, order, data)
 
     def cut(self, ids: Tensor) -> LocalBatch:
         """Cut sequences [n, length] into this rank's part of one stream.
 
-        The stream is padded, by a last document without labels, to a length that ranks can
-        share.
+        The stream is padded, by a last document, to a length that ranks can share.
         """
         tokens = ids.values().cpu()
         bounds = ids.offsets().cpu()
         zigzag = self.config.parallelism.context_parallel_layout == "zigzag"
         share = self.dims.copies * (2 if zigzag else 1)
         padding = -len(tokens) % share
-        labels = tokens.roll(-1).index_fill(0, bounds[1:] - 1, IGNORE)
         if padding:
-            tokens = torch.cat([tokens, tokens.new_zeros(padding)])
-            labels = torch.cat([labels, labels.new_full((padding,), IGNORE)])
-            bounds = torch.cat([bounds, bounds.new_tensor([len(tokens)])])
-        return self.session.cut(tokens, bounds, labels=labels)
+            tokens = pad(tokens, (0, padding))
+            bounds = torch.cat([bounds, torch.tensor([len(tokens)])])
+        return self.session.cut(tokens, bounds)
 
     # --- Steps ----------------------------------------------------------------------------
 
@@ -293,20 +287,14 @@ class TitanEngine(BaseEngine):
         checkpoint.save_contents, also write a Hugging Face folder.
         """
         folder = Path(local_path)
-        first = dist.get_rank() == 0
-        if first:
-            self.folders.ensure_checkpoint_capacity(max_ckpt_to_keep)
-        offloaded = self.is_param_offload_enabled
-        self.to(self.session.device.type, model=offloaded, optimizer=False)
         self.session.save(folder)
         if self.folders.should_save_hf_model:
             get = gather(self.session.model)
             base = self.origin.base_fingerprint
             export(folder / "huggingface", self.origin, get, dtype="source", base=base)
-        if first:
+        if dist.get_rank() == 0:
             (folder / SCHEDULE).write_text(json.dumps(self.schedule.state_dict()))
             self.folders.register_checkpoint(local_path, max_ckpt_to_keep)
-        self.to("cpu", model=offloaded, optimizer=False)
         dist.barrier()
 
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, **_: Any) -> None:
@@ -326,11 +314,8 @@ class Micro:
     engine: TitanEngine
     data: TensorDict
     batch: LocalBatch
-    loss_function: VerlLoss | None
-
-    @property
-    def temperature(self) -> float:
-        return temperatures(self.data)[0]
+    loss_function: Callable[..., Any] | None
+    temperature: float
 
     @property
     def entropy(self) -> bool:
@@ -357,12 +342,9 @@ class Micro:
     def infer(self) -> dict[str, Any]:
         """Compute log p, the entropy if the batch asks for it, and verl's loss if there is one."""
         session = self.engine.session
-        if self.entropy:
-            numbers = session.logprobs_and_entropy(self.batch, temperature=self.temperature)
-        else:
-            numbers = (session.logprobs(self.batch, temperature=self.temperature, whole=True),)
+        numbers = session.logprobs_and_entropy(self.batch, temperature=self.temperature)
         result: dict[str, Any] = {}
-        self.evaluated(numbers, result)
+        self.evaluated(numbers[: 1 + self.entropy], result)
         return result
 
     def evaluated(self, numbers: tuple[Tensor, ...], result: dict[str, Any]) -> Tensor:
@@ -382,13 +364,8 @@ class Micro:
         return loss
 
 
-def temperatures(data: TensorDict) -> list[float]:
-    """Return the distinct temperatures of a batch."""
-    return torch.as_tensor(data["temperature"]).unique().tolist()
-
-
-def check(data: TensorDict) -> None:
-    """Refuse a batch that the engine cannot compute."""
+def temperature_of(data: TensorDict) -> float:
+    """Return a batch's temperature, after refusing what the engine cannot compute."""
     for key, remedy in REFUSED.items():
         if tu.get_non_tensor_data(data, key, False):
             raise ValueError(f"{key} = true is not supported by the engine titan_linear; {remedy}")
@@ -396,10 +373,12 @@ def check(data: TensorDict) -> None:
         raise ValueError(
             "multi_modal_inputs: the engine titan_linear trains language models alone; leave images out"
         )
-    if len(found := temperatures(data)) > 1:
+    temperatures = torch.as_tensor(data["temperature"]).unique().tolist()
+    if len(temperatures) > 1:
         raise ValueError(
-            f"temperature = {found}: a batch must have one temperature; set rollout.temperature for all sequences"
+            f"temperature = {temperatures}: a batch must have one temperature; set rollout.temperature for all"
         )
+    return temperatures[0]
 
 
 def model_keys(model: Any, engine: TitanEngineConfig) -> list[str]:
@@ -432,15 +411,11 @@ def optimizer_keys(optimizer: Any) -> list[str]:
     """Return the keys that verl's section optim stands for."""
     if optimizer is None:
         return []
-    if not isinstance(optimizer, FSDPOptimizerConfig) or optimizer.optimizer != "AdamW":
+    fits = isinstance(optimizer, FSDPOptimizerConfig) and optimizer.optimizer == "AdamW"
+    if not fits or optimizer.override_optimizer_config:
         raise ValueError(
-            f"optim: {type(optimizer).__name__} is not supported by the engine titan_linear; set optim=fsdp with "
-            "optim.optimizer='AdamW' (for Muon --optimizer.name=muon in engine.keys)"
-        )
-    if optimizer.override_optimizer_config:
-        raise ValueError(
-            f"optim.override_optimizer_config = {optimizer.override_optimizer_config} is not supported by the engine "
-            "titan_linear; set keys such as --optimizer.eps in engine.keys"
+            f"optim = {optimizer} is not supported by the engine titan_linear; set optim=fsdp with optimizer='AdamW' "
+            "and override_optimizer_config=null, and other options as --optimizer.… in engine.keys"
         )
     beta1, beta2 = optimizer.betas
     return [
@@ -455,7 +430,7 @@ def build_schedule(optimizer: Any) -> LRScheduler:
     """Return verl's own schedule of the learning rate, on an optimizer without parameters to train."""
     holder = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=optimizer.lr)
     total = optimizer.total_training_steps
-    warmup = optimizer.lr_warmup_steps
+    warmup = optimizer.lr_warmup_steps or 0
     if warmup <= 0:
         warmup = int(optimizer.lr_warmup_steps_ratio * total)
     if optimizer.lr_scheduler_type == "constant":
