@@ -148,7 +148,7 @@ MUTANTS = [
         "test_packing.py",
     ),
     Mutant("if end < self.corpus.offsets", "if end <= self.corpus.offsets", "test_packing.py"),
-    Mutant("stream=pool + 1", "stream=pool", "test_pools.py"),
+    Mutant("use=(pool + 1, 0, 0)", "use=(pool, 0, 0)", "test_pools.py"),
     Mutant("self._before[n].get(name, 0) + own", "own", "test_mixture.py"),
     Mutant(
         "(n * dp_degree + dp_rank) * local_batch_size",
@@ -173,7 +173,7 @@ MUTANTS = [
         "least = self.sums[-1] // min(counts)",
         "test_mixture.py",
     ),
-    Mutant("np.array([0, 0, 1, self.start]", "np.array([0, 0, 1, 0]", "test_mixture.py"),
+    Mutant("use=(0, 1, self.start)", "use=(0, 1, 0)", "test_mixture.py"),
     # --- losses
     Mutant(
         "reward[0::2] - reward[1::2]",

@@ -7,13 +7,13 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import torch
 
-from titan_linear.models.mixers import MIXERS
 from titan_linear.models.presets import MODELS
+from titan_linear.registry import TABLES
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -24,7 +24,10 @@ def isolated() -> Iterator[None]:
     torch.manual_seed(0)
     restore = [restore_python(), restore_environment(), restore_torch()]
     try:
-        with warnings.catch_warnings(), patch.dict(MODELS["hybrid"]), patch.dict(MIXERS):
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            for table in (MODELS["hybrid"], *TABLES.values()):
+                stack.enter_context(patch.dict(table))
             yield
     finally:
         for each in restore:

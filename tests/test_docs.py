@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import titan_linear
 from tests.browser import chromium
 from tests.commands.pages import Page
 from tests.models.ours import initialised
@@ -28,7 +29,8 @@ from tests.refusals import exit_of, own_handlers, refused
 from tests.training import arguments, train_on_rank
 from titan_linear.commands import convert, generate, plan
 from titan_linear.commands import corpus as corpora
-from titan_linear.config import check_config, load_config
+from titan_linear.config import Optimizer, check_config, load_config
+from titan_linear.losses import LOSSES
 from titan_linear.models.mixers import MIXERS
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset, resized
@@ -85,6 +87,31 @@ def test_a_training_loop_of_ones_own(worlds, tmp_path):
         assert found[0] == pytest.approx(losses, rel=1e-4) and found[2] == sizes
 
 
+def _own_loss(rank, world_size):
+    """Loss and report of the page's loss, its weights' gradient, and the loss as a function of log-probabilities."""
+    names = program("adding_a_loss.md")
+    assert LOSSES.pop("focal") is names["FocalLoss"]
+    dims = titan_linear.mesh(context_parallel_degree=world_size)
+    session = titan_linear.Session(preset("gdn", "debug"), dims, optimizer=Optimizer())
+    session.initialise(seed=0)
+    tokens = torch.randint(256, (192,), generator=torch.Generator().manual_seed(0))
+    batch = session.cut(tokens, torch.tensor([0, 50, 192]))
+    logp = session.logprobs(batch, whole=True)
+    labelled = logp[logp < 0]
+    focal = -((1 - labelled.exp()) ** 2 * labelled).mean()
+    sums = session.forward_backward(batch, names["FocalLoss"](names["Focal"]())).clone()
+    dist.all_reduce(sums)
+    return sums.flatten().tolist(), focal.item(), session.step(lr=1e-3).grad_norm
+
+
+def test_a_loss_of_ones_own_is_its_formula_on_every_split(worlds):
+    (one,) = worlds(1).run(_own_loss)
+    assert one[0][0] == pytest.approx(one[1], rel=1e-5) and 0 < one[0][1] < 0.1
+    for found in worlds(2).run(_own_loss):
+        assert found[0] == pytest.approx(one[0], rel=1e-4)
+        assert found[2] == pytest.approx(one[2], rel=1e-4)
+
+
 def _inside_transformers(rank, world_size):
     return program("transformers.md")["main"](dist.group.WORLD if world_size > 1 else None)
 
@@ -106,10 +133,11 @@ def test_the_model_of_ones_own(tmp_path):
 
 
 def test_the_tour_is_as_long_as_it_says():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    tour = readme[readme.index("## A tour in twelve files") : readme.index("## The tree")]
+    page = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    tour = page[page.index("## A tour in twelve files") : page.index("## The tree")]
     names = re.findall(r"`([\w/]+\.py)`", tour.replace("`delta.py", "`models/mixers/delta.py"))
     files = [(ROOT / "titan_linear" / name).read_text(encoding="utf-8") for name in names]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(files) == 12 and "is twelve files of 3,000 lines together" in readme
     assert sum(text.count("\n") for text in files) == pytest.approx(3000, rel=0.1)
 
@@ -138,12 +166,27 @@ def test_files_that_a_page_names_exist(page):
     ] == []
 
 
+@pytest.mark.parametrize("page", [*PAGES[2:]], ids=lambda page: page.stem)
+def test_a_page_opens_with_what_it_answers(page):
+    """But for those that are made of the code."""
+    if page.stem not in ("api", "keys"):
+        _, first, *_ = page.read_text("utf-8").split("\n\n")
+        assert re.match(r"This page (answers|lists|explains)|A user's mistake", first)
+
+
+def test_there_is_no_more_to_read_than_this():
+    """Words of README.md, and of all pages but the keys' and the results'."""
+    words = {page.stem: len(page.read_text("utf-8").split()) for page in PAGES}
+    assert words["README"] <= 2000
+    assert sum(words.values()) - words["keys"] - words["results"] <= 30_000
+
+
 def test_the_site_has_every_page():
     (nav,) = re.findall(
         r"^nav:\n(.*)", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE | re.DOTALL
     )
     pages = {page.name for page in PAGES if page.name != "README.md"}
-    assert Counter(re.findall(r"\w+\.md", nav)) == Counter(pages | {"index.md", "CHANGELOG.md"})
+    assert Counter(re.findall(r"\w+\.md", nav)) == Counter(pages | {"start.md", "CHANGELOG.md"})
 
 
 @pytest.mark.browser
@@ -360,8 +403,11 @@ MINE = [
 
 
 def mixer_of_the_page(patch):
+    # A process that was forked from one with this mixer has it.
+    MIXERS.pop("gla", None)
     names = program("adding_a_mixer.md")
-    patch.setitem(MIXERS, "gla", names["GLA"])
+    assert MIXERS["gla"] is names["GLA"]
+    patch.setitem(MIXERS, "gla", MIXERS.pop("gla"))
     return names
 
 

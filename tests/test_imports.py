@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 # From the bottom. A module imports from lower layers, and from its own room: a file or a folder named here.
 LAYERS = (
-    ("ops",),
+    ("ops", "registry"),
     ("config", "models", "transformers"),
     ("distributed",),
     ("storage",),
@@ -64,7 +64,7 @@ def _short(*names):
 
 
 def room(name):
-    """titan_linear.ops.exchange.kcp → ops; tools.peers → tools."""
+    """titan_linear.ops.exchange.kcp → ops; tools.house → tools."""
     parts = name.split(".")
     return parts[0] if parts[0] != PACKAGE else parts[1] if len(parts) > 1 else ""
 

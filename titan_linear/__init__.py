@@ -1,7 +1,7 @@
 """titan_linear: trains linear-attention and hybrid language models on long sequences.
 
-`Session`, `mesh` and `load` (docs/python.md) are imported when they are first asked for:
-they import torch.
+`Session`, `mesh` and `load` (docs/python.md) and `register` (docs/extending.md) are imported
+when they are first asked for: most of them import torch.
 """
 
 from importlib import import_module
@@ -9,7 +9,12 @@ from typing import Any
 
 __version__ = "0.1.0"
 # The public names, by module.
-PUBLIC = {"Session": "run.session", "mesh": "run.session", "load": "run.reading"}
+PUBLIC = {
+    "Session": "run.session",
+    "mesh": "run.session",
+    "load": "run.reading",
+    "register": "registry",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("titan_linear.run.launch", "start a run, or resume it"),
+    "train": Command("titan_linear.commands.train", "start a run, or resume it"),
     "doctor": Command(
         "titan_linear.proof.doctor",
         "prove a run before it costs a week: its split, kernels and data",

@@ -33,6 +33,7 @@ from titan_linear.distributed.process import (
     under_launcher,
 )
 from titan_linear.hooks import (
+    HOOKS,
     Compilation,
     Exports,
     Grace,
@@ -45,16 +46,17 @@ from titan_linear.hooks import (
     StepResult,
     Telemetry,
 )
+from titan_linear.run.best import LowestLoss, Validated
 from titan_linear.run.build import rate_at
 from titan_linear.run.console import finished, stopped, write_down
-from titan_linear.run.data import RunData
+from titan_linear.run.data import RunData, with_epochs
 from titan_linear.run.evaluate import Record, examine, open_prompts
 from titan_linear.run.export import export_last
 from titan_linear.run.generate import Validator
 from titan_linear.run.origin import Origin
 from titan_linear.run.preflight import cleared
 from titan_linear.run.reading import Reader
-from titan_linear.run.session import session_of
+from titan_linear.run.session import join_group, session_of
 from titan_linear.run.start import (
     build_checkpointer,
     build_loader,
@@ -75,8 +77,9 @@ class Trainer:
     """
 
     def __init__(self, config: Config):
-        self.config = config
+        self.config = config = with_epochs(config)
         self.stop = StopSignal()
+        join_group()
         self.host = host_group()
 
         # What is trained, on which devices, and from which weights.
@@ -130,6 +133,8 @@ class Trainer:
         reader = Reader(config, self.origin.tokenizer, self.session)
         ask = self.grace.ask_validating
         self.evaluation = Validator(reader, subject.held_out, ask)
+        self.lowest = on_rank_0(lambda: LowestLoss.so_far(config, self.step), self.host)
+        self._keep_best()
         self.examine: Callable[[], list[Record]] | None = None
         if config.evaluation.freq:
             prompts = open_prompts(RunData(config, reader.tokenizer))
@@ -137,8 +142,12 @@ class Trainer:
 
     @property
     def _ended(self) -> bool:
-        """Whether the last step is done."""
-        return self.step == self.config.training.steps
+        """Whether the last step is done, or the validation loss no longer falls."""
+        return self.step == self.config.training.steps or self.lowest.ends_run
+
+    def _keep_best(self) -> None:
+        if self.checkpointer and self.config.validation.keep_best:
+            self.checkpointer.best = self.lowest.step
 
     def _save_seconds(self) -> float:
         return self.checkpointer.seconds if self.checkpointer else 0.0
@@ -227,6 +236,7 @@ class Trainer:
         """Run steps until the last one, or until a signal, after which the run saves and
         ends.
         """
+        self.hooks += [kind(self.config, self.session) for kind in HOOKS.values()]
         self.hooks += self._writing_hooks()
         with ExitStack() as hooks:
             # Enter the hooks, so that each of them can clean up when the loop ends or
@@ -287,6 +297,8 @@ class Trainer:
             if validates:
                 v = self.config.validation
                 loss, *reports = self.evaluation.validate()
+                self.lowest.judge(Validated(self.step, loss))
+                self._keep_best()
                 named = dict(zip(self.passes.loss.reports, reports))
                 text = self.evaluation.text(v.sample_prompt, v.sample_tokens)
                 for hook in self.hooks:
@@ -344,7 +356,7 @@ class Trainer:
         # A run that was not stopped exports its weights and writes a sample.
         if not self.stop.agreed:
             if self.config.checkpoint.last_save_in_hf:
-                export_last(self.origin, self.model, self.content.base)
+                export_last(self.origin, self.model, self.step, self.content.base)
             text = self.evaluation.text(
                 self.config.sample.prompt, self.config.sample.max_new_tokens
             )

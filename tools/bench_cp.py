@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 
 import numpy as np
@@ -42,18 +43,8 @@ from titan_linear.distributed.groups import process_group
 from titan_linear.distributed.process import own_device, refusing, run_command
 from titan_linear.ops import attention, build_cp_context
 from titan_linear.ops.layout.context import SOFTMAX_METHODS
-from tools.bench_ops import OPS, PACKED, TAPS, Case, op_parser, shapes
-from tools.harness import (
-    BOTH,
-    FORWARD,
-    TIMES,
-    Inputs,
-    Row,
-    Stopwatch,
-    Table,
-    TimedFunction,
-    require_fla,
-)
+from tools.bench_ops import OPS, PACKED, TAPS, Case, cases, op_parser
+from tools.harness import BOTH, FORWARD, TIMES, Inputs, Row, Stopwatch, Table, TimedFunction
 
 D = 128
 Setting = tuple[str, str, str]  # whose op ("": ours), documents, layout
@@ -192,8 +183,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 @refusing
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    if args.peers:
-        require_fla("--peers")
+    if args.peers and not find_spec("fla"):
+        raise ValueError("--peers needs flash-linear-attention, which is not installed here")
     if not torch.cuda.is_available() or "LOCAL_RANK" not in os.environ:
         raise ValueError(
             "tools.bench_cp times the ops on several GPUs; torchrun starts it where there are some, not here"
@@ -202,8 +193,8 @@ def main(argv: list[str]) -> int:
     with process_group(timedelta(minutes=10)):
         watch = Stopwatch()
         found = Table(COLUMNS)
-        for op, T, heads, dims in shapes(args):
-            add_rows(args, Case(op, T, *heads, *dims), watch, found)
+        for case in cases(args):
+            add_rows(args, case, watch, found)
     return 0
 
 

@@ -24,8 +24,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from itertools import product
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -135,9 +135,9 @@ def delta_inputs(case: Case, gates: tuple[int, ...], least: float) -> Inputs:
 # --- Peers -----------------------------------------------------------------------------------------------------------
 
 
-def late(module: str, name: str) -> Callable[..., Any]:
+def late(name: str) -> Callable[..., Any]:
     """A function of a library that may not be installed: it is imported when it is called."""
-    return lambda **x: getattr(import_module(module), name)(**x)
+    return lambda **x: resolve_name(name)(**x)
 
 
 def fla_gdn(**x: Any) -> tuple[Tensor, Tensor | None]:
@@ -154,7 +154,7 @@ OPS = {
         chunk_kda,
         options={"safe_gate": True},
         inputs=lambda case: delta_inputs(case, (case.HV, case.K), least=-5),
-        fla=late("fla.ops.kda", "chunk_kda"),
+        fla=late("fla.ops.kda:chunk_kda"),
     ),
     "gdn": Op(
         chunk_gated_delta_rule,
@@ -166,7 +166,7 @@ OPS = {
         causal_conv1d,
         options={"activation": "silu"},
         inputs=conv_inputs,
-        fla=late("fla.modules.causal_conv1d", "causal_conv1d"),
+        fla=late("fla.modules.causal_conv1d:causal_conv1d"),
     ),
     "ssd": Op(
         chunk_ssd,
@@ -177,7 +177,7 @@ OPS = {
         chunk_rwkv7,
         options={"output_final_state": False},
         inputs=rwkv7_inputs,
-        fla=late("fla.ops.rwkv7", "chunk_rwkv7"),
+        fla=late("fla.ops.rwkv7:chunk_rwkv7"),
         dims=(64, 64),  # the widest heads that its kernels take
     ),
 }
@@ -252,11 +252,12 @@ class Comparison:
 # --- The command -----------------------------------------------------------------------------------------------------
 
 
-def shapes(args: argparse.Namespace) -> Iterator[tuple[str, int, tuple[int, int], tuple[int, int]]]:
-    """(op, T, (H, HV), (K, V)) of all that the options ask for."""
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    """All that the options ask for."""
     for op in args.ops:
         usual = OPS[op].dims if op in OPS else (128, 128)  # attention's, in tools.bench_cp
-        yield from product([op], args.tokens, args.heads, args.dims or [usual])
+        for T, heads, dims in product(args.tokens, args.heads, args.dims or [usual]):
+            yield Case(op, T, *heads, *dims)
 
 
 def head_dims(text: str) -> tuple[int, int]:
@@ -308,9 +309,9 @@ def main(argv: list[str]) -> int:
         raise ValueError("tools.bench_ops times the kernels of a GPU, and there is none here")
     comparison = Comparison(args.peers)
     # Packed documents have one length in all.
-    for op, T, heads, dims in shapes(args):
-        for documents in ["one"] + ["packed"] * (PACKED[-1] == T):
-            comparison.add(Case(op, T, *heads, *dims), documents)
+    for case in cases(args):
+        for documents in ["one"] + ["packed"] * (PACKED[-1] == case.T):
+            comparison.add(case, documents)
     return 0
 
 

@@ -66,6 +66,7 @@ RULES = {  # with the options of mixers
     "rwkv7": {"use_gate_in_kernel": True},
 }
 Figures = dict[str, Any]  # fields of planner/machine.py's Rates
+Work = Callable[[], object]
 
 
 class Bench(Stopwatch):
@@ -79,7 +80,7 @@ class Bench(Stopwatch):
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
-    def seconds(self, work: Callable[[], object]) -> float:
+    def seconds(self, work: Work) -> float:
         return self.time(work, ROUNDS).device
 
 
@@ -115,45 +116,42 @@ def bandwidths(bench: Bench) -> Figures:
 
 def products(bench: Bench) -> Figures:
     """(width, TFLOP/s) of the product of rows with square weights, together with the product for their gradient: of
-    tokens with one weight, and of rows for experts, 8 for each token."""
+    tokens with one weight, and of rows for experts, 8 for each token; and of the product alone in float8, if the device
+    computes it."""
     grouped = GROUPED_LINEAR.load("grouped_mm" if bench.gpu else "loop")
-    rows = 8 * bench.tokens
+    tokens = bench.tokens
+    rows = 8 * tokens
     counts = torch.full((EXPERTS,), rows // EXPERTS, device=bench.device)
 
-    def one(x: Tensor, weight: Tensor) -> object:
-        return x @ weight[0], x.T @ x
+    def one(width: int) -> Work:
+        x = bench.randn(tokens, width)
+        weight = bench.randn(width, width)
+        return lambda: (x @ weight, x.T @ x)
 
-    def many(x: Tensor, weight: Tensor) -> object:
-        return grouped.linear(x, weight, counts), grouped.outer(x, x, counts)
+    def many(width: int) -> Work:
+        x = bench.randn(rows, width)
+        weight = bench.randn(EXPERTS, width, width)
+        return lambda: (grouped.linear(x, weight, counts), grouped.outer(x, x, counts))
 
-    # The work with square weights of each width.
-    def rates(work: Callable[..., object], rows: int, weights: int, widths: tuple[int, ...]) -> Any:
+    def float8(width: int) -> Work:
+        x, scale = scaled_rows(bench.randn(tokens, width))
+        weight, scale_w = scaled_rows(bench.randn(width, width))
+        return partial(scaled_product, x, weight, scale, scale_w, bench.dtype, False)
+
+    # The work with square weights of each width has flops · width² operations.
+    def rates(work: Callable[[int], Work], flops: int, widths: tuple[int, ...]) -> Any:
         found = []
         for width in widths if bench.gpu else (64, 128):
-            operands = bench.randn(rows, width), bench.randn(weights, width, width)
-            seconds = bench.seconds(partial(work, *operands))
-            found.append((width, 4 * rows * width**2 / seconds / 1e12))
+            seconds = bench.seconds(work(width))
+            found.append((width, flops * width**2 / seconds / 1e12))
         return found
 
+    in_float8 = bench.gpu and torch.cuda.get_device_capability() >= CAPABILITY
     return {
-        "products": rates(one, bench.tokens, 1, (256, 512, 1024, 2048, 4096)),
-        "grouped": rates(many, rows, EXPERTS, (512, 1024, 2048)),
-        "float8": float8_products(bench),
+        "products": rates(one, 4 * tokens, (256, 512, 1024, 2048, 4096)),
+        "grouped": rates(many, 4 * rows, (512, 1024, 2048)),
+        "float8": rates(float8, 2 * tokens, (2048, 4096)) if in_float8 else None,
     }
-
-
-def float8_products(bench: Bench) -> list[tuple[int, float]] | None:
-    """(width, TFLOP/s) of products in float8, for widths that take part; None: the device computes none."""
-    if not bench.gpu or torch.cuda.get_device_capability() < CAPABILITY:
-        return None
-    rates = []
-    for width in (2048, 4096):
-        x, scale = scaled_rows(bench.randn(bench.tokens, width))
-        weight, scale_w = scaled_rows(bench.randn(width, width))
-        operands = x, weight, scale, scale_w, bench.dtype, False
-        seconds = bench.seconds(partial(scaled_product, *operands))
-        rates.append((width, 2 * bench.tokens * width**2 / seconds / 1e12))
-    return rates
 
 
 def launches(bench: Bench) -> Figures:
@@ -346,7 +344,7 @@ def links(bench: Bench) -> Figures:
     # The time of each message after the first.
     latency = max(bench.seconds(lambda: messages(9)) - bench.seconds(lambda: messages(1)), 0.0) / 8
 
-    def rate(moved: int, exchange: Callable[[], object]) -> float:
+    def rate(moved: int, exchange: Work) -> float:
         seconds = bench.seconds(exchange)
         return moved / max(seconds - latency, seconds / 2)
 

@@ -30,7 +30,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -62,7 +62,7 @@ from titan_linear.step.flops import peak_tflops, training_flops
 from titan_linear.train import Trainer
 from tools.harness import Row, Table, be_alone, largest, split_keys, synchronise
 
-# fields of a row → format; what a CPU does not tell is None
+# fields of a row → format; a CPU does not tell all
 COLUMNS = {
     **dict.fromkeys(("model", "layers", "checkpointing"), ""),
     **dict.fromkeys(("tokens", "documents", "gpus"), ""),
@@ -100,51 +100,37 @@ def write_random(corpus: Path, args: argparse.Namespace, streams: int) -> None:
     write_corpus(corpus, documents, build_tokenizer(None))
 
 
-# --- What is measured ------------------------------------------------------------------------------------------------
-
-
-class Subject(Hook):
-    """The trainer of a run."""
-
-    def __init__(self, config: Config):
-        self.trainer = Trainer(config)
-        self.fed = FeedStats()
-        self.trainer.hooks.append(self)
-
-    def after_step(self, done: StepResult) -> None:
-        self.fed += done.fed
-
-    def documents(self) -> tuple[int, Documents]:
-        """The number of steps since the last call, and their documents."""
-        fed = self.fed
-        self.fed = FeedStats()
-        return fed.steps, fed.documents
-
-
 # --- Measuring -------------------------------------------------------------------------------------------------------
 
 
-def seconds(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    synchronise()
-    return time.perf_counter() - begin
+class Fed(Hook):
+    """Counts the documents of steps."""
+
+    def __init__(self) -> None:
+        self.stats = FeedStats()
+
+    def after_step(self, done: StepResult) -> None:
+        self.stats += done.fed
 
 
 def measure(
-    subject: Subject, args: argparse.Namespace, device: torch.device
+    trainer: Trainer, args: argparse.Namespace, device: torch.device
 ) -> tuple[Row, Documents]:
     """Fields of a row, of the slowest or fullest rank, and the mean documents of a step. Clock and power are this
     rank's."""
-    step = subject.trainer.train_step
+    step = trainer.train_step
     # The first step compiles; the others warm up.
-    first = seconds(step)
+    begin = time.perf_counter()
+    step()
+    synchronise()
+    first = time.perf_counter() - begin
     for _ in range(args.warmup):
         step()
     synchronise()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    subject.documents()
+    fed = Fed()
+    trainer.hooks.append(fed)
     times = []
     readings = []
     begin = time.perf_counter()
@@ -157,18 +143,11 @@ def measure(
         begin = end
     synchronise()
     # Of all ranks, the slowest and the fullest.
-    steps, documents = subject.documents()
     slowest, memory, first = largest(median(times), peak_memory_gib(), first)
-    row: Row = {
-        "step_ms": 1e3 * slowest,
-        "memory_gib": memory,
-        "first_step_seconds": first,
-        "sm_clock_mhz": None,
-        "power_watts": None,
-    }
+    row: Row = {"step_ms": 1e3 * slowest, "memory_gib": memory, "first_step_seconds": first}
     for name in readings[0]:
         row[name] = mean(reading[name] for reading in readings)
-    return row, Documents(*(total / steps for total in documents))
+    return row, Documents(*(total / args.steps for total in fed.stats.documents))
 
 
 # --- Rows ------------------------------------------------------------------------------------------------------------
@@ -197,7 +176,7 @@ def configurations(
         if not any(key.startswith("--training.global_batch_size") for key in keys):
             degrees = config.parallelism.data_parallel_degrees(ranks)
             streams = math.prod(degrees) * config.training.local_batch_size
-            config = load_config([*argv, f"--training.global_batch_size={streams}", *keys])
+            config = config.changed({"training.global_batch_size": streams})
         check_config(config, ranks)
         yield model, config
 
@@ -223,7 +202,7 @@ def _row(args: argparse.Namespace, name: str, config: Config) -> Row:
     device = own_device()
     # torch compiles a function only a few times, fewer than there may be rows
     torch.compiler.reset()
-    figures, documents = measure(Subject(config), args, device)
+    figures, documents = measure(Trainer(config), args, device)
     gpus = dist.get_world_size()
     gpu_seconds = figures["step_ms"] / 1e3 * gpus
     tflops = training_flops(model, documents) / gpu_seconds / 1e12

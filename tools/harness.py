@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import partial
 from importlib.metadata import distributions
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -42,12 +41,6 @@ def split_keys(argv: list[str]) -> tuple[list[str], list[str]]:
     """A tool's own arguments, and the run's keys after `--`."""
     end = argv.index("--") if "--" in argv else len(argv)
     return argv[:end], argv[end + 1 :]
-
-
-def require_fla(option: str) -> None:
-    """ValueError: FLA is not installed."""
-    if not find_spec("fla"):
-        raise ValueError(f"{option} needs flash-linear-attention, which is not installed here")
 
 
 def be_alone() -> None:
@@ -196,10 +189,10 @@ def header() -> str:
 
 
 def cells(columns: Columns, row: Row) -> list[str]:
-    """A row's figures as text, "–" for None."""
+    """A row's figures as text, "–" for None and for what it lacks."""
     texts = []
     for name, form in columns.items():
-        texts.append("–" if row[name] is None else format(row[name], form))
+        texts.append("–" if row.get(name) is None else format(row[name], form))
     return texts
 
 

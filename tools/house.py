@@ -61,14 +61,14 @@ def arrows() -> set[tuple[str, str]]:
 
 
 def _file_of(module: str, name: str) -> Path:
-    path = ROOT / module.replace(".", "/")
-    candidates = (
-        path / f"{name}.py",
-        path / name / "__init__.py",
-        path.with_suffix(".py"),
-        path / "__init__.py",
-    )
-    return next(file for file in candidates if file.is_file())
+    path = ROOT / f"{module}.{name}".replace(".", "/")
+    # The name is a folder, a module, or something in one of these.
+    while not path.is_dir():
+        file = path.with_suffix(".py")
+        if file.is_file():
+            return file
+        path = path.parent
+    return path / "__init__.py"
 
 
 # --- Readability -----------------------------------------------------------------------------------------------------
@@ -96,11 +96,8 @@ def repeated_classes(nodes: list[ast.AST]) -> list[str]:
 
 def takes_config(node: ast.AST) -> bool:
     """Whether this is a function that takes a run's whole configuration."""
-    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return False
-    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    kinds = [ast.unparse(each.annotation) for each in arguments if each.annotation]
-    return any(kind.split(" |")[0] == "Config" for kind in kinds)
+    function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    return function and ": Config" in re.findall(r": \w+", ast.unparse(node.args))
 
 
 def asks_for_adapter(node: ast.AST) -> bool:

@@ -7,7 +7,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
-    "README.md": "index.md",
+    "README.md": "start.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
     "CHANGELOG.md": "CHANGELOG.md",
 }

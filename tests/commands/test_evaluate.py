@@ -148,9 +148,8 @@ def test_a_reader_finds_the_answers(task, keys, tokenizers):
 def test_a_depth_is_told_where_one_needle_has_all_answers():
     rows = np.array([(0, 1, 0, True, -1, [-2, np.nan, np.nan])], LABEL)
     for task, make in TASKS.items():
-        question = make(
-            Draw(random.Random(0)), repeat("This line is longer than twenty characters.\n"), 0.5
-        )
+        text = repeat("This line is longer than twenty characters.\n")
+        question = make(Draw(random.Random(0), text, 0.5))
         depth = recall(TaskSample(task, 3, 0.5, 0), rows)["depth"]
         assert (depth == 0.5) == (len(question.answers) == 1 or len(question.needles) == 1), task
 

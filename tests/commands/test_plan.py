@@ -62,8 +62,10 @@ def test_the_command_prints_memory_time_and_splits(capsys, tmp_path):
     out = capsys.readouterr().out
     assert (
         out.startswith("kda/340M: 354,")
+        and " parameters (354M), " in out.partition("\n")[0]
+        and "\n1 x 4,096 tokens in a micro-step" in out
         and "| parameters |" in out
-        and "days for 1e+09 tokens" in out
+        and "days for 1B tokens" in out
     )
     assert (
         "| dp_shard 2 | none |" in out
@@ -71,6 +73,11 @@ def test_the_command_prints_memory_time_and_splits(capsys, tmp_path):
     )
     assert "attention by" not in out  # there is no softmax layer
     assert not folder.exists()
+
+
+def test_sizes_are_written_as_people_do():
+    sizes = {1: "1", 999: "999", 1536: "1.54K", 578_316: "578K", 999_960_000: "1B", 2.5e12: "2.5T"}
+    assert {number: plan.readable(number) for number in sizes} == sizes
 
 
 @pytest.mark.parametrize(
@@ -140,7 +147,7 @@ def test_the_longest_stream_is_at_least_the_run_s(beyond, monkeypatch):
     )
     monkeypatch.setattr(splits, "LONGEST", 2048 if beyond else 8192)
     rank = PlannedRank(config, model, 1)
-    split = splits.PlannedSplit(rank, 0.5, step(rank, machine()))
+    split = splits.PlannedSplit(rank, step(rank, machine()))
     monkeypatch.setattr(PlannedRank, "memory", lambda _: {"activations": 2.0})
     said = splits.longest([split], room=1.0)
     assert said == "longest stream that fits: 4,096 tokens, with one GPU, checkpointing none"
@@ -184,7 +191,7 @@ def test_what_does_not_fit(capsys, tmp_path):
 def test_each_gpu_that_comes_with_the_package(gpu, capsys):
     assert plan.main(["--gpus", "8", "--gpu", gpu, *RUN, "--tokens", "1,000.5", "B", "tokens"]) == 0
     out = capsys.readouterr().out
-    assert f"NVIDIA {gpu}" in out and "days for 1e+12 tokens" in out
+    assert f"NVIDIA {gpu}" in out and "days for 1T tokens" in out
 
 
 # that a shipped configuration is for, if not eight

@@ -80,6 +80,7 @@ def runs(tmp_path, corpus):
         (folder / "metrics.jsonl").write_text(text + '{"step": 9, "lo' * n)
     for name, lines in FILES.items():
         (folders[0] / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folders[0] / "manifest.json").write_text('{"parameters": 1234}')
     (folders[0] / "doctor.txt").write_text("all 26 hold & <b> too")
     return list(map(str, folders))
 
@@ -94,6 +95,7 @@ def test_where_runs_stand_and_differ(runs, corpus, capsys):
     _, _, first, second, _, head, _, *differences = cells
     assert first == [
         runs[0],
+        "1,234",
         f"jsonl {corpus}",
         "4",
         "1.2500",
@@ -107,6 +109,7 @@ def test_where_runs_stand_and_differ(runs, corpus, capsys):
     ]
     assert second == [
         runs[1],
+        "–",
         f"jsonl {corpus}",
         "1",
         "5.0000",

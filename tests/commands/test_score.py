@@ -22,7 +22,7 @@ from titan_linear.commands import score
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer
 from titan_linear.data.corpus import scores
-from titan_linear.data.corpus.corpus import Corpus, column_file, open_column
+from titan_linear.data.corpus.corpus import Corpus, column_file, open_columns
 from titan_linear.data.corpus.scores import (
     SCORES,
     Scores,
@@ -115,7 +115,7 @@ def exact(rank, world_size, argv):
 
 def columns(folder):
     kinds = {"reference": ("<f4", 0), "teacher_ids": ("<i4", TOP), "teacher_logprobs": ("<f4", TOP)}
-    return {name: open_column(folder, name, *kind) for name, kind in kinds.items()}
+    return open_columns(folder, kinds)
 
 
 @pytest.mark.parametrize("name", ["one process", "dp 2", "cp 2 zig-zag", "tp 2 x cp 2 zig-zag"])
@@ -422,5 +422,6 @@ def test_scores_of_trees_are_those_of_their_documents(keys, tmp_path, worlds):
         worlds(processes).run(
             scored, ["--output", str(tmp_path / f"of {name}"), *argv_of(own | more)]
         )
-        found.append(open_column(tmp_path / f"of {name}", "reference", "<f4", 0))
+        columns_of = open_columns(tmp_path / f"of {name}", {"reference": ("<f4", 0)})
+        found.append(columns_of["reference"])
     np.testing.assert_allclose(found[0][np.concatenate([*documents.values()])], found[1], rtol=1e-7)

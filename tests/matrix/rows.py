@@ -128,6 +128,7 @@ PAIRS = {
     "training.dataset": "jsonl",
     "training.dataset_path": "{pairs}",
     "training.dataset_format": "preference",
+    "dpo.initial_weights": "drawn",
 }
 CHATS = {
     "training.dataset": "jsonl",
@@ -137,12 +138,25 @@ CHATS = {
     "model.name": "qwen3.5",
     "model.flavor": "0.8B",
 }
+OF_TOKENS = {"training.dataset_format": "tokens", "loss.scores": ""}
+SMALL_QWEN = {"model.name": "qwen3.5", "model.flavor": "0.8B"}
+ROLLOUTS = {
+    "training.dataset_path": "{rollouts}",
+    "training.dataset_columns": '["weights", "advantages", "behaviour"]',
+}
+TAUGHT = {
+    "training.dataset_path": "{taught}",
+    "training.dataset_columns": '["teacher_ids", "teacher_logprobs"]',
+}
 BASE_AS_REFERENCE = {"adapter.enable": "true", "loss.reference": "base"}
 RECIPES: dict[str, tuple[Variant, ...]] = {
     "qwen": (
         shipped("lora_qwen3_6_27b_128k", keys=DRAWN),
         shipped("sft_qwen3_5_9b_32k", keys=DRAWN),
         shipped("sft_chat", keys=DRAWN | CHATS),
+        shipped("lora_chat", keys=DRAWN | CHATS),
+        shipped("grpo", keys=DRAWN | SMALL_QWEN | OF_TOKENS | ROLLOUTS),
+        shipped("distil", keys=DRAWN | SMALL_QWEN | OF_TOKENS | TAUGHT),
         shipped("continue_hf", keys=DRAWN | {"model.name": "qwen3.5", "model.flavor": "2B"}),
     ),
     # to the first attention

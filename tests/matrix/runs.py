@@ -144,11 +144,13 @@ class Matrix:
         self.baselines: dict[str, Future[dict[str, float]]] = {}
         self.running: set[int] = set()
         self.planning, self.writing = threading.Lock(), threading.Lock()
-        names = ("documents.jsonl", "pairs.jsonl", "chats.jsonl", "tokenizer")
+        kinds = ("documents", "pairs", "chats", "rollouts", "taught")
+        names = (*(f"{kind}.jsonl" for kind in kinds), "tokenizer")
         self.texts = {name.removesuffix(".jsonl"): folder / name for name in names}
         write_documents(self.texts["documents"])
         write_pairs(self.texts["pairs"])
         write_chats(self.texts["chats"], self.texts["tokenizer"])
+        write_columns(self.texts["rollouts"], self.texts["taught"])
 
     def submit(self, row: Row) -> Future[Outcome]:
         run = compared_with(row)
@@ -455,6 +457,26 @@ def write_pairs(path: Path) -> None:
             if following != other:
                 record = {"prompt": line, "chosen": following, "rejected": other}
                 file.write(json.dumps(record) + "\n")
+
+
+def write_columns(rollouts: Path, taught: Path) -> None:
+    """Bytes of a line and the next with advantages and log-probabilities, and with a teacher's two likeliest ids."""
+    text = (ROOT / "titan_linear" / "config" / "schema.py").read_bytes()
+    with rollouts.open("w") as answers, taught.open("w") as texts:
+        for n in range(2_000):
+            start = n * SHORT // 2 % (len(text) - SHORT)
+            tokens = list(text[start : start + SHORT])
+            columns = {
+                "weights": [float(i >= SHORT // 2) for i in range(SHORT)],
+                "advantages": (-1.0) ** n,
+                "behaviour": [-8.0 - i % 3 / 4 for i in range(SHORT)],
+            }
+            answers.write(json.dumps({"tokens": tokens, **columns}) + "\n")
+            columns = {
+                "teacher_ids": [[id, (id + 1) % 256] for id in tokens],
+                "teacher_logprobs": [[-0.5, -1.5]] * SHORT,
+            }
+            texts.write(json.dumps({"tokens": tokens, **columns}) + "\n")
 
 
 def write_chats(path: Path, tokenizer: Path) -> None:

@@ -45,7 +45,9 @@ def test_implementations_are_checked_for_the_device_that_runs_them(monkeypatch, 
 def test_a_runs_manifest_names_its_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: f"GPU number {i}")
-    write_manifest(tmp_path, world_size=2, degrees={"dp_shard": 2}, implementations={})
+    write_manifest(
+        tmp_path, parameters=1, world_size=2, degrees={"dp_shard": 2}, implementations={}
+    )
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["hardware"]["gpus"] == ["GPU number 0", "GPU number 1"]
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import titan_linear
+from tests.keys import argv_of
 from tests.models.ours import initialised, labels_of
 from tests.refusals import refused
 from titan_linear.config import Optimizer, Parallelism
@@ -240,6 +241,22 @@ def test_everything_moves_to_the_host_and_back():
     assert norms[:2] == norms[2:] and set(left) == {"cpu"}
 
 
+def norm_after_scores(rank, world_size, split, scores):
+    """The gradient norm of a step, before which log p are read or not."""
+    session = session_of(**split)
+    for i, batch in zip(*mine(session), strict=True):
+        session.forward_backward(batch, function_of(BOUNDS[i]))
+    if scores:
+        session.logprobs(batch)
+    return session.step(lr=0.1).grad_norm
+
+
+@pytest.mark.parametrize("split", ["dp 2", "cp 2, contiguous"])
+def test_reading_log_probabilities_keeps_gradients(split, worlds):
+    without, after = (worlds(2).run(norm_after_scores, SPLITS[split], x) for x in (False, True))
+    assert after == without
+
+
 def saving(rank, world_size, folder):
     session = session_of(cp=2)
     _, batches = mine(session)
@@ -281,6 +298,56 @@ def opened_with(rank, world_size, model, folder):
     other = titan_linear.load(folder, "--model.tokenizer_path=bytes")
     want = {name: x.float() for name, x in session.weights()}
     return want, load_file(folder / "model.safetensors"), dict(other.weights())
+
+
+# Experts, whose tensors are stacked here and single on disk.
+EXPERTS = replace(preset("qwen3.5", "debug"), vocab_size=64)
+OUT = {
+    "dp 2": (2, {}),
+    "tp 2": (2, {"tensor_parallel_degree": 2}),
+    "ep 2": (2, {"expert_parallel_degree": 2}),
+    "tp 2, ep 2, dp 2": (4, {"tensor_parallel_degree": 2, "expert_parallel_degree": 2}),
+}
+
+
+def given_out(rank, world_size, model, degrees, dtype=None):
+    """What a loop of a sampler gets, in two iterations with a change between them; and its metadata."""
+    session = Session(model, mesh(**degrees))
+    session.initialise(seed=0)
+    weights = session.weights(dtype=dtype)
+    metadata, first = weights.metadata(), list(weights)
+    with torch.no_grad():
+        for p in session.model.parameters():
+            p += 1
+    second = list(weights)
+    for tensors in (first, second):
+        assert [(name, x.dtype, tuple(x.shape)) for name, x in tensors] == metadata
+    assert metadata[0].name and metadata[0].dtype and metadata[0].shape
+    return metadata, dict(first), dict(second)
+
+
+@pytest.mark.parametrize("adapter", [None, LoraConfig(rank=4, factor=2.0)], ids=["all", "adapters"])
+def test_weights_go_out_whole_under_every_split(adapter, worlds):
+    model = replace(EXPERTS, adapter=adapter)
+    ((metadata, first, second),) = worlds(1).run(given_out, model, {})
+    assert len(first) == len(metadata) and any("experts" in name for name in first)
+    assert all("lora_" in name for name in first) == (adapter is not None)
+    for name, x in first.items():
+        torch.testing.assert_close(second[name], x + 1, rtol=0, atol=0)
+    for processes, degrees in OUT.values():
+        for found in worlds(processes).run(given_out, model, degrees):
+            assert found[0] == metadata
+            torch.testing.assert_close(found[1:], (first, second), rtol=0, atol=0)
+
+
+def test_weights_go_out_in_another_dtype(worlds):
+    """At least float32 where transformers keeps it."""
+    ((metadata, first, _),) = worlds(1).run(given_out, MODEL, {}, torch.bfloat16)
+    ((_, full, _),) = worlds(1).run(given_out, MODEL, {})
+    kept = {name for name, dtype, _ in metadata if dtype == torch.float32}
+    assert kept == {name for name in full if name.endswith(("A_log", "dt_bias"))} and kept
+    for name, x in first.items():
+        torch.testing.assert_close(x, full[name].to(x.dtype), rtol=0, atol=0)
 
 
 def adapted(rank, world_size, folder):
@@ -331,3 +398,23 @@ print(json.dumps([before, "torch" in sys.modules]))
     assert json.loads(done.stdout) == [False, True]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         titan_linear.nothing  # noqa: B018
+
+
+def test_a_trainer_needs_no_preparation(tmp_path):
+    """Neither processes nor a folder, as in a notebook."""
+    keys = {
+        "job.dump_folder": tmp_path / "runs/first",
+        "model.name": "kda",
+        "training.seq_len": 64,
+        "training.steps": 1,
+        "lr_scheduler.warmup_steps": 0,
+        "metrics.enable_tensorboard": "false",
+    }
+    code = (
+        "from titan_linear.config import load_config\n"
+        "from titan_linear.train import Trainer\n"
+        f"Trainer(load_config({argv_of(keys)})).train()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "is finished: 1 of training.steps = 1" in done.stdout
+    assert (tmp_path / "runs/first/metrics.jsonl").exists()

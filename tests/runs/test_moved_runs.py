@@ -298,6 +298,39 @@ def test_a_finished_run_without_checkpoints_says_how_to_begin_anew(corpus, tmp_p
     assert next(folder.glob("abandoned-*/metrics.jsonl")).read_bytes() == before
 
 
+def test_epochs_give_the_number_of_steps(corpus, tmp_path, launched):
+    folder = tmp_path / "run"
+    tokens = sum(len(line["text"]) + 1 for line in read_lines(corpus))
+    steps = -(-2 * tokens // (64 * 40))
+    keys = {"training__epochs": 2, "training__global_batch_size": 40}
+    assert f"training.epochs = 2: {steps} steps" in launched(corpus, folder, **keys)
+    assert [line["step"] for line in read_lines(folder / "metrics.jsonl")][-1] == steps
+    said = launched(corpus, folder, **keys)
+    assert f"is finished: {steps} of training.steps = {steps}" in said
+
+
+def test_a_run_ends_once_its_validation_loss_no_longer_falls(corpus, tmp_path, launched):
+    """Here weights do not change, so that no validation is better than the first."""
+    folder = tmp_path / "run"
+    keys = {
+        "training__steps": 9,
+        "optimizer__lr": 1e-30,
+        "validation__enable": "true",
+        "validation__holdout": 0.1,
+        "validation__freq": 1,
+        "validation__keep_best": "true",
+        "checkpoint__interval": 1,
+        "checkpoint__keep_latest_k": 1,
+    }
+    ended = r"finished: {} of training.steps = 9, .*patience = {} v[^|]*lowest .* at step 1, saved in '.*step-1'"
+    for patience, last in ((2, 3), (4, 5)):
+        said = launched(corpus, folder, **keys, validation__patience=patience)
+        assert re.search(ended.format(last, patience), said)
+        kept = sorted(path.name for path in (folder / "checkpoint").glob("step-*"))
+        assert kept == ["step-1", f"step-{last}"]
+    assert re.search(ended.format(5, 4), launched(corpus, folder, **keys, validation__patience=4))
+
+
 def test_a_restart_after_the_last_save_does_what_is_left(corpus, tmp_path, launched, worlds):
     """Also where that holds weights only. A new start says that the run is finished."""
     folder = tmp_path / "run"
@@ -339,6 +372,17 @@ def test_the_prompt_is_the_samples_or_of_the_demos_texts(installed):
     assert "--prompt 'def '\n" in finished(run("a"), 1000)
     assert "--prompt TEXT\n" in finished(run("a", *texts), 1000)
     assert "--prompt 'Once upon'\n" in finished(run("a", *texts, "--sample.prompt=Once upon"), 1000)
+
+
+def test_after_chats_one_chats_and_adapters_are_merged(installed):
+    chats = ["--training.dataset=jsonl", "--training.dataset_path=x"]
+    chats.append("--training.dataset_format=messages")
+    said = finished(run("a", *chats, "--adapter.enable=true"), 1000)
+    assert "  .venv/bin/titan-linear generate a --chat\n" in said
+    assert "  .venv/bin/titan-linear convert merge a FOLDER\n" in said
+    mixture = '[{name = "c", weight = 1.0, dataset = "jsonl", dataset_path = "x", dataset_format = "messages"}]'
+    said = finished(run("a", "--training.mixture", mixture), 1000)
+    assert "generate a --chat\n" in said and "merge" not in said
 
 
 def test_a_run_that_ends_while_it_warms_up_says_so():

@@ -879,10 +879,6 @@ EXPORT, BYTES = {"checkpoint__last_save_in_hf": "true"}, {"model__tokenizer_path
             "model.hf_assets_path = 'none' is not a folder; .*: hf download OWNER/none --local-dir none$",
         ),
         ({"checkpoint__initial_load_path": "FLA KDA"}, "exist; give .*'bytes'"),
-        (
-            {"checkpoint__initial_load_path": "FLA KDA", "checkpoint__enable": "false"},
-            "initial_load",
-        ),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(keys, message, folders, corpus, tmp_path):

@@ -269,11 +269,13 @@ def test_the_written_configuration_starts_the_same_run(folder):
 def test_the_manifest_records_versions_and_implementations(folder):
     write_manifest(
         folder,
+        parameters=1234,
         world_size=2,
         degrees={"dp_shard": 1, "cp": 2},
         implementations={"chunk_kda": "torch"},
     )
     manifest = read_json(folder / "manifest.json")
+    assert manifest["parameters"] == 1234
     assert manifest["world_size"] == 2 and manifest["degrees"] == {"dp_shard": 1, "cp": 2}
     assert manifest["implementations"] == {"chunk_kda": "torch"}
     assert {"titan_linear", "python", "torch", "triton", "cuda"} == manifest["versions"].keys()
@@ -295,7 +297,7 @@ def test_git_commit_of_the_sources_only(tmp_path, monkeypatch):
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()
-    monkeypatch.setattr(run_manifest, "__file__", str(package / "storage" / "run_manifest.py"))
+    monkeypatch.setattr(run_manifest, "PACKAGE", package)
     assert run_manifest._git_commit() is None
     git("init")
     git("commit", "--allow-empty", "-m", "other work")

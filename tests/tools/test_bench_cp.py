@@ -66,7 +66,7 @@ def test_each_op_has_its_layouts():
 
 def test_every_op_has_a_shape_unless_told():
     args = bench_cp.parse([])
-    dims = {op: shape for op, _, _, shape in bench_ops.shapes(args)}
+    dims = {case.op: (case.K, case.V) for case in bench_ops.cases(args)}
     assert (
         list(dims) == args.ops
         and dims["rwkv7"] == (64, 64)

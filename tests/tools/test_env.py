@@ -134,3 +134,15 @@ def test_flash_attention_4_is_tried_where_it_has_kernels(
     done, commands = find()
     assert done.returncode == 0 and ("cannot be installed" in done.stderr) == bool(code)
     assert [c.endswith("[gpu]") for c in commands] == [False, False] + [True] * tried
+
+
+def test_the_quick_tests_touch_every_room():
+    """Files and tests that are there, at least one of each folder of tests."""
+    lines = (ROOT / "tests/quick.txt").read_text(encoding="utf-8").splitlines()[1:]
+    rooms = set()
+    for line in lines:
+        path, _, name = line.partition("::")
+        assert f"def {name}" in (ROOT / path).read_text(encoding="utf-8")
+        rooms.add(Path(path).parent)
+    every = {file.parent.relative_to(ROOT) for file in ROOT.glob("tests/**/test_*.py")}
+    assert rooms == every and len({*lines}) == len(lines)

@@ -12,17 +12,18 @@ from tests.launches import Launch
 from tests.refusals import is_refused
 from tools.gpu_proof import __main__ as command
 from tools.gpu_proof import record
-from tools.gpu_proof.jobs import (
-    DOCTORS,
-    MERGED,
-    STEPS,
-    Setting,
-    compared_rate,
-    jobs,
+from tools.gpu_proof.jobs import DOCTORS, MERGED, STEPS, Setting, compared_rate, jobs, resumed
+from tools.gpu_proof.schedule import (
+    Failed,
+    Figure,
+    Job,
+    Kill,
+    Result,
+    Room,
+    Runner,
     last_line,
-    resumed,
+    run_jobs,
 )
-from tools.gpu_proof.schedule import Failed, Figure, Job, Kill, Result, Room, Runner, run_jobs
 from tools.harness import ROOT
 
 H200 = record.Gpus("NVIDIA H200", ["0", "1"], 140.0, "570.1")

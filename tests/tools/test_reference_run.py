@@ -19,7 +19,6 @@ from titan_linear.step import optimizer
 from titan_linear.storage.rundir import json_lines
 from titan_linear.train import Trainer
 from tools import reference_run
-from tools.peers import fla_loss
 
 STEPS = 6
 KEYS = {
@@ -95,7 +94,7 @@ def test_documents_as_fla_takes_them(edges, monkeypatch):
 
     tokens = torch.arange(16)[None]
     batch = Batch(tokens, tokens + 1, torch.tensor(edges, dtype=torch.int32), tokens, 2, (0, 1), {})
-    reduction, labels = fla_loss(Model(), batch)
+    reduction, labels = reference_run.fla_loss(Model(), batch)
     packed = len(edges) > 3
     assert reduction == "sum" and (labels == seen["input_ids"] + 1).all()
     assert (

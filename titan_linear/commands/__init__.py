@@ -1,11 +1,14 @@
-"""Commands other than training, a file for each.
+"""Commands, a file for each.
 
-The doctor is in proof/, and `titan-linear train` is in run/launch.py.
+The doctor is in proof/, and what `titan-linear train` starts is in run/launch.py.
 """
 
 import argparse
 from collections.abc import Sequence
 from typing import Any
+
+# A command's own options, and arguments that are keys of the configuration.
+Parsed = tuple[argparse.Namespace, list[str]]
 
 
 def command_parser(prog: str, about: str | None, **options: Any) -> argparse.ArgumentParser:

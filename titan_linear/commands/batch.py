@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_linear.commands import command_parser
+from titan_linear.commands import Parsed, command_parser
 from titan_linear.config import load_config
 from titan_linear.data import Stream, Streams, Tokenizer, build_tokenizer
 from titan_linear.data.corpus.tree_records import BACK
@@ -30,7 +30,7 @@ from titan_linear.distributed.process import refusing
 from titan_linear.run.data import RunData
 from titan_linear.run.origin import Origin
 from titan_linear.storage.files import Json
-from titan_linear.storage.rundir import SPIKES
+from titan_linear.storage.rundir import SPIKES, json_lines
 from titan_linear.storage.step_folders import known_progress
 
 
@@ -125,15 +125,15 @@ def read_spike(path: Path, number: int) -> Json:
         raise ValueError(
             f"--spike {number}: there is no '{path}': no loss of this run stood out; give --step"
         )
-    lines = path.read_text(encoding="utf-8").splitlines()
-    if not 1 <= abs(number) <= len(lines):
+    spikes = json_lines(path, Json)
+    if not 1 <= abs(number) <= len(spikes):
         raise ValueError(
-            f"--spike {number} must be 1 to {len(lines)}, a line of '{path}', or -1 to {-len(lines)}"
+            f"--spike {number} must be 1 to {len(spikes)}, a line of '{path}', or -1 to {-len(spikes)}"
         )
-    return json.loads(lines[number - 1 if number > 0 else number])
+    return spikes[number - 1 if number > 0 else number]
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(argv: list[str]) -> Parsed:
     """Return this command's own options, and the run's keys."""
     parser = command_parser("titan-linear batch", __doc__, allow_abbrev=False)
     which = parser.add_mutually_exclusive_group()

@@ -16,10 +16,7 @@ from-hf   writes CHECKPOINTS/step-0, weights only, for checkpoint.initial_load_p
           checkpoint.initial_load_in_hf starts a run from the Hugging Face folder itself.
 """
 
-from __future__ import annotations
-
 import argparse
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +30,7 @@ from titan_linear.run.build import DTYPES
 from titan_linear.run.export import EXPORT_DTYPES, export_checkpoint, merge
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.files import progress
-from titan_linear.storage.hf_io import RowReader, locate, open_folder, read_model
+from titan_linear.storage.hf_io import RowReader, locate, read_model
 from titan_linear.storage.step_folders import Progress, complete_steps
 
 
@@ -41,22 +38,18 @@ from titan_linear.storage.step_folders import Progress, complete_steps
 def main(argv: list[str]) -> int:
     args = parse(argv)
     ignore_warnings_of_torch()
+    if args.direction == "from-hf":
+        from_hf(args.folder, args.checkpoints, DTYPES[args.dtype])
+        return 0
+    if args.folder.exists():
+        raise ValueError(f"'{args.folder}' is there already; choose another name")
     if args.direction == "to-hf":
-        _check_new(args.folder)
         export_checkpoint(args.checkpoint, args.folder, args.export_dtype, args.like)
         print(f"exported '{args.checkpoint}' to '{args.folder}'")
-    elif args.direction == "merge":
-        _check_new(args.folder)
+    else:
         merge(args.source, args.folder, args.base, args.export_dtype)
         print(f"merged '{args.source}' to '{args.folder}'")
-    else:
-        from_hf(args.folder, args.checkpoints, DTYPES[args.dtype])
     return 0
-
-
-def _check_new(folder: Path) -> None:
-    if folder.exists():
-        raise ValueError(f"'{folder}' is there already; choose another name")
 
 
 def from_hf(folder: Path, checkpoints: Path, dtype: torch.dtype) -> None:
@@ -67,19 +60,17 @@ def from_hf(folder: Path, checkpoints: Path, dtype: torch.dtype) -> None:
         )
     # Find each parameter's tensors in the folder, without reading them.
     family, model = read_model(folder)
-    source = open_folder(folder)
-    found = locate(source, family, model)
+    source, found = locate(folder, family, model)
     # The checkpointer needs a process group, here of one process.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with ExitStack() as files:
-        files.callback(dist.destroy_process_group)
-        reader = RowReader(source, files)
-        bar = progress(None, f"reading {folder.name}", len(found))
+    reader = RowReader(source)
+    bar = progress(None, f"reading {folder.name}", len(found))
 
-        def read(entry: Placement) -> torch.Tensor:
-            bar.update()
-            return reader.whole(entry, dtype)
+    def read(entry: Placement) -> torch.Tensor:
+        bar.update()
+        return reader.whole(entry, dtype)
 
+    try:
         # Each tensor is read when it is written: only one is in memory at a time.
         Checkpointer(checkpoints).save_lazily(
             0,
@@ -87,6 +78,8 @@ def from_hf(folder: Path, checkpoints: Path, dtype: torch.dtype) -> None:
             {entry.name: torch.empty(entry.shape, dtype=dtype, device="meta") for entry in found},
             Progress(step=0),
         )
+    finally:
+        dist.destroy_process_group()
     print(f"imported '{folder}' ({family}) to '{checkpoints / 'step-0'}'")
 
 
@@ -96,8 +89,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     to = directions.add_parser("to-hf")
     to.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
     to.add_argument("folder", metavar="FOLDER", type=Path)
-    source = "source: of each tensor as in the folder that the run began from (default: float32)"
-    to.add_argument("--export-dtype", choices=EXPORT_DTYPES, default="float32", help=source)
+    to.add_argument(
+        "--export-dtype",
+        choices=EXPORT_DTYPES,
+        default="float32",
+        help="source: of each tensor as in the folder that the run began from (default: float32)",
+    )
     to.add_argument("--like", default="", help="a Hugging Face folder of the same model")
     merging = directions.add_parser("merge")
     merging.add_argument("source", metavar="SOURCE", type=Path)

@@ -22,11 +22,11 @@ import time
 from pathlib import Path
 
 from titan_linear.commands import command_parser
-from titan_linear.config import SECTIONS
+from titan_linear.config import RECORDS, SECTIONS
 from titan_linear.data import Texts, build_tokenizer, load_corpus, tokenise_corpus, verify_corpus
 from titan_linear.data.corpus.cache import remove_cache
 from titan_linear.data.corpus.corpus import CACHE_NAME
-from titan_linear.data.corpus.sources import FIELD_SOURCES, FORMATS, TEXT_SOURCES
+from titan_linear.data.corpus.sources import FORMATS, TEXT_SOURCES
 from titan_linear.data.corpus.writing import lock_file, temporary_folder
 from titan_linear.distributed.process import refusing
 from titan_linear.storage.files import default_cache_dir
@@ -49,15 +49,15 @@ def main(argv: list[str]) -> int:
 
 def write(args: argparse.Namespace) -> int:
     # Options of formats with fields are errors elsewhere, not ignored.
-    if args.format != "text" and args.dataset not in FIELD_SOURCES:
-        raise ValueError(
-            f"--format {args.format} is for --dataset {', '.join(FIELD_SOURCES)}; remove it"
-        )
-    if args.text_field != "text" and (args.format != "text" or args.dataset not in FIELD_SOURCES):
+    if args.format != "text" and args.dataset not in RECORDS:
+        raise ValueError(f"--format {args.format} is for --dataset {', '.join(RECORDS)}; remove it")
+    if args.text_field != "text" and (args.format != "text" or args.dataset not in RECORDS):
         given = f"--format {args.format}" if args.format != "text" else f"--dataset {args.dataset}"
         raise ValueError(
             f"--text-field {args.text_field} is not used by {given}; remove one of them"
         )
+    if args.max_length < 0:
+        raise ValueError(f"--max-length {args.max_length} must be 0 or more; 0 is no maximum")
     texts = Texts(
         args.dataset,
         args.path,
@@ -65,6 +65,8 @@ def write(args: argparse.Namespace) -> int:
         text_field=args.text_field,
         dataset_format=args.format,
         on_bad_document=args.on_bad_document,
+        max_length=args.max_length,
+        truncation=args.truncation,
         path_key="--path",
     )
     corpus = tokenise_corpus(Path(os.path.expanduser(args.folder)).absolute(), texts)
@@ -155,8 +157,7 @@ def prune(args: argparse.Namespace) -> int:
     # Caches that a process is using are kept.
     for cache in [folder / name for name in args.names] or caches(folder):
         if args.older_than is None or days(cache) > args.older_than:
-            freed = size(cache)
-            removed = f"removed {cache.name}, {freed / 2**20:,.1f} MiB"
+            removed = f"removed {cache.name}, {size(cache) / 2**20:,.1f} MiB"
             print(removed if remove_cache(cache) else f"in use: {cache.name}")
     return 0
 
@@ -165,27 +166,42 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser("titan-linear corpus", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     # Options of `write`, whose descriptions are those keys' in the configuration.
-    make = commands.add_parser("write")
-    make.add_argument("folder", metavar="FOLDER", help="must not exist")
-    make.add_argument("--dataset", choices=TEXT_SOURCES, required=True, help="kind of the texts")
-    make.add_argument("--path", help="a file, a folder, or globs separated by commas")
-    make.add_argument(
+    option = commands.add_parser("write").add_argument
+    option("folder", metavar="FOLDER", help="must not exist")
+    option("--dataset", choices=TEXT_SOURCES, required=True, help="kind of the texts")
+    option("--path", help="a file, a folder, or globs separated by commas")
+    option(
         "--tokenizer",
         default="",
         help="a tokenizer.json or the folder that holds one (default: bytes)",
     )
-    make.add_argument(
+    option(
         "--text-field", default="text", help="field or column of a document's text (default: text)"
     )
     keys = SECTIONS["training"].model_fields
-    about = keys["dataset_format"].description
-    make.add_argument("--format", choices=FORMATS, default="text", help=f"{about} (default: text)")
-    bad = keys["on_bad_document"].description
-    make.add_argument("--on-bad-document", choices=("stop", "skip"), default="stop", help=bad)
+    about = {name: key.description for name, key in keys.items()}
+    option(
+        "--format",
+        choices=FORMATS,
+        default="text",
+        help=f"{about['dataset_format']} (default: text)",
+    )
+    option(
+        "--on-bad-document",
+        choices=("stop", "skip"),
+        default="stop",
+        help=about["on_bad_document"],
+    )
+    option("--max-length", type=int, default=0, metavar="TOKENS", help=about["max_length"])
+    option(
+        "--truncation",
+        choices=("right", "left", "skip"),
+        default="right",
+        help=about["truncation"],
+    )
     # Options of `list`, `check` and `prune`.
     commands.add_parser("list")
-    look = commands.add_parser("check")
-    look.add_argument(
+    commands.add_parser("check").add_argument(
         "folders",
         metavar="FOLDER",
         nargs="*",

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from titan_linear.commands import command_parser, table
+from titan_linear.commands import Parsed, command_parser, table
 from titan_linear.commands.score import checked, joined, path_and_keys
 from titan_linear.config import COLUMNS, Config, load_config
 from titan_linear.data import write_corpus
@@ -42,8 +42,7 @@ def main(argv: list[str]) -> int:
     args, keys = parse(argv)
     # A worker evaluates. The first process checks everything, then starts the workers.
     if under_launcher():
-        config = load_config(keys)
-        return joined(config.comm, partial(evaluate, args.output, config))
+        return joined(keys, partial(evaluate, args.output))
     if args.write:
         write_prompts(args.write, load_config(keys))
         return 0
@@ -109,7 +108,7 @@ def shown(records: list[Record], output: str, step: int) -> None:
         write_down(records, step, Path(output))
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(argv: list[str]) -> Parsed:
     """Return the arguments of this command, and the arguments that are configuration keys."""
     parser = command_parser(
         "titan-linear evaluate",
@@ -117,20 +116,17 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
         usage="titan-linear evaluate PATH --tasks … --lengths …",
     )
-    parser.add_argument("--tasks", nargs="+", default=[], help="evaluation.tasks")
-    parser.add_argument(
+    option = parser.add_argument
+    option("--tasks", nargs="+", default=[], help="evaluation.tasks")
+    option(
         "--lengths",
         nargs="+",
         type=size,
         default=[],
         help="evaluation.lengths: 512, 4k or 1m tokens",
     )
-    parser.add_argument(
-        "--write", default="", metavar="FOLDER", help="only make prompts, to train on"
-    )
-    parser.add_argument(
-        "-o", "--output", default="", help="folder for evaluation.jsonl (default: none)"
-    )
+    option("--write", default="", metavar="FOLDER", help="only make prompts, to train on")
+    option("-o", "--output", default="", help="folder for evaluation.jsonl (default: none)")
     args, keys = path_and_keys(parser, argv)
     if not (args.path or args.write or under_launcher()):
         # These options are short forms of configuration keys.

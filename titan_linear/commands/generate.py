@@ -28,7 +28,7 @@ from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.hf_mapping import mtp_depth
 from titan_linear.run.build import DTYPES, allocated
-from titan_linear.run.generate import Drafts, Sampling, continuations, generate
+from titan_linear.run.generate import Drafts, Rows, Sampling, continuations, generate
 from titan_linear.run.origin import Origin, other_tokenizer
 from titan_linear.storage.hf_io import CONFIG, read_config
 from titan_linear.storage.step_folders import verify
@@ -43,13 +43,8 @@ def main(argv: list[str]) -> int:
     # Refuse wrong arguments before the weights are read.
     if args.max_new_tokens < 0:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens} must be 0 or more")
-    dtype = (
-        DTYPES[args.dtype]
-        if args.dtype
-        else torch.float32
-        if device.type == "cpu"
-        else torch.bfloat16
-    )
+    usual = "float32" if device.type == "cpu" else "bfloat16"
+    dtype = DTYPES[args.dtype or usual]
     if args.draft and args.temperature:
         raise ValueError(
             f"--draft takes the likeliest tokens, not those of --temperature {args.temperature:g}; give 0"
@@ -78,7 +73,7 @@ def main(argv: list[str]) -> int:
 def chat(
     tokenizer: Tokenizer,
     first: Sequence[str],
-    answers: Callable[[list[list[int]]], list[list[int]]],
+    answers: Callable[[Rows], Rows],
 ) -> None:
     """Print an answer to each turn: the prompts given, then lines of the terminal."""
     conversation = Conversations(tokenizer, "--chat")
@@ -153,44 +148,39 @@ def load(
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser("titan-linear generate", __doc__)
-    parser.add_argument(
-        "path", metavar="PATH", help="a checkpoint of ours, or a Hugging Face folder"
-    )
-    parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
-    parser.add_argument(
-        "--chat", action="store_true", help="converse, by the tokenizer's chat template"
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=100)
-    parser.add_argument(
+    option = parser.add_argument
+    option("path", metavar="PATH", help="a checkpoint of ours, or a Hugging Face folder")
+    option("--prompt", action="append", default=[], help="may be given several times")
+    option("--chat", action="store_true", help="converse, by the tokenizer's chat template")
+    option("--max-new-tokens", type=int, default=100)
+    option(
         "--temperature",
         type=float,
         default=0.8,
         help="0: always the likeliest token (default: 0.8)",
     )
-    parser.add_argument(
+    option(
         "--top-p",
         type=float,
         default=1.0,
         help="share of the likeliest tokens drawn from (default: 1)",
     )
-    parser.add_argument(
+    option(
         "--draft",
         action="store_true",
         help="draft with the layers that predict a further token; the text stays",
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="the same seed gives the same text (default: 0)"
-    )
-    parser.add_argument(
+    option("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
+    option(
         "--tokenizer",
         default="",
         help="a tokenizer.json to use instead of the run's or the folder's",
     )
-    parser.add_argument(
+    option(
         "--dtype",
         choices=DTYPES,
         help="dtype of compute (default: bfloat16 on a GPU, float32 on the CPU)",
     )
-    parser.add_argument("--device", help="default: cuda if there is a GPU")
-    parser.add_argument("--impl", default="auto", help="implementation of the ops (default: auto)")
+    option("--device", help="default: cuda if there is a GPU")
+    option("--impl", default="auto", help="implementation of the ops (default: auto)")
     return parser.parse_args(argv)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from titan_linear.commands import command_parser
 from titan_linear.commands.score import checked, joined
-from titan_linear.config import Config, load_config
+from titan_linear.config import Config
 from titan_linear.data import Prompts, TaskSample
 from titan_linear.data.corpus.chat import Conversations
 from titan_linear.data.streams.prompts import rows_of
@@ -38,6 +38,8 @@ from titan_linear.run.reading import Reader, open_reader
 CHAT = "--apply_chat_template"
 # Names in a task's generation_kwargs. The first length that is given counts.
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+# Of each request: its log p, and whether greedy decoding yields it.
+Likelihoods = list[tuple[float, bool]]
 OPTIONS = {*LENGTHS, "max_length", "until", "do_sample", "temperature", "top_p"}
 
 
@@ -47,8 +49,7 @@ def main(argv: list[str]) -> int:
     # A worker runs the harness. The first process checks everything, then starts the
     # workers.
     if under_launcher():
-        config = load_config(keys)
-        return joined(config.comm, partial(harness, options, config))
+        return joined(keys, partial(harness, options))
     parser = command_parser(
         "titan-linear lm-eval", __doc__, usage="titan-linear lm-eval PATH --tasks …"
     )
@@ -95,9 +96,7 @@ def harness(options: list[str], config: Config) -> None:
         cli_evaluate()
 
 
-def likelihoods(
-    requests: Sequence[tuple[list[int], int]], reader: Reader
-) -> list[tuple[float, bool]]:
+def likelihoods(requests: Sequence[tuple[list[int], int]], reader: Reader) -> Likelihoods:
     """Return each request's log p from a position on, and whether greedy decoding yields
     it.
 
@@ -116,7 +115,7 @@ def likelihoods(
         reader.config.parallelism.even_length(longest),
     )
 
-    def show(_: TaskSample, rows: np.ndarray) -> list[tuple[float, bool]]:
+    def show(_: TaskSample, rows: np.ndarray) -> Likelihoods:
         return [(float(rows["logprob"].sum()), bool(rows["likeliest"].all()))]
 
     shown = [examine(reader, prompts, show=show)]
@@ -192,7 +191,7 @@ def adapted(reader: Reader) -> type:
         ) -> str:
             return chat().text(chat_history, add_generation_prompt)
 
-        def loglikelihood(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+        def loglikelihood(self, requests: Any, **_: Any) -> Likelihoods:
             encoded = []
             for context, more in (request.args for request in requests):
                 if context:
@@ -202,7 +201,7 @@ def adapted(reader: Reader) -> type:
                     encoded.append(("", [], tokens[tokens[:1] == [self.prefix_token_id] :]))
             return self._loglikelihood_tokens(encoded)
 
-        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> Likelihoods:
             pairs = [(context or [self.prefix_token_id], more) for _, context, more in requests]
             return likelihoods([(context + more, len(context)) for context, more in pairs], reader)
 

@@ -12,22 +12,29 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jinja2 import Environment
+from jinja2 import Template
 from markupsafe import Markup
 
 from titan_linear.commands import batch
-from titan_linear.config import load_config
 from titan_linear.data.tasks import LOSS
 from titan_linear.losses import LOSSES
 from titan_linear.losses.loss import LossFunction
 from titan_linear.run.evaluate import means, tiles
 from titan_linear.storage.files import Json
-from titan_linear.storage.rundir import CONFIG, EVALUATION, METRICS, SPIKES, TELEMETRY, json_lines
+from titan_linear.storage.rundir import (
+    CONFIG,
+    EVALUATION,
+    METRICS,
+    SPIKES,
+    TELEMETRY,
+    config_in,
+    json_lines,
+)
 
 # Key of metrics.jsonl → caption of its chart.
 CURVES = {
@@ -86,17 +93,17 @@ def page(
         "Recall": recall(runs),
         "Inside, by layer": layers(runs),
     }
-    last_spikes = {run.folder: spikes(run) for run in runs}
-    kept = {folder: words(folder) for folder in folders}
     text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    template = Environment(autoescape=True, trim_blocks=True).from_string(text)
+    template = Template(text, autoescape=True, trim_blocks=True)
     return template.render(
         runs={str(folder): to_hex(f"C{n}") for n, folder in enumerate(folders)},
         tables={"Where they stand": standing, "Keys that differ": differences},
         charts=charts,
         texts={
-            "Spikes, with the documents of the worst first": last_spikes,
-            "What the planner and the doctor said": kept,
+            "Spikes, with the documents of the worst first": {
+                run.folder: spikes(run) for run in runs
+            },
+            "What the planner and the doctor said": {folder: words(folder) for folder in folders},
         },
     )
 
@@ -116,7 +123,7 @@ def read(folder: Path) -> RunHistory:
 
 
 def loss_of(run: Path) -> type[LossFunction]:
-    return LOSSES[load_config(["--job.config_file", str(run / CONFIG)]).loss.name]
+    return LOSSES[config_in(run).loss.name]
 
 
 # --- Charts -------------------------------------------------------------------------------
@@ -180,8 +187,7 @@ def recall(runs: Sequence[RunHistory]) -> Charts:
     They show scores by length (of a text, by position), and each run's by length and depth.
     """
     charts = []
-    every = chain.from_iterable(run.scores for run in runs)
-    for task in dict.fromkeys(line["task"] for line in every):
+    for task in dict.fromkeys(line["task"] for run in runs for line in run.scores):
         by, axis = ("position", POSITION) if task == LOSS else ("length", LENGTH)
         points: list[Points] = []
         tiles_of_runs: Charts = []

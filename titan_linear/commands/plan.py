@@ -27,7 +27,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from titan_linear.commands import command_parser, table
+from titan_linear.commands import Parsed, command_parser, table
 from titan_linear.config import Training, load_config
 from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.distributed.process import refusing
@@ -53,32 +53,27 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(argv: list[str]) -> Parsed:
     """Return this command's own options, and the run's keys."""
     parser = command_parser("titan-linear plan", __doc__, allow_abbrev=False)
-    parser.add_argument(
-        "--gpus", type=int, default=8, help="number of GPUs of the run (default: 8)"
-    )
-    parser.add_argument("--gpu", default="H200", help=f"{', '.join(shipped())} (default: H200)")
-    parser.add_argument(
-        "--rates", default="", help="file written by tools.bench_rates, instead of --gpu"
-    )
-    parser.add_argument("--node", type=int, default=8, help="GPUs per node (default: 8)")
-    parser.add_argument(
+    option = parser.add_argument
+    option("--gpus", type=int, default=8, help="number of GPUs of the run (default: 8)")
+    option("--gpu", default="H200", help=f"{', '.join(shipped())} (default: H200)")
+    option("--rates", default="", help="file written by tools.bench_rates, instead of --gpu")
+    option("--node", type=int, default=8, help="GPUs per node (default: 8)")
+    option(
         "--network",
         type=float,
         default=H200.between_nodes / 1e9,
         help="GB/s from each GPU to other nodes (default: 50)",
     )
-    parser.add_argument(
-        "--attention", default="", help="kernel of softmax attention, one that the rates have"
-    )
-    parser.add_argument(
+    option("--attention", default="", help="kernel of softmax attention, one that the rates have")
+    option(
         "--documents",
         default="one",
         help='"one" per stream, their mean tokens, or a tree: 14336+8*2048 (default: one)',
     )
-    parser.add_argument(
+    option(
         "--tokens", nargs="+", default=[], help="budget, to say how many days it takes: 100B, 2.5T"
     )
     args, keys = parser.parse_known_args(argv)
@@ -184,10 +179,10 @@ def machine_of(args: argparse.Namespace) -> Machine:
         raise ValueError(
             f"--attention {kernel!r} is not in the rates; use one of {', '.join(rates.attention)}"
         )
-    # The remaining options are numbers with a least value.
-    for option, least in (("gpus", 1), ("node", 1)):
-        if (number := getattr(args, option)) < least:
-            raise ValueError(f"--{option} {number} must be {least} or more")
+    # The remaining options are numbers.
+    for option in ("gpus", "node"):
+        if (number := getattr(args, option)) < 1:
+            raise ValueError(f"--{option} {number} must be 1 or more")
     if not args.network > 0:
         raise ValueError(f"--network {args.network:g} must be above 0")
     return Machine(rates, args.node, args.network * 1e9, kernel)
@@ -199,18 +194,15 @@ def mean_length(documents: str) -> Mean:
     Raises:
         ValueError: --documents is none of the three kinds.
     """
-    root, *levels = documents.split("+")
     if documents != "one" and not re.fullmatch(r"[1-9]\d*(\+[1-9]\d*\*[1-9]\d*)*", documents):
         raise ValueError(
             f"--documents {documents!r} must be 'one', or the mean length of a document in tokens, or a tree such as "
             "14336+8*2048"
         )
     # A tree: its root has one node, each further level a number of nodes and their tokens.
-    if levels:
-        return (
-            (1, int(root)),
-            *((int(count), int(tokens)) for count, tokens in (x.split("*") for x in levels)),
-        )
+    if "+" in documents:
+        levels = [level.split("*") for level in f"1*{documents}".split("+")]
+        return tuple((int(count), int(tokens)) for count, tokens in levels)
     return None if documents == "one" else int(documents)
 
 
@@ -225,31 +217,38 @@ def _tokens(text: str) -> float | None:
 # --- What is printed ----------------------------------------------------------------------
 
 
+def readable(number: float) -> str:
+    """Return a size as --tokens takes it: 354M, 1.34B, 100B, 2.5T."""
+    # Round first: 999.9M becomes 1B.
+    rounded = float(f"{number:.3g}")
+    unit = max((u for u in UNITS if UNITS[u] <= rounded), key=UNITS.__getitem__, default="")
+    return f"{rounded / UNITS[unit]:.3g}{unit}"
+
+
 def describe(rank: PlannedRank) -> str:
     config = rank.config
     t = rank.training
     sharers = rank.parallelism.copies
     name = model_name(Origin.of(config))
+    size = parameters(rank.model)
     return (
-        f"{name}: {parameters(rank.model):,} parameters, {rank.model.composition}\n"
-        f"{t.local_batch_size} x {t.seq_len} tokens in a micro-step on {sharers} GPU{'s' if sharers > 1 else ''}; "
+        f"{name}: {size:,} parameters ({readable(size)}), {rank.model.composition}\n"
+        f"{t.local_batch_size} x {t.seq_len:,} tokens in a micro-step on {sharers} GPU{'s' if sharers > 1 else ''}; "
         f"parameters {t.dtype}, compute {t.mixed_precision_param}, reductions {t.mixed_precision_reduce}; activation "
         f"checkpointing {config.activation_checkpoint.name}; layers {'' if config.compile.enable else 'not '}compiled"
     )
 
 
 def memory_table(rank: PlannedRank, machine: Machine) -> str:
-    at = rank.moments()
+    moments = rank.moments()
     gpus = rank.gpus
     size = machine.rates.memory_gib
-    sums = {name: sum(parts.values()) for name, parts in at.items()}
-    fullest = max(sums, key=sums.get)
+    fullest = max(moments, key=lambda name: sum(moments[name].values()))
     # The moment that holds most comes first.
-    at = {fullest: at[fullest], **at}
-    total = sums[fullest] / GIB
+    at = {fullest: moments[fullest], **moments}
     rows = [(part, *(f"{parts[part] / GIB:.2f}" for parts in at.values())) for part in PARTS]
-    rows.append(("sum", *(f"{sums[name] / GIB:.2f}" for name in at)))
-    verdict = "fits" if total <= (1 - SPARE) * size else "does not fit"
+    rows.append(("sum", *(f"{sum(parts.values()) / GIB:.2f}" for parts in at.values())))
+    verdict = "fits" if rank.needs <= (1 - SPARE) * size * GIB else "does not fit"
     # Bytes that each kind of layer keeps, with the number of such layers.
     names = (layer.name for layer in rank.model.layers)
     each = Counter(zip(names, rank.saved()[0], strict=True))
@@ -280,7 +279,7 @@ def time_table(planned: PlannedStep, machine: Machine, budget: float | None) -> 
         f"{planned.parts['communication'] / planned.seconds:.1%}"
     )
     if budget is not None:
-        line += f"; {_days(planned, budget):.1f} days for {budget:.3g} tokens"
+        line += f"; {_days(planned, budget):.1f} days for {readable(budget)} tokens"
     if planned.parts["attention"]:
         line += f"; attention by {machine.attention}"
     return table(("time of a step, ms", machine.rates.gpu), rows) + f"\n{line}"
@@ -289,20 +288,22 @@ def time_table(planned: PlannedStep, machine: Machine, budget: float | None) -> 
 def splits_table(splits: list[PlannedSplit], budget: float | None) -> str:
     head = ["split", "checkpointing", "local batch", "GiB", "ms a step", "tokens/s/GPU", "MFU"]
     rows = []
-    for rank, needed, planned in splits:
-        rows.append(
-            [
-                rank.degrees,
-                rank.config.activation_checkpoint.name,
-                rank.training.local_batch_size,
-                f"{needed / GIB:.1f}",
-                f"{1e3 * planned.seconds:.0f}",
-                f"{planned.tokens_per_second / rank.gpus:,.0f}",
-                f"{planned.mfu:.1%}",
-                *([f"{_days(planned, budget):.1f}"] if budget else []),
-            ]
-        )
-    return table([*head, *(["days"] if budget else [])], rows)
+    for rank, planned in splits:
+        row = [
+            rank.degrees,
+            rank.config.activation_checkpoint.name,
+            rank.training.local_batch_size,
+            f"{rank.needs / GIB:.1f}",
+            f"{1e3 * planned.seconds:.0f}",
+            f"{planned.tokens_per_second / rank.gpus:,.0f}",
+            f"{planned.mfu:.1%}",
+        ]
+        if budget:
+            row.append(f"{_days(planned, budget):.1f}")
+        rows.append(row)
+    if budget:
+        head.append("days")
+    return table(head, rows)
 
 
 def _days(planned: PlannedStep, budget: float) -> float:

@@ -13,11 +13,11 @@ from statistics import median
 
 from titan_linear.commands import command_parser, table
 from titan_linear.commands.page import loss_of, page
-from titan_linear.config import Training, load_config, toml_value
+from titan_linear.config import Training, toml_value
 from titan_linear.distributed.process import refusing
 from titan_linear.storage import rundir
-from titan_linear.storage.files import write_whole
-from titan_linear.storage.rundir import CONFIG, METRICS, SPIKES, json_lines
+from titan_linear.storage.files import Json, read_json, write_whole
+from titan_linear.storage.rundir import METRICS, RUN_MANIFEST, SPIKES, config_in, json_lines
 
 NONE = "–"
 # Keys that differ between any two runs.
@@ -60,9 +60,13 @@ def standing(run: Path) -> dict[str, str]:
     last = steps[-1:] or [ReportLine(step=0)]
     # The first step of a start compiles, so its rates are left out if there are more.
     rated = steps[1:] or steps
+    # A run that has just begun has no manifest yet, and earlier versions did not count.
+    manifest = run / RUN_MANIFEST
+    made = read_json(manifest, Json, "") if manifest.is_file() else {}
     return {
         "run": str(run),
-        "trained on": data_of(load_config(["--job.config_file", str(run / CONFIG)]).training),
+        "parameters": f"{made['parameters']:,}" if "parameters" in made else NONE,
+        "trained on": data_of(config_in(run).training),
         "step": cell(last, "step", "{}"),
         "loss": cell(last, "loss"),
         "best validation": cell(lines, "validation_loss"),
@@ -85,7 +89,7 @@ def data_of(training: Training) -> str:
 
 def differences(runs: Sequence[Path]) -> list[list[str]]:
     """Return a row for each key that differs between runs: the key, and each run's value."""
-    keys = [load_config(["--job.config_file", str(run / CONFIG)]).flat_keys() for run in runs]
+    keys = [config_in(run).flat_keys() for run in runs]
     rows = []
     for key in keys[0]:
         values = [toml_value(of_run[key]) for of_run in keys]

@@ -30,8 +30,8 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_linear.commands import command_parser
-from titan_linear.config import Comm, Config, check_config, load_config
+from titan_linear.commands import Parsed, command_parser
+from titan_linear.config import Config, check_config, load_config
 from titan_linear.data import PackedStreams, Streams, Targets, split_corpus, streams_of
 from titan_linear.data.corpus.corpus import PLACE
 from titan_linear.data.corpus.scores import Scores, begin, differences, keep, put, read_scores
@@ -57,8 +57,7 @@ def main(argv: list[str]) -> int:
     args, keys = parse(argv)
     # A worker scores. The first process checks everything, then starts the workers.
     if under_launcher():
-        config = load_config(keys)
-        return joined(config.comm, partial(score_corpus, Path(args.output), config))
+        return joined(keys, partial(score_corpus, Path(args.output)))
     if args.compare:
         for name, (apart, token) in differences(*map(Path, args.compare)).items():
             print(f"{name}: largest difference {apart:.3g}, at token {token:,} of the corpus")
@@ -144,11 +143,15 @@ def streams_to_score(data: RunData) -> PackedStreams:
 # --- In each process ----------------------------------------------------------------------
 
 
-def joined(comm: Comm, work: Callable[[], None]) -> int:
-    """Run this process's part of `work` in the default group and return the exit code."""
+def joined(keys: list[str], work: Callable[[Config], None]) -> int:
+    """Run this process's part of `work` in the default group and return the exit code.
+
+    keys: the configuration, as arguments.
+    """
+    config = load_config(keys)
     try:
-        with process_group(timedelta(seconds=comm.init_timeout_seconds)):
-            work()
+        with process_group(timedelta(seconds=config.comm.init_timeout_seconds)):
+            work(config)
     except Exception as error:
         return report(error)
     return 0
@@ -202,9 +205,7 @@ def _columns(
 # --- Arguments ----------------------------------------------------------------------------
 
 
-def path_and_keys(
-    parser: argparse.ArgumentParser, argv: list[str]
-) -> tuple[argparse.Namespace, list[str]]:
+def path_and_keys(parser: argparse.ArgumentParser, argv: list[str]) -> Parsed:
     """Return the arguments, with PATH if it comes first, and the rest.
 
     argparse would take the value of a key for PATH.
@@ -215,7 +216,7 @@ def path_and_keys(
     return args, keys
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(argv: list[str]) -> Parsed:
     """Return the arguments of this command, and the arguments that are configuration keys."""
     parser = command_parser(
         "titan-linear score",
@@ -223,17 +224,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
         usage="titan-linear score PATH -o FOLDER …",
     )
-    parser.add_argument("-o", "--output", default="", help="folder for the scores")
-    parser.add_argument(
-        "--as", dest="column", choices=("reference", "behaviour"), default="reference"
-    )
-    parser.add_argument(
+    option = parser.add_argument
+    option("-o", "--output", default="", help="folder for the scores")
+    option("--as", dest="column", choices=("reference", "behaviour"), default="reference")
+    option(
         "--top-k", type=int, default=0, help=f"likeliest tokens to keep, up to {MOST_IDS} (none)"
     )
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, help="of the softmax (default: 1)"
-    )
-    parser.add_argument("--compare", nargs=2, metavar="FOLDER", default=[])
+    option("--temperature", type=float, default=1.0, help="of the softmax (default: 1)")
+    option("--compare", nargs=2, metavar="FOLDER", default=[])
     args, keys = path_and_keys(parser, argv)
     if not (0 <= args.top_k <= MOST_IDS and 0 < args.temperature < float("inf")):
         raise ValueError(

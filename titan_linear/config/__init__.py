@@ -15,6 +15,7 @@ from titan_linear.config.schema import (
     COLUMNS,
     KEYS,
     OTHER,
+    RECORDS,
     SECTIONS,
     ActivationCheckpoint,
     Adapter,
@@ -35,5 +36,6 @@ from titan_linear.config.schema import (
     Training,
     Validation,
     absolute,
+    has_records,
     keys_with,
 )

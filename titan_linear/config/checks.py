@@ -29,6 +29,7 @@ from titan_linear.config.schema import (
     Source,
     Training,
     Validation,
+    has_records,
 )
 
 # Keys that have an effect only with this value of another.
@@ -42,12 +43,11 @@ EFFECTIVE_WITH = {
     ),
     ("checkpoint.enable", True): (
         "checkpoint.load_step",
-        "checkpoint.initial_load_path",
-        "checkpoint.initial_load_in_hf",
         "checkpoint.last_save_model_only",
         "checkpoint.last_save_in_hf",
         "checkpoint.export_interval",
         "checkpoint.grace_seconds",
+        "validation.keep_best",
     ),
     ("compile.enable", True): ("compile.backend",),
     ("float8.enable", True): ("float8.filter_fqns", "float8.emulate"),
@@ -56,7 +56,11 @@ EFFECTIVE_WITH = {
         for name in LOSS_NAMES
     },
     ("optimizer.name", "muon"): ("optimizer.momentum",),
-    ("validation.enable", True): ("validation.sample_tokens",),
+    ("validation.enable", True): (
+        "validation.sample_tokens",
+        "validation.keep_best",
+        "validation.patience",
+    ),
 }
 
 
@@ -76,7 +80,10 @@ def check_config(config: Config, world_size: int) -> None:
     _check_batch(training, parallelism, dp)
     _, shards = parallelism.fsdp_degrees(world_size)
     _check_expert_parallel(parallelism, shards)
-    _check_schedule(config.lr_scheduler, training.steps)
+    if training.epochs:
+        _check_epochs(training, config.lr_scheduler)
+    else:
+        _check_schedule(config.lr_scheduler, training.steps)
     _check_training(training)
     # The optimizer.
     if (taken := config.optimizer.lr * config.optimizer.weight_decay) >= 1:
@@ -89,12 +96,22 @@ def check_config(config: Config, world_size: int) -> None:
             f"optimizer.eps = {config.optimizer.eps} is 0 in training.dtype = {training.dtype!r}, and weights "
             f"whose gradients have all been 0 would become 0 / 0; use at least {SMALLEST_EPS}"
         )
+    if config.loss.options and config.loss.name in LOSS_NAMES:
+        raise ValueError(
+            f"loss.options = {toml_value(config.loss.options)} has no effect with loss.name = {config.loss.name!r}; "
+            f"use the section [{config.loss.name}], or remove it"
+        )
     # Other sections, and keys that have no effect.
     _check_activation_checkpoint(config.activation_checkpoint)
     _check_effects(config.flat_keys())
     _check_float8(config.float8, parallelism.tensor_parallel_degree)
     _check_data(training, config.validation)
     _check_checkpoint(config.checkpoint)
+    if config.validation.keep_best and config.validation.freq % config.checkpoint.interval:
+        raise ValueError(
+            f"validation.keep_best = true: validation.freq = {config.validation.freq} must be a multiple of "
+            f"checkpoint.interval = {config.checkpoint.interval}, so that what is validated is saved; change one"
+        )
     _check_file_groups(config.metrics, training.mixture)
     _check_profiling(config.profiling)
     if config.comm.max_restarts and not config.checkpoint.enable:
@@ -194,6 +211,19 @@ def _check_schedule(s: LRScheduler, steps: int) -> None:
         )
 
 
+def _check_epochs(t: Training, s: LRScheduler) -> None:
+    # The number of steps is not known yet.
+    for key, value, reason in (
+        ("training.mixture", t.mixture, "whose sources have epochs of their own"),
+        ("training.seq_len_schedule", t.seq_len_schedule, "which counts steps"),
+        ("lr_scheduler.total_steps", s.total_steps, "which counts steps"),
+    ):
+        if value:
+            raise ValueError(
+                f"training.epochs = {t.epochs} is not for {key}, {reason}; give training.steps, or remove {key}"
+            )
+
+
 def _check_training(t: Training) -> None:
     # Types.
     types = (t.dtype, t.mixed_precision_param, t.mixed_precision_reduce)
@@ -226,14 +256,24 @@ def _check_data(t: Training, v: Validation) -> None:
         raise ValueError(
             f"training.group_field = {t.group_field!r} needs training.share_prefixes = true; set it"
         )
+    if t.truncation != "right" and not t.max_length:
+        raise ValueError(
+            f"training.truncation = {t.truncation!r} needs training.max_length; set it, or remove truncation"
+        )
     # Each source, and how its records can share prefixes.
     for source in t.sources:
         _check_source(source)
+        if t.max_length and (source.dataset == "tokens" or source.dataset_format == "tree"):
+            raise ValueError(
+                f"training.max_length = {t.max_length} is for documents that are tokenised, one per record, and "
+                f"{source.key('dataset')} = {source.dataset!r}, _format = {source.dataset_format!r}; remove it"
+            )
         if t.group_field and source.dataset_format == "preference":
             raise ValueError(
                 f"training.group_field = {t.group_field!r}: each pair is a tree of its own; remove it"
             )
-        if t.share_prefixes and (source.dataset not in RECORDS or source.dataset_format == "tree"):
+        records = has_records(source.dataset)
+        if t.share_prefixes and (not records or source.dataset_format == "tree"):
             raise ValueError(
                 f"training.share_prefixes is for records of documents, and {source.key('dataset')} = "
                 f"{source.dataset!r}, _format = {source.dataset_format!r}; change that, or remove it"
@@ -265,7 +305,8 @@ def _check_source(s: Training | Source) -> None:
     if s.dataset != "stdlib" and not s.dataset_path:
         raise ValueError(f"{dataset} = {s.dataset!r} needs {dataset}_path: a file, folder or glob")
     # Columns and formats are for records.
-    if s.dataset_columns and s.dataset not in RECORDS:
+    records = has_records(s.dataset)
+    if s.dataset_columns and not records:
         raise ValueError(
             f"{dataset}_columns = {toml_value(s.dataset_columns)} is for {dataset} = {', '.join(RECORDS)}, and it is "
             f"{s.dataset!r}; remove it (a corpus of tokens knows its columns), or change {dataset}"
@@ -274,13 +315,13 @@ def _check_source(s: Training | Source) -> None:
         raise ValueError(
             f"{dataset}_columns: no loss reads {unknown[0]!r}; they read {', '.join(COLUMNS)}"
         )
-    if s.dataset_format != "text" and s.dataset not in RECORDS:
+    if s.dataset_format != "text" and not records:
         raise ValueError(
             f"{dataset}_format = {s.dataset_format!r} is for {dataset} = {', '.join(RECORDS)}, and it is "
             f"{s.dataset!r}; remove the format (a corpus of tokens knows its answers), or change {dataset}"
         )
     given = f"{dataset} = {s.dataset!r}"
-    if s.dataset in RECORDS:
+    if records:
         given = f"{dataset}_format = {s.dataset_format!r}" if s.dataset_format != "text" else ""
     if given and s.dataset_text_field != "text":
         raise ValueError(

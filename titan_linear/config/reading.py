@@ -1,15 +1,16 @@
 """Configurations from TOML files and the command line, and back to TOML; `--help`."""
 
 import argparse
-import difflib
 import inspect
 import json
 import os
 import re
 import sys
+from collections import deque
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, NoReturn, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -29,6 +30,7 @@ from titan_linear.config.schema import (
     Training,
     keys_with,
 )
+from titan_linear.registry import TABLES, import_custom
 
 # Tables of TOML.
 Tables = dict[str, Any]
@@ -39,6 +41,8 @@ LISTED = 20
 OTHER_NAMES = json.loads(Path(__file__).with_name("other_names.json").read_text())
 MEANT = OTHER_NAMES["meant"]
 ABSENT = OTHER_NAMES["absent"]
+# An option of the command line, perhaps with its value.
+_OPTION = re.compile(r"-h$|--[^\s=]+(=|$)")
 
 # --- Reading ---------------------------------------------------------------------------------------------------------
 
@@ -59,33 +63,36 @@ def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
     overrides = _with_mixers(
         _read_command_line([argument for argument in argv if argument != PRINT])
     )
-    _validate(overrides, "command line")
-    tables: Tables = {}
-    # Each source is validated separately, so that an error names its source.
     path = overrides.get("job", {}).get("config_file", "")
+    tables = _with_mixers(_read_toml(path)) if path else {}
+    # The command line takes precedence over the file.
+    merged = _merged(tables, overrides)
+    job = merged.get("job")
+    if isinstance(job, dict) and (module := job.get("custom_import")):
+        import_custom(module)
+    # Each source is validated separately, so that an error names its source.
+    _validate(overrides, "command line")
     if path:
-        tables = _with_mixers(_read_toml(path))
         _validate(tables, path)
         if "config_file" in tables.get("job", {}):
             raise ValueError(
                 f"{path}: job.config_file belongs on the command line; remove it from the file"
             )
-    # The command line takes precedence over the file.
-    given = _validate(_merged(tables, overrides), "configuration")
+    given = _validate(merged, "configuration")
     # The saved configuration is explicit: home folders, and types that depend on the device.
     values = given.flat_keys()
     expanded = {key: os.path.expanduser(values[key]) for key in keys_with(KeyRule.HOME)}
     auto = _auto_types(given.training, cuda)
     config = given.changed(expanded | auto)
     if prints:
-        origins = _origins({"command line": overrides, path: tables})
+        origins = _origins({path: tables, "command line": overrides})
         origins |= {key: f"{origins[key]}: auto" for key in auto}
         print(config_to_toml(config, origins), end="")
         raise SystemExit(0)
     return config
 
 
-def _merged(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> Tables:
+def _merged(tables: Tables, overrides: Tables) -> Tables:
     """Merge tables, and tables inside them; values of `overrides` take precedence."""
     merged = {**tables, **overrides}
     for name in tables.keys() & overrides.keys():
@@ -102,12 +109,11 @@ def _with_mixers(tables: Tables) -> Tables:
     model = tables.get("model")
     if not isinstance(model, dict):
         return tables
-    own = {
-        name: table
-        for name, table in model.items()
-        if isinstance(table, dict) and f"model.{name}" not in KEYS
-    }
-    rest = {name: value for name, value in model.items() if name not in own}
+    own: Tables = {}
+    rest: Tables = {}
+    for name, value in model.items():
+        is_mixer = isinstance(value, dict) and f"model.{name}" not in KEYS
+        (own if is_mixer else rest)[name] = value
     # Otherwise, validation refuses it.
     merges = own and isinstance(rest.get("mixers", {}), dict)
     return {**tables, "model": _merged(rest, {"mixers": own}) if merges else rest}
@@ -124,24 +130,20 @@ def config_to_toml(config: Config, origins: Mapping[str, str] | None = None) -> 
     """
     tables = []
     for section, values in config.model_dump(exclude={"job": {"config_file"}}).items():
-        lines = [f"{key} = {toml_value(value)}" for key, value in values.items()]
-        if origins:
-            lines = [
-                f"{line:<48}  # {origins[f'{section}.{key}']}"
-                for line, key in zip(lines, values, strict=True)
-            ]
-        tables.append("\n".join([f"[{section}]", *lines]))
+        lines = [f"[{section}]"]
+        for key, value in values.items():
+            line = f"{key} = {toml_value(value)}"
+            lines.append(f"{line:<48}  # {origins[f'{section}.{key}']}" if origins else line)
+        tables.append("\n".join(lines))
     return "\n\n".join(tables) + "\n"
 
 
-def _origins(sources: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Return each key's origin: the first of `sources` that has a value, or the default."""
-    origins = {}
-    for dotted in KEYS:
-        section, key = dotted.split(".")
-        origins[dotted] = next(
-            (name for name, source in sources.items() if key in source.get(section, {})), "default"
-        )
+def _origins(sources: dict[str, Tables]) -> dict[str, str]:
+    """Return each key's origin: the last of `sources` that has a value, or the default."""
+    origins = dict.fromkeys(KEYS, "default")
+    for name, tables in sources.items():
+        for section, values in tables.items():
+            origins |= {f"{section}.{key}": name for key in values}
     return origins
 
 
@@ -194,68 +196,58 @@ def _read_toml(path: str) -> Tables:
         raise ValueError(f"{path} is not TOML: {error}; correct it there") from None
 
 
-def _read_command_line(argv: list[str]) -> dict[str, Tables]:
+def _read_command_line(argv: list[str]) -> Tables:
     """Return {section: {key: value}} of the given keys."""
-    parser = _parser()
-    for name in _keys_in_tables(argv):
-        parser.add_argument(f"--{name}")
-    try:
-        given, unknown = parser.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        if (field := KEYS.get((error.argument_name or "").removeprefix("--"))) is not None:
-            kind = type_name(field.annotation)
-            raise ValueError(
-                f"command line: {error.argument_name} needs a value, {kind}; write it behind the key"
-            ) from None
-        raise ValueError(f"command line: {error.argument_name}: {error.message}") from None
-    # Refuse unknown arguments.
-    if unknown and not unknown[0].startswith("-"):
-        raise ValueError(
-            f"command line: {unknown[0]!r} belongs to no key; keys are given as --section.key value"
-        )
-    if unknown:
-        key = unknown[0].partition("=")[0].removeprefix("--")
-        raise ValueError(f"command line: {unknown[0]} is not a key{_nearest(key)}")
-    # Collect the values by section; keys of a mixer's table are merged with the table.
-    tables: dict[str, Tables] = {}
-    for dotted, text in vars(given).items():
-        section, key, *inner = dotted.split(".")
+    tables: Tables = {}
+    for name, value in _options(argv).items():
+        section, key, *inner = name.split(".")
         table = tables.setdefault(section, {})
-        value = _typed(text, KEYS[dotted].annotation) if dotted in KEYS else _toml(text)
-        # For example, model.kda and model.kda.heads.
+        # Merge, for example, model.kda and model.kda.heads.
         parts = [table.get(key, {}), {inner[0]: value} if inner else value]
         wrong = [part for part in parts if not isinstance(part, dict)]
         table[key] = wrong[0] if wrong else parts[0] | parts[1]
     return tables
 
 
-def _keys_in_tables(argv: list[str]) -> list[str]:
-    """Return the options that are a mixer's table or a key of a table, each once.
+def _options(argv: list[str]) -> dict[str, Any]:
+    """Return the value of each option; the last one counts."""
+    values = {}
+    rest = deque(argv)
+    while rest:
+        # A value stands in the option's argument, or in the next one.
+        argument = rest.popleft()
+        option, *text = argument.split("=", 1)
+        if not text and rest and not _OPTION.match(rest[0]):
+            text.append(rest.popleft())
+        if option in ("-h", "--help"):
+            _print_help(*text)
+        if not _OPTION.match(argument):
+            raise ValueError(
+                f"command line: {argument!r} belongs to no key; keys are given as --section.key value"
+            )
+        name = option.removeprefix("--")
+        if not _is_key(name, *text):
+            raise ValueError(f"command line: {argument} is not a key{_nearest(name)}")
+        kind = KEYS[name].annotation if name in KEYS else Any
+        if not text:
+            raise ValueError(
+                f"command line: {option} needs a value, {type_name(kind)}; write it behind the key"
+            )
+        values[name] = _typed(text[0], kind)
+    return values
 
-    Examples are model.kda and model.kda.heads.
+
+def _is_key(name: str, text: str = "") -> bool:
+    """Whether an option, with this value, is a key, a key of a table, or a mixer's table.
+
+    Examples are training.steps, model.kda.heads and model.kda. In [model], tables that are
+    not keys may belong to mixers (`_with_mixers`).
     """
-    found: dict[str, None] = {}
-    for option, following in zip(argv, [*argv[1:], ""]):
-        name, equals, value = option.removeprefix("--").partition("=")
-        value = value if equals else following
-        in_table = name.count(".") == 2 and _is_table(name.rpartition(".")[0])
-        of_mixer = (
-            name.count(".") == 1
-            and name not in KEYS
-            and _is_table(name)
-            and isinstance(_toml(value), dict)
-        )
-        if option.startswith("--") and (in_table or of_mixer):
-            found[name] = None
-    return list(found)
-
-
-def _is_table(key: str) -> bool:
-    """Whether a key is, or may be, a table.
-
-    In [model], tables that are not keys may belong to mixers (`_with_mixers`).
-    """
-    return get_origin(KEYS[key].annotation) is dict if key in KEYS else key.startswith("model.")
+    parent, _, _ = name.rpartition(".")
+    if name.count(".") == 2:
+        in_model = parent.startswith("model.")
+        return get_origin(KEYS[parent].annotation) is dict if parent in KEYS else in_model
+    return name in KEYS or (parent == "model" and isinstance(_toml(text), dict))
 
 
 def _typed(text: str, annotation: type) -> Any:
@@ -270,7 +262,8 @@ def _typed(text: str, annotation: type) -> Any:
             return annotation(text)
         except ValueError:
             return text
-    return _toml(text) if get_origin(annotation) in (list, dict) else text
+    is_toml = annotation is Any or get_origin(annotation) in (list, dict)
+    return _toml(text) if is_toml else text
 
 
 def _toml(text: str) -> Any:
@@ -297,14 +290,11 @@ def _toml_tables(text: str) -> Tables:
 
 
 def _parser(only: str = "") -> argparse.ArgumentParser:
-    """Return the parser of all keys, or of one section's keys."""
+    """Return the parser that prints all keys, or one section's keys."""
     parser = argparse.ArgumentParser(
         prog="run_train.sh",
         usage="%(prog)s [--section.key value ...]",
-        argument_default=argparse.SUPPRESS,
         description="Train a linear-attention or hybrid language model.",
-        allow_abbrev=False,
-        exit_on_error=False,
         add_help=False,
     )
     if not only:
@@ -312,7 +302,6 @@ def _parser(only: str = "") -> argparse.ArgumentParser:
         about.add_argument(
             "-h",
             "--help",
-            action=_Help,
             nargs="?",
             metavar="SECTION",
             help="the keys, of all sections or of one; --help flavors: the presets of every model.name; "
@@ -334,21 +323,17 @@ def _parser(only: str = "") -> argparse.ArgumentParser:
     return parser
 
 
-class _Help(argparse.Action):
-    """Prints all keys, a section's keys, or the page docs/keys.md."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, _: object, section: str | None, option: str = ""
-    ) -> None:
-        if section == "markdown":
-            print(keys_page())
-            raise SystemExit(0)
-        if section is not None and section not in SECTIONS:
-            raise ValueError(
-                f"{option} {section}: sections are {', '.join(SECTIONS)}; --help flavors lists presets"
-            )
-        (_parser(section) if section else parser).print_help()
-        raise SystemExit(0)
+def _print_help(section: str = "") -> NoReturn:
+    """Print all keys, a section's keys, or the page docs/keys.md."""
+    if section == "markdown":
+        print(keys_page())
+    elif section in ("", *SECTIONS):
+        _parser(section).print_help()
+    else:
+        raise ValueError(
+            f"--help {section}: sections are {', '.join(SECTIONS)}; --help flavors lists presets"
+        )
+    raise SystemExit(0)
 
 
 def keys_page() -> str:
@@ -425,7 +410,7 @@ def _explain(error: Any) -> str:
         return f"{key} = {value!r} must be true or false"
     # Values that are not among the choices or out of range.
     choices = error["ctx"]["expected"].split("'")[1::2] if kind == "literal_error" else []
-    near = difflib.get_close_matches(str(value), choices, 1)
+    near = get_close_matches(str(value), [*choices, *TABLES.get(key, ())], 1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
     return f"{key} = {value!r} must {error['msg'].partition(' should ')[2] or error['msg']}{meant}"
 
@@ -458,14 +443,12 @@ def _nearest(key: str) -> str:
     # The same words, as in telemetry.freq for metrics.telemetry_freq, or the same name.
     alike = [dotted for dotted in KEYS if words <= set(re.split("[._]", dotted))]
     alike = alike or [dotted for dotted in KEYS if dotted.endswith(f".{name}")]
-    sure = difflib.get_close_matches(key, known, 1, 0.9) or difflib.get_close_matches(
-        key, alike, 1, 0.0
-    )
+    sure = get_close_matches(key, known, 1, 0.9) or get_close_matches(key, alike, 1, 0.0)
     near = sure or [
         dotted
-        for dotted in difflib.get_close_matches(key, known, 1, 0.6)
+        for dotted in get_close_matches(key, known, 1, 0.6)
         # The similarity must not come from the section alone.
-        if difflib.get_close_matches(name, [dotted.rpartition(".")[2]], 1, 0.5)
+        if get_close_matches(name, [dotted.rpartition(".")[2]], 1, 0.5)
     ]
     tables = [f"the table of a mixer, [{key}]"] if key.startswith("model.") and not sure else []
     return (

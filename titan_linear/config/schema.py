@@ -12,7 +12,9 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+
+from titan_linear.registry import TABLES
 
 
 class KeyRule(Enum):
@@ -32,6 +34,10 @@ class KeyRule(Enum):
     HOME = auto()
 
 
+# By these names, the keys below state them.
+MAY_CHANGE, MAY_MOVE, OF_A_NODE, PATH, HOME = KeyRule
+
+
 class Section(BaseModel):
     model_config = ConfigDict(
         strict=True,
@@ -47,6 +53,15 @@ class Section(BaseModel):
     rules: ClassVar[tuple[KeyRule, ...]] = ()
 
 
+def or_registered(key: str) -> WrapValidator:
+    """Allow a key the names that users' modules have registered, too."""
+
+    def check(value: Any, choose: Any) -> Any:
+        return value if isinstance(value, str) and value in TABLES[key] else choose(value)
+
+    return WrapValidator(check)
+
+
 # A value of model.tokenizer_path that is not a path.
 BYTES = "bytes"
 Count = Annotated[int, Field(ge=0)]
@@ -60,21 +75,27 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Coefficient = Annotated[float, Field(ge=-1)]
 Text = Annotated[str, Field(min_length=1)]
 # A path of texts or of a tokenizer.
-Corpus = Annotated[str, KeyRule.PATH, KeyRule.OF_A_NODE, KeyRule.MAY_MOVE]
+Corpus = Annotated[str, PATH, OF_A_NODE, MAY_MOVE]
+# A folder of weights.
+Weights = Annotated[str, MAY_CHANGE, OF_A_NODE, PATH, HOME]
 
 
 class Job(Section):
     """The run and its folder."""
 
-    rules = (KeyRule.MAY_CHANGE, KeyRule.OF_A_NODE)
+    rules = (MAY_CHANGE, OF_A_NODE)
 
     config_file: str = ""
     """TOML file to read; command-line keys override it. Not a key of the file itself."""
-    dump_folder: Annotated[Text, KeyRule.PATH, KeyRule.HOME] = "outputs"
+    dump_folder: Annotated[Text, PATH, HOME] = "outputs"
     """Folder of the run. Repeating the command resumes from its newest complete
     checkpoint."""
     description: str = ""
     """Free text, kept with the run."""
+    custom_import: str = ""
+    """Python module that is imported first, also from the working directory, and registers
+    losses, mixers, hooks, sources of texts or families (docs/extending.md):
+    "my_package.my_module"."""
     start_anew: bool = False
     """Start over, with any configuration, in a folder whose run left no checkpoint to
     resume from. The files of that run are moved to abandoned-DATE/."""
@@ -117,9 +138,7 @@ class Model(Section):
     moe: dict[str, Any] = {}
     """Options of the experts, in the same form. They add experts to a flavor without
     them."""
-    hf_assets_path: Annotated[
-        str, KeyRule.MAY_CHANGE, KeyRule.OF_A_NODE, KeyRule.PATH, KeyRule.HOME
-    ] = ""
+    hf_assets_path: Weights = ""
     """Hugging Face folder whose config.json defines flavor hf and whose tokenizer is the
     default; empty: the folder that checkpoint.initial_load_in_hf loads."""
     vocab_size: Count = 0
@@ -129,7 +148,7 @@ class Model(Section):
     tokenizer_path: Corpus = ""
     """A Hugging Face tokenizer.json or its folder; bytes: each byte is a token; empty: the
     tokenizer in the run's Hugging Face folder, or bytes without such a folder."""
-    impl: Annotated[Literal["auto", "torch", "triton"], KeyRule.MAY_CHANGE] = "auto"
+    impl: Annotated[Literal["auto", "torch", "triton"], MAY_CHANGE] = "auto"
     """Implementation of the ops; auto selects the fastest that supports the device, and
     prints it."""
 
@@ -140,8 +159,14 @@ class Model(Section):
 
 
 Dataset = Literal["stdlib", "text", "jsonl", "parquet", "arrow", "tokens"]
+AnyDataset = Annotated[Dataset, or_registered("training.dataset")]
 RECORDS = ("jsonl", "parquet", "arrow")
 DatasetFormat = Literal["text", "tokens", "messages", "completion", "preference", "tree"]
+
+
+def has_records(dataset: str) -> bool:
+    """Whether a source's documents are records, as in all that users' modules register."""
+    return dataset not in ("stdlib", "text", "tokens")
 
 
 class Source(Section):
@@ -149,7 +174,7 @@ class Source(Section):
 
     name: Text
     weight: Above0
-    dataset: Dataset
+    dataset: AnyDataset
     dataset_path: str = ""
     dataset_text_field: Text = "text"
     dataset_format: DatasetFormat = "text"
@@ -170,7 +195,7 @@ class Shorter(Section):
 class Training(Section):
     """Data, batch and numerical precision."""
 
-    dataset: Dataset = "stdlib"
+    dataset: AnyDataset = "stdlib"
     """Source of the documents (docs/data.md): the Python standard library, text files, JSON
     Lines, Parquet, a folder saved by Hugging Face datasets, or token files."""
     dataset_path: Corpus = ""
@@ -188,22 +213,28 @@ class Training(Section):
     tokens of a document, or a list with one per token. Example: ["weights"]."""
     share_prefixes: bool = False
     """Merge consecutive records that share their beginnings into prefix trees, in which
-    each shared token is computed once (docs/data.md)."""
+    each shared token is computed once (docs/prefix_trees.md)."""
     group_field: str = ""
     """Record field for share_prefixes: consecutive records with the same value are compared
     as one group."""
-    mixture: Annotated[list[Source], KeyRule.OF_A_NODE, KeyRule.MAY_MOVE] = []
+    mixture: Annotated[list[Source], OF_A_NODE, MAY_MOVE] = []
     """Several sources instead of the one above, [{name = "web", weight = 0.7, dataset =
     "jsonl", dataset_path = "…"}, …], each with the keys above that it needs. Weights are
     shares of streams."""
-    mixture_from_step: Annotated[CountOrAll, KeyRule.MAY_CHANGE] = -1
+    mixture_from_step: Annotated[CountOrAll, MAY_CHANGE] = -1
     """Step at which training.mixture changes, equal to the step that the run resumes from;
     -1: no change."""
-    on_bad_document: Annotated[Literal["stop", "skip"], KeyRule.MAY_CHANGE] = "stop"
+    on_bad_document: Annotated[Literal["stop", "skip"], MAY_CHANGE] = "stop"
     """Malformed record (not JSON, missing field, conversation without an answer, pair of
     equal answers, or longer than seq_len where it must not be split): stop before training,
     or skip and count."""
-    verify: Annotated[Literal["always", "changed"], KeyRule.MAY_CHANGE] = "changed"
+    max_length: Count = 0
+    """Maximum number of tokens of a document, such as a conversation, a rollout or either
+    side of a pair; training.truncation applies to longer ones. 0: no maximum."""
+    truncation: Literal["right", "left", "skip"] = "right"
+    """Keep the beginning of a document longer than training.max_length (right) or its end
+    (left), or leave its record out (skip). These records are counted."""
+    verify: Annotated[Literal["always", "changed"], MAY_CHANGE] = "changed"
     """Compare the whole corpus with its checksums at every start (always), or only if a
     file's size, time or inode has changed since the last successful check (changed)."""
     seq_len: Number = 2048
@@ -212,12 +243,16 @@ class Training(Section):
     """Shorter streams at the start, [{until_step = 1000, seq_len = 8192}, …]: an entry's
     seq_len applies up to and including its until_step, and training.seq_len after the last
     entry."""
-    local_batch_size: Annotated[Number, KeyRule.MAY_CHANGE] = 1
+    local_batch_size: Annotated[Number, MAY_CHANGE] = 1
     """Streams per micro-step on each data-parallel rank."""
     global_batch_size: Number = 8
     """Streams per optimizer step, reached by gradient accumulation."""
-    steps: Annotated[Number, KeyRule.MAY_CHANGE] = 1000
+    steps: Annotated[Number, MAY_CHANGE] = 1000
     """Number of optimizer steps in the run."""
+    epochs: Annotated[Count, MAY_CHANGE] = 0
+    """Passes over the corpus, instead of training.steps: the run ends with the step that
+    completes the last pass. Epochs of packed streams follow each other without a gap, so this
+    step may read the beginning of another pass. 0: training.steps."""
     max_norm: Above0 = 1.0
     """Clip the gradients to this global 2-norm."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
@@ -228,11 +263,11 @@ class Training(Section):
     mixed_precision_reduce: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
     """Data type of gradient reductions. auto: float64 if training.dtype is float64, else
     float32."""
-    enable_cpu_offload: Annotated[bool, KeyRule.MAY_CHANGE] = False
+    enable_cpu_offload: Annotated[bool, MAY_CHANGE] = False
     """Keep parameters, gradients and optimizer states in host memory, and run AdamW there.
     A GPU holds only the layers that it is computing. Works on one GPU too. Steps take
     longer."""
-    loss_chunk_size: Annotated[Count, KeyRule.MAY_CHANGE] = 0
+    loss_chunk_size: Annotated[Count, MAY_CHANGE] = 0
     """Tokens whose logits exist at once, in the head and the loss; 0: 2,048, or more up to
     1 GiB of logits."""
     expert_balance_coefficient: Coefficient = -1.0
@@ -240,10 +275,10 @@ class Training(Section):
     expert_bias_update_rate: Coefficient = -1.0
     """Step size of the expert-selection biases toward equal loads; 0: none; -1: the model's
     value."""
-    on_nonfinite: Annotated[Literal["stop", "skip"], KeyRule.MAY_CHANGE] = "stop"
+    on_nonfinite: Annotated[Literal["stop", "skip"], MAY_CHANGE] = "stop"
     """After a non-finite loss or gradient, stop the run, or skip and count the step. Such a
     step never changes the weights."""
-    num_workers: Annotated[Count, KeyRule.MAY_CHANGE, KeyRule.OF_A_NODE] = 0
+    num_workers: Annotated[Count, MAY_CHANGE, OF_A_NODE] = 0
     """Threads per rank that prefetch two batches each; 0: read each batch when a step needs
     it."""
 
@@ -299,14 +334,17 @@ class Loss(Section):
     """Training objective and token weights (docs/losses.md). Each loss has its own
     section."""
 
-    name: LossName = "cross_entropy"
+    name: Annotated[LossName, or_registered("loss.name")] = "cross_entropy"
     """Loss function."""
+    options: dict[str, Any] = {}
+    """Options of a loss that job.custom_import registers: a table, or --loss.options.NAME
+    value. Other losses have sections."""
     normalise: Literal["auto", "token", "document", "stream"] = "auto"
     """Divide the loss by the number of labeled tokens in the step (token), or first take
     means within each document or stream, which count equally. With weights, sums of weights
     replace numbers of tokens or documents. auto: document for dpo and policy, token for the
     others."""
-    scores: Annotated[str, KeyRule.PATH, KeyRule.OF_A_NODE] = ""
+    scores: Annotated[str, PATH, OF_A_NODE] = ""
     """Folders (comma-separated) of columns that titan-linear score wrote for the corpus.
     Their files are compared with their checksums once, and again after a change. A run must
     resume with the same scores."""
@@ -340,6 +378,9 @@ class DPO(Section):
     margin: AtLeast0 = 0.0
     """Required gap between chosen and rejected rewards, after scaling by beta. SimPO: set
     margin, length_normalised and reference_free."""
+    initial_weights: Annotated[Literal["loaded", "drawn"], MAY_CHANGE] = "loaded"
+    """Weights to tune. loaded: a run that would tune weights drawn at random, with a
+    reference, is refused; drawn: it is not, for trials."""
 
 
 class Distillation(Section):
@@ -390,7 +431,7 @@ class LRScheduler(Section):
     warmup_steps: Count = 100
     """Steps over which the rate rises linearly from 0 to optimizer.lr; a shorter run ends
     during the warmup."""
-    total_steps: Annotated[Count, KeyRule.MAY_CHANGE] = 0
+    total_steps: Annotated[Count, MAY_CHANGE] = 0
     """Step at which the decay ends; 0: training.steps, which then cannot change once the
     decay has begun."""
     decay_ratio: float = Field(1.0, ge=0, le=1)
@@ -406,7 +447,7 @@ class Parallelism(Section):
     """Distribution of work over the ranks. The product of the degrees is the number of
     processes."""
 
-    rules = (KeyRule.MAY_CHANGE,)
+    rules = (MAY_CHANGE,)
 
     data_parallel_replicate_degree: Number = 1
     """Replicas of the sharded model (HSDP)."""
@@ -524,20 +565,18 @@ class Adapter(Section):
     train_extra: list[str] = []
     """Other parameters to train in full, likewise: ["*norm", "embedding", "router",
     "A_log"]."""
-    initial_load_path: Annotated[
-        str, KeyRule.MAY_CHANGE, KeyRule.OF_A_NODE, KeyRule.PATH, KeyRule.HOME
-    ] = ""
+    initial_load_path: Weights = ""
     """PEFT folder with the initial adapters of the run; empty: A is random, and B is 0."""
 
 
 class Checkpoint(Section):
     """Saving and resuming."""
 
-    rules = (KeyRule.MAY_CHANGE,)
+    rules = (MAY_CHANGE,)
 
     enable: bool = True
     """Save checkpoints, and resume from them."""
-    folder: Annotated[Text, KeyRule.HOME] = "checkpoint"
+    folder: Annotated[Text, HOME] = "checkpoint"
     """Folder of the checkpoints, inside job.dump_folder."""
     interval: Number = 500
     """Steps between saves; the last step is always saved."""
@@ -555,7 +594,7 @@ class Checkpoint(Section):
     load_step: CountOrAll = -1
     """Step to go back to, once: later checkpoints are set aside, and repeating the command
     resumes from the newest checkpoint; -1: the newest complete checkpoint."""
-    initial_load_path: Annotated[str, KeyRule.OF_A_NODE, KeyRule.PATH, KeyRule.HOME] = ""
+    initial_load_path: Weights = ""
     """Checkpoint with the initial weights of a run that has no checkpoint yet."""
     initial_load_in_hf: bool = False
     """Start from the weights of a Hugging Face folder: checkpoint.initial_load_path or, if
@@ -577,7 +616,7 @@ class Checkpoint(Section):
 class ActivationCheckpoint(Section):
     """Recompute activations in backward to save memory."""
 
-    rules = (KeyRule.MAY_CHANGE,)
+    rules = (MAY_CHANGE,)
 
     mode: Literal["none", "selective", "attention", "full"] = "none"
     """full: keep only each layer's input and recompute the layer in backward. attention:
@@ -603,7 +642,7 @@ class ActivationCheckpoint(Section):
 class Compile(Section):
     """Compilation by torch.compile."""
 
-    rules = (KeyRule.MAY_CHANGE,)
+    rules = (MAY_CHANGE,)
 
     enable: bool = False
     """Compile each layer: operations between matrix products, delta rule and attention are
@@ -619,7 +658,7 @@ class Float8(Section):
     gates, routers, experts, convolutions, recurrences, attention and the head use
     training.mixed_precision_param."""
 
-    rules = (KeyRule.MAY_CHANGE,)
+    rules = (MAY_CHANGE,)
 
     enable: bool = False
     """Compute these products in float8, on a GPU of compute capability 8.9 or more. The
@@ -641,7 +680,7 @@ class FileGroup(Section):
 class Metrics(Section):
     """Metrics and telemetry of a run."""
 
-    rules = (KeyRule.MAY_CHANGE,)
+    rules = (MAY_CHANGE,)
 
     log_freq: Number = 10
     """Steps between reports; the first step is always reported."""
@@ -653,7 +692,7 @@ class Metrics(Section):
     telemetry_freq: Count = 100
     """Steps between telemetry records: norms by layer, decay half-lives, loss by position
     and source, … (docs/telemetry.md); 0: none."""
-    loss_by_source: Annotated[list[FileGroup], KeyRule.OF_A_NODE] = []
+    loss_by_source: Annotated[list[FileGroup], OF_A_NODE] = []
     """Groups of files whose losses telemetry shows separately, [{name = "code", files =
     "**/*.py"}, …]: globs (comma-separated) of paths or their ends. A document belongs to
     the first group that matches its file, else to "other"."""
@@ -670,11 +709,11 @@ class Profiling(Section):
     """PyTorch profiler traces, each with a table of the largest costs, and snapshots of GPU
     memory."""
 
-    rules = (KeyRule.MAY_CHANGE,)
+    rules = (MAY_CHANGE,)
 
     enable_profiling: bool = False
     """Record traces."""
-    save_traces_folder: Annotated[Text, KeyRule.OF_A_NODE, KeyRule.HOME] = "profile_traces"
+    save_traces_folder: Annotated[Text, OF_A_NODE, HOME] = "profile_traces"
     """Folder of the traces, inside job.dump_folder."""
     profile_freq: Number = 10
     """Steps between traces."""
@@ -685,13 +724,11 @@ class Profiling(Section):
     profile_freq − profiler_active."""
     profile_count: Count = 0
     """Maximum number of traces per start of the run; 0: no limit."""
-    enable_memory_snapshot: Annotated[bool, KeyRule.OF_A_NODE] = False
+    enable_memory_snapshot: Annotated[bool, OF_A_NODE] = False
     """Record where the code allocates GPU memory, and write a snapshot when memory runs
     out. Without this key, snapshots requested by SIGUSR1 (docs/telemetry.md) show what is
     allocated, but not where."""
-    save_memory_snapshot_folder: Annotated[Text, KeyRule.OF_A_NODE, KeyRule.HOME] = (
-        "memory_snapshots"
-    )
+    save_memory_snapshot_folder: Annotated[Text, OF_A_NODE, HOME] = "memory_snapshots"
     """Folder of the snapshots, inside job.dump_folder."""
 
 
@@ -706,23 +743,28 @@ class Validation(Section):
     holdout: Share = 0.01
     """Share of the training corpus's documents to hold out when validating without
     validation.dataset_path."""
-    freq: Annotated[Number, KeyRule.MAY_CHANGE] = 100
+    freq: Annotated[Number, MAY_CHANGE] = 100
     """Training steps between validations; the last step is always validated."""
-    steps: Annotated[CountOrAll, KeyRule.MAY_CHANGE] = -1
+    steps: Annotated[CountOrAll, MAY_CHANGE] = -1
     """Number of streams per validation, over all ranks; -1: all held-out documents."""
-    local_batch_size: Annotated[Number, KeyRule.MAY_CHANGE] = 1
+    local_batch_size: Annotated[Number, MAY_CHANGE] = 1
     """Streams per validation batch on each data-parallel rank."""
-    sample_tokens: Annotated[Count, KeyRule.MAY_CHANGE] = 0
+    keep_best: Annotated[bool, MAY_CHANGE] = False
+    """Keep the checkpoint with the lowest validation loss, regardless of
+    checkpoint.keep_latest_k. validation.freq must be a multiple of checkpoint.interval."""
+    patience: Annotated[Count, MAY_CHANGE] = 0
+    """End the run after this many validations in a row without a lower loss; 0: never."""
+    sample_tokens: Annotated[Count, MAY_CHANGE] = 0
     """Length, in tokens, of a sample generated at each validation, with sample.temperature
     and sample.top_p; 0: none."""
-    sample_prompt: Annotated[Text, KeyRule.MAY_CHANGE] = "def "
+    sample_prompt: Annotated[Text, MAY_CHANGE] = "def "
     """Prompt of that sample."""
 
 
 class Evaluation(Section):
     """Recall over long texts, in tasks made from a seed and the validation texts."""
 
-    rules = (KeyRule.MAY_CHANGE,)
+    rules = (MAY_CHANGE,)
 
     freq: Count = 0
     """Training steps between evaluations; the last step is always evaluated. 0: none."""
@@ -741,7 +783,7 @@ class Evaluation(Section):
 class Sample(Section):
     """Text generated by the trained weights when the run ends."""
 
-    rules = (KeyRule.MAY_CHANGE,)
+    rules = (MAY_CHANGE,)
 
     prompt: Text = "def "
     """Prompt of the sample."""
@@ -757,7 +799,7 @@ class Sample(Section):
 class Comm(Section):
     """Collective communication, and restarts after a rank fails."""
 
-    rules = (KeyRule.MAY_CHANGE,)
+    rules = (MAY_CHANGE,)
 
     init_timeout_seconds: int = Field(300, ge=1, le=10**6)
     """Timeout until the first step ends, and in the first step of each stream length
@@ -775,14 +817,14 @@ class Debug(Section):
 
     seed: Count = 0
     """Seed of weights, data order and sampling."""
-    deterministic: Annotated[bool, KeyRule.MAY_CHANGE] = False
+    deterministic: Annotated[bool, MAY_CHANGE] = False
     """Use deterministic algorithms only."""
 
 
 class Doctor(Section):
     """Proofs of the configuration, before a long run starts (docs/proof.md)."""
 
-    rules = (KeyRule.MAY_CHANGE,)
+    rules = (MAY_CHANGE,)
 
     at_start: bool = False
     """Prove the run as `titan-linear doctor` does, and start it only if every proof passes.
@@ -819,12 +861,12 @@ class Config(Section):
 
     def changed(self, changes: Mapping[str, object]) -> Config:
         """Return a copy with other values of some keys, by "section.key"."""
-        sections: dict[str, Section] = {}
+        config = self
         for name, value in changes.items():
             section, key = name.split(".")
-            before = sections.get(section, getattr(self, section))
-            sections[section] = before.model_copy(update={key: value})
-        return self.model_copy(update=sections)
+            changed = getattr(config, section).model_copy(update={key: value})
+            config = config.model_copy(update={section: changed})
+        return config
 
     def flat_keys(self) -> dict[str, Any]:
         """Return {"section.key": value}."""
@@ -845,15 +887,30 @@ class Config(Section):
             source.model_copy(update={"dataset_path": absolute(source.dataset_path)})
             for source in self.training.mixture
         ]
-        paths = {key: absolute(values[key]) for key in keys_with(KeyRule.PATH)}
+        paths = {key: absolute(values[key]) for key in keys_with(PATH)}
         if self.model.tokenizer_path == BYTES:
             del paths["model.tokenizer_path"]
         return self.changed(paths | {"training.mixture": mixture, "job.start_anew": False})
 
     @property
     def objective(self) -> Section:
-        """The section of the loss."""
-        return getattr(self, self.loss.name)
+        """The section of the loss; of a registered loss, its options.
+
+        Raises:
+            ValueError: the options do not fit.
+        """
+        loss = self.loss
+        if loss.name in LOSS_NAMES:
+            return getattr(self, loss.name)
+        section = TABLES["loss.name"][loss.name].section
+        try:
+            return section(**loss.options)
+        except ValidationError as invalid:
+            error = invalid.errors()[0]
+            raise ValueError(
+                f"loss.options.{'.'.join(map(str, error['loc']))} = {error['input']!r}: {error['msg']}; loss.name = "
+                f"{loss.name!r} has the options {', '.join(section.model_fields)}"
+            ) from None
 
     def micro_steps(self, world_size: int) -> int:
         """Return the number of micro-batches per rank in a step."""

@@ -1,4 +1,4 @@
-"""Questions about a long text. A task is a function (draw, text, depth) → `Question`.
+"""Questions about a long text. A task is a function of a `Draw`, which returns a `Question`.
 
 Questions are made offline, from a seed and, for some tasks, from a text.
 
@@ -8,8 +8,6 @@ mqar, copy, induction
     Pairs of words among pairs (Arora et al. 2023), a passage among words, pairs of words in
     a text.
 """
-
-from __future__ import annotations
 
 import random
 import uuid
@@ -36,11 +34,26 @@ VALUES: dict[str, Callable[[random.Random], str]] = {
 Item = TypeVar("Item")
 
 
-class Draw:
-    """Random values of a kind, different from all earlier values that matter to a question."""
+class Answer(NamedTuple):
+    # The text before the answer.
+    lead: str
+    text: str
+    # Wrong answers, beginning with values of the context.
+    others: list[str]
 
-    def __init__(self, rng: random.Random):
+
+class Draw:
+    """Random values of a kind, different from all earlier values that matter to a question.
+
+    Args:
+        text: lines of the text that some tasks ask about.
+        depth: share of the context before the needle that is asked for.
+    """
+
+    def __init__(self, rng: random.Random, text: Iterator[str], depth: float):
         self.rng = rng
+        self.text = text
+        self.depth = depth
         self.known = set[str]()
 
     def other(self, kind: str) -> str:
@@ -59,13 +72,25 @@ class Draw:
     def shuffled(self, items: list[Item]) -> list[Item]:
         return self.rng.sample(items, len(items))
 
+    def depths(self, count: int) -> list[float]:
+        """Return the depth and count − 1 others at equal distances."""
+        return [self.depth, *((self.depth + i / count) % 1 for i in range(1, count))]
 
-class Answer(NamedTuple):
-    # The text before the answer.
-    lead: str
-    text: str
-    # Wrong answers, beginning with values of the context.
-    others: list[str]
+    def answers(
+        self, kind: str, leads: Iterable[str], texts: list[str], values: list[str]
+    ) -> list[Answer]:
+        """Return each of the texts after its lead.
+
+        The wrong answers to each are other values of the context, then some that are not in it.
+        """
+        return [
+            Answer(
+                lead,
+                f" {text}",
+                [f" {x}" for x in [*values, *(self.other(kind) for _ in range(8))] if x != text],
+            )
+            for lead, text in zip(leads, texts)
+        ]
 
 
 class Question(NamedTuple):
@@ -81,32 +106,8 @@ class Question(NamedTuple):
     hidden: list[str]
 
 
-def spread(depth: float, count: int) -> list[float]:
-    """Return this depth and count − 1 others at equal distances."""
-    return [depth, *((depth + i / count) % 1 for i in range(1, count))]
-
-
-def answers(
-    draw: Draw, kind: str, leads: Iterable[str], texts: list[str], values: list[str]
-) -> list[Answer]:
-    """Return each of the texts after its lead.
-
-    The wrong answers to each are other values of the context, then some that are not in it.
-    """
-    return [
-        Answer(
-            lead,
-            f" {text}",
-            [f" {x}" for x in [*values, *(draw.other(kind) for _ in range(8))] if x != text],
-        )
-        for lead, text in zip(leads, texts)
-    ]
-
-
 def needles(
     draw: Draw,
-    text: Iterator[str],
-    depth: float,
     *,
     key: str = "word",
     value: str = "number",
@@ -122,7 +123,7 @@ def needles(
     names = draw(key, keys)
     of = [name for name in names for _ in range(values)]
     known = draw(value, keys * values)
-    depths = spread(depth, len(known))
+    depths = draw.depths(len(known))
     # All values of a key are asked for, in their order.
     if values > 1:
         depths.sort()
@@ -130,15 +131,15 @@ def needles(
     pieces = (f"\n{says(draw.other(key))} {draw.other(value)}.\n" for _ in repeat(None))
     return Question(
         f"Some special magic {value}s are hidden in the following text. Remember them.\n",
-        {"text": text, "noise": repeat(NOISE), "needles": pieces}[among],
+        {"text": draw.text, "noise": repeat(NOISE), "needles": pieces}[among],
         [(at, f"\n{says(name)} {x}.\n") for at, name, x in zip(depths, of, known)],
         f"\nWhat are the special magic {value}s for {', '.join(names[:asked])} in the text above, in their order?\n",
-        answers(draw, value, [f"\n{says(name)}" for name in of], known[: asked * values], known),
+        draw.answers(value, [f"\n{says(name)}" for name in of], known[: asked * values], known),
         known,
     )
 
 
-def variables(draw: Draw, text: Iterator[str], depth: float) -> Question:
+def variables(draw: Draw) -> Question:
     """Ask for the five variables that get one value through one another.
 
     Five others have another value.
@@ -158,17 +159,15 @@ def variables(draw: Draw, text: Iterator[str], depth: float) -> Question:
     return Question(
         "Remember the chains of variables in the following text.\n",
         repeat(NOISE),
-        list(zip(sorted(spread(depth, 10)), [line for pair in zip(*lines) for line in pair])),
+        list(zip(sorted(draw.depths(10)), [line for pair in zip(*lines) for line in pair])),
         f"\nWhich variables have the value {numbers[0]} in the text above, in their order?\n",
-        answers(draw, "name", LISTED, *chains),
+        draw.answers("name", LISTED, *chains),
         [],
     )
 
 
 def counted(
     draw: Draw,
-    text: Iterator[str],
-    depth: float,
     *,
     counts: list[int],
     rare: int,
@@ -194,12 +193,12 @@ def counted(
         lines(),
         [],
         f"\nWhich {len(words)} words come most often in the list above, {order}?\n",
-        answers(draw, "word", LISTED, words, others),
+        draw.answers("word", LISTED, words, others),
         [],
     )
 
 
-def documents(draw: Draw, text: Iterator[str], depth: float, *, hops: int) -> Question:
+def documents(draw: Draw, *, hops: int) -> Question:
     """Ask for the title of the document that contains a sentence.
 
     With two hops, ask for the title of the document to which that document refers.
@@ -207,7 +206,7 @@ def documents(draw: Draw, text: Iterator[str], depth: float, *, hops: int) -> Qu
     titles = draw("word", 3)
 
     def document(title: str, to: str) -> tuple[list[str], str]:
-        lines = list(islice((line for line in text if len(line) > 20), 3))
+        lines = list(islice((line for line in draw.text if len(line) > 20), 3))
         return (
             lines,
             f"\nDocument {title}:\n{''.join(lines)}\nIt refers to the document {to}.\n"
@@ -227,17 +226,15 @@ def documents(draw: Draw, text: Iterator[str], depth: float, *, hops: int) -> Qu
     return Question(
         "Remember the following documents.\n",
         iter(lambda: next(pieces), ""),
-        list(zip(spread(depth, 3), [first, *(other for _, other in others)])),
+        list(zip(draw.depths(3), [first, *(other for _, other in others)])),
         f"\n{asks}: {quoted}\n",
-        answers(draw, "word", ["The document"], [titles[hops - 1]], titles),
+        draw.answers("word", ["The document"], [titles[hops - 1]], titles),
         [quoted],
     )
 
 
 def pairs(
     draw: Draw,
-    text: Iterator[str],
-    depth: float,
     *,
     kind: str = "word",
     asked: int,
@@ -252,31 +249,28 @@ def pairs(
     order = draw.shuffled([*range(asked)])
     return Question(
         "",
-        {"text": text, "pairs": pieces}[among],
-        [
-            (at, f"\n{key} {value}{end}")
-            for at, key, value in zip(spread(depth, count), keys, values)
-        ],
+        {"text": draw.text, "pairs": pieces}[among],
+        [(at, f"\n{key} {value}{end}") for at, key, value in zip(draw.depths(count), keys, values)],
         "",
-        answers(draw, kind, [f"\n{keys[i]}" for i in order], [values[i] for i in order], values),
+        draw.answers(kind, [f"\n{keys[i]}" for i in order], [values[i] for i in order], values),
         [],
     )
 
 
-def passage(draw: Draw, text: Iterator[str], depth: float) -> Question:
+def passage(draw: Draw) -> Question:
     """Ask for what follows the first four words of a passage in a line of words."""
     words = draw("word", 20)
     return Question(
         "",
         (f" {draw.other('word')}" for _ in repeat(None)),
-        [(depth, "".join(f" {word}" for word in words))],
+        [(draw.depth, "".join(f" {word}" for word in words))],
         "\n" + " ".join(words[:4]),
-        answers(draw, "word", repeat(""), words[4:], words),
+        draw.answers("word", repeat(""), words[4:], words),
         [],
     )
 
 
-TASKS: dict[str, Callable[[Draw, Iterator[str], float], Question]] = {
+TASKS: dict[str, Callable[[Draw], Question]] = {
     "niah_single_1": partial(needles, among="noise"),
     "niah_single_2": needles,
     "niah_single_3": partial(needles, value="uuid"),

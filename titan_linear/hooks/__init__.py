@@ -8,8 +8,8 @@ profiling.py    traces; snapshots of a GPU's memory
 report.py       a step's numbers on the console, in metrics.jsonl, TensorBoard and W&B (metrics.py)
 exports.py      checkpoints as Hugging Face folders, while the run continues
 
-The trainer calls every hook at these moments, in the order of its list, which is the same
-on all ranks:
+Users' modules register further ones (docs/extending.md). The trainer calls every hook at
+these moments, in the order of its list, which is the same on all ranks:
 
     __enter__
         before_step → forward, backward, update → after_step
@@ -20,7 +20,7 @@ on all ranks:
 from titan_linear.hooks.compilation import Compilation
 from titan_linear.hooks.exports import Exports
 from titan_linear.hooks.grace import Grace, StepAbandoned
-from titan_linear.hooks.hook import Hook, StepResult
+from titan_linear.hooks.hook import HOOKS, Hook, StepResult
 from titan_linear.hooks.profiling import MemorySnapshots, Profiler
 from titan_linear.hooks.report import Report
 from titan_linear.hooks.spikes import NonFinite, Spikes

@@ -101,13 +101,15 @@ class Exports(Hook):
     def _begin(self, step: int) -> None:
         self.waiting.remove(step)
         self.exporting = step
-        checkpoint = self.folder / f"step-{step}"
-        dtype = self.config.checkpoint.export_dtype
         try:
             # Bytes that are not UTF-8 are shown escaped.
             self.output = tempfile.TemporaryFile("w+", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
             self.process = subprocess.Popen(
-                command(checkpoint, export_folder(self.config, step), dtype),
+                command(
+                    self.folder / f"step-{step}",
+                    export_folder(self.config, step),
+                    self.config.checkpoint.export_dtype,
+                ),
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=self.output,
@@ -117,15 +119,16 @@ class Exports(Hook):
             self._ended(f"no process starts: {describe(error)}")
 
     def _say(self) -> None:
+        code = self.process.returncode
         self.output.seek(0)
-        said = self.output.read().strip().splitlines() or [f"exit code {self.process.returncode}"]
+        said = self.output.read().strip().splitlines() or [f"exit code {code}"]
         self.output.close()
         # A process that was killed is started again, once.
-        if self.process.returncode < 0 and self.exporting not in self.again:
+        if code < 0 and self.exporting not in self.again:
             self.again.add(self.exporting)
             self.waiting.append(self.exporting)
             said.append("its process was killed; it starts again")
-        self._ended("" if self.process.returncode == 0 else said[-1].removeprefix("error: "))
+        self._ended(said[-1].removeprefix("error: ") if code else "")
 
     def _ended(self, problem: str) -> None:
         step = self.exporting

@@ -17,6 +17,7 @@ counts from when the ranks last asked and there was no signal.
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ class StepAbandoned(Exception):
     """
 
 
+@dataclass(eq=False)
 class Grace(Hook):
     """The time left for a stop. Every rank calls every method, in the same order.
 
@@ -46,26 +48,20 @@ class Grace(Hook):
         save_seconds: returns the measured time of a save; 0: none was measured.
     """
 
-    def __init__(
-        self,
-        seconds: int,
-        stop: StopSignal,
-        host: dist.ProcessGroup | None,
-        micro_steps: int,
-        save_seconds: Callable[[], float],
-    ):
-        self.seconds = seconds
-        self.stop = stop
-        self.host = host
-        self.micro_steps = micro_steps
-        self.save_seconds = save_seconds
-        # Time of the last step.
-        self.step_seconds = math.inf
+    seconds: int
+    stop: StopSignal
+    host: dist.ProcessGroup | None
+    micro_steps: int
+    save_seconds: Callable[[], float]
+    # Time of the last step.
+    step_seconds: float = math.inf
+    # The first step compiles and connects, so its time does not predict the others'.
+    first: bool = True
+    warned: bool = False
+
+    def __post_init__(self) -> None:
         # When the step began, and when the ranks last asked and there was no signal.
         self.begun = self.clear = time.monotonic()
-        # The first step compiles and connects, so its time does not predict the others'.
-        self.first = True
-        self.warned = False
 
     def before_step(self, step: int) -> None:
         self.begun = time.monotonic()

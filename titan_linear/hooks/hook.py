@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from titan_linear.config import Config
+from titan_linear.registry import TABLES
+from titan_linear.run.session import Session
 from titan_linear.step.feed import FeedStats
 from titan_linear.step.optimizer import Moment
 
@@ -47,11 +50,11 @@ class StepResult:
     @property
     def numbers(self) -> dict[str, float | None]:
         """Return the numbers that are reported of every step."""
-        loss = self.loss if self.has_labels else None
-        reports = {name: value if self.has_labels else None for name, value in self.reports.items()}
+        losses: dict[str, float | None] = {"loss": self.loss, **self.reports}
+        if not self.has_labels:
+            losses = dict.fromkeys(losses)
         return {
-            "loss": loss,
-            **reports,
+            **losses,
             "grad_norm": self.grad_norm,
             "lr": self.lr,
             "skipped_steps": self.skipped,
@@ -59,7 +62,17 @@ class StepResult:
 
 
 class Hook:
-    """A hook, which is also a context around all steps of a start."""
+    """A hook, which is also a context around all steps of a start.
+
+    Each rank of a run has an instance of every registered hook.
+    """
+
+    chosen_by = "hook"
+    name: ClassVar[str]
+
+    def __init__(self, config: Config, session: Session):
+        self.config = config
+        self.session = session
 
     def before_step(self, step: int) -> None:
         """Called when a step begins; steps count from 1."""
@@ -93,3 +106,7 @@ class Hook:
 
     def __exit__(self, *raised: object) -> None:
         """Leave the context. `raised` is as for any context: all None after the last step."""
+
+
+# Hooks that users' modules have registered.
+HOOKS: dict[str, type[Hook]] = TABLES[Hook.chosen_by]

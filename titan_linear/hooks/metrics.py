@@ -25,8 +25,8 @@ from titan_linear.hooks.hook import Hook
 from titan_linear.losses import LOSSES
 from titan_linear.run.evaluate import Record, means, tiles, write_down
 from titan_linear.step.optimizer import Moment
-from titan_linear.storage.files import open_own, write_whole
-from titan_linear.storage.rundir import BOARD, METRICS, TELEMETRY, WANDB, cut_metrics, json_line
+from titan_linear.storage.files import Json, open_own, write_whole
+from titan_linear.storage.rundir import BOARD, METRICS, TELEMETRY, WANDB, append_lines, cut_metrics
 
 GIB = 2**30
 # Pixels along the side of one tile of an image.
@@ -184,14 +184,12 @@ class MetricsLogger(Hook):
 
         In TensorBoard, numbers by head or expert are histograms.
         """
-        with open_own(self.folder / TELEMETRY, "a") as file:
-            file.write(json_line({"step": step, **seen}))
+        append_lines(self.folder / TELEMETRY, [{"step": step, **seen}])
         for board in self.boards:
             for quantity, found in seen.items():
                 for where, value in found.items():
-                    many = isinstance(value, list)
                     value = np.array(value)
-                    if not many:
+                    if not value.ndim:
                         board.add_scalar(_tag(quantity, where), value, step)
                     elif len(finite := value[np.isfinite(value)]):
                         # TensorBoard refuses an empty histogram.
@@ -265,7 +263,7 @@ class MetricsLogger(Hook):
         # JSON has no NaN or infinity: such a number is null, and "nonfinite" has its text.
         known = {key: value for key, value in values.items() if value is not None}
         nonfinite = {key: value for key, value in known.items() if not math.isfinite(value)}
-        line: dict[str, Any] = {"step": step, **values} | dict.fromkeys(nonfinite)
+        line: Json = {"step": step, **values} | dict.fromkeys(nonfinite)
         if nonfinite:
             line["nonfinite"] = ", ".join(f"{key} = {value}" for key, value in nonfinite.items())
         self.file.write(json.dumps(line, allow_nan=False) + "\n")
@@ -336,7 +334,7 @@ class WandbBoard:
     step logs some steps a second time.
     """
 
-    def __init__(self, folder: Path, notes: str | None, configuration: dict[str, Any]):
+    def __init__(self, folder: Path, notes: str | None, configuration: Json):
         import wandb  # optional
 
         # All starts of a run share one id, and so one run there.
@@ -353,7 +351,7 @@ class WandbBoard:
             config=configuration,
         )
         self.run.define_metric("*", step_metric="step")
-        self.pending: dict[str, Any] = {}
+        self.pending: Json = {}
 
     def add_scalar(self, tag: str, value: Any, step: int) -> None:
         self.pending |= {"step": step, tag: float(value)}

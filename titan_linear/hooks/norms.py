@@ -11,6 +11,7 @@ from titan_linear.step.optimizer import AdamW, Muon, norms_of
 
 # Elements for which `update_squares` computes updates at a time, in two copies.
 AT_ONCE = 1 << 26
+Parameters = list[nn.Parameter]
 
 
 @torch.no_grad()
@@ -45,9 +46,7 @@ def _placed(parts: list[Tensor], places: list[int], n: int, device: torch.device
 
 
 @torch.no_grad()
-def update_squares(
-    optimizer: AdamW, parameters: list[nn.Parameter], device: torch.device
-) -> Tensor:
+def update_squares(optimizer: AdamW, parameters: Parameters, device: torch.device) -> Tensor:
     """Return the squared norms of the last step's update of each parameter, [n] float64.
 
     They are sums of squares over this rank's part, computed from the moments after the
@@ -79,9 +78,9 @@ def update_squares(
     return _placed(squares, places, len(parameters), device)
 
 
-def _at_once(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _at_once(parameters: Parameters) -> Iterator[Parameters]:
     """Split parameters into lists of at most `AT_ONCE` elements, or of one parameter."""
-    part: list[nn.Parameter] = []
+    part: Parameters = []
     elements = 0
     for p in parameters:
         number = local_tensor(p).numel()
@@ -89,8 +88,8 @@ def _at_once(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
             yield part
             part = []
             elements = 0
-        part = [*part, p]
-        elements = elements + number
+        part.append(p)
+        elements += number
     if part:
         yield part
 
@@ -98,7 +97,7 @@ def _at_once(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 def _adamw_directions(
     group: dict[str, Any],
     state: dict[nn.Parameter, dict[str, Tensor]],
-    parameters: list[nn.Parameter],
+    parameters: Parameters,
 ) -> tuple[Tensor, ...]:
     """Return m̂ / (√v̂ + ε) for parameters of one group."""
     moments = [

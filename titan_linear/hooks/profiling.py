@@ -104,7 +104,7 @@ class Profiler(Hook):
         if not self.recorded:
             return
         self.recorded = 0
-        self.traces = self.traces + 1
+        self.traces += 1
         path = self.folder / f"rank{self.rank}_step{self.done + trace.step_num}.json"
         # If the path were a link, PyTorch would write through it.
         path.unlink(missing_ok=True)

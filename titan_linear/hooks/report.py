@@ -63,6 +63,7 @@ class Report(MetricsLogger):
 
     def _log(self, done: StepResult) -> None:
         """Log this step's numbers, and the work since the last line."""
+        t = self.config.training
         fed = self.fed
         self.fed = FeedStats()
         # Some numbers exist for some runs only.
@@ -76,12 +77,12 @@ class Report(MetricsLogger):
             more["work_balance"] = fed.work_balance(self.dims.dp * self.dims.cp)
         if fed.apart != fed.documents.tokens:
             more["share_computed"] = fed.documents.tokens / fed.apart
-        if self.config.training.seq_len_schedule:
-            more["seq_len"] = self.config.training.seq_len_at(done.step)
+        if t.seq_len_schedule:
+            more["seq_len"] = t.seq_len_at(done.step)
         self.log(
             done.step,
             moment=done.moment,
-            tokens=self.config.training.tokens_at(done.step),
+            tokens=t.tokens_at(done.step),
             memory_gib=peak_memory_gib(),
             work=IntervalWork(training_flops(self.model, fed.documents), fed.valid, fed.waited),
             **done.numbers,

@@ -18,8 +18,8 @@ from titan_linear.data import Streams
 from titan_linear.distributed.ending import RunFailed
 from titan_linear.distributed.groups import of_all_ranks
 from titan_linear.hooks.hook import Hook, StepResult
-from titan_linear.storage.files import Json, open_own
-from titan_linear.storage.rundir import SPIKES, json_line
+from titan_linear.storage.files import Json
+from titan_linear.storage.rundir import SPIKES, append_lines
 
 # Most and fewest losses that a loss is compared with.
 LAST = 128
@@ -112,8 +112,9 @@ class Outliers:
         """Return the fields to write about a step, or None. Ranks with the same numbers
         agree.
         """
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            return {"why": "not finite", "loss": loss, "grad_norm": grad_norm}
+        numbers = {"loss": loss, "grad_norm": grad_norm}
+        if not all(map(math.isfinite, numbers.values())):
+            return {"why": "not finite", **numbers}
         # Compare with the losses before this one, once there are enough of them.
         before = list(self.last)
         self.last.append(loss)
@@ -123,13 +124,7 @@ class Outliers:
         sigma = pstdev(before)
         if loss <= mean + self.sigmas * sigma:
             return None
-        return {
-            "why": "outlier",
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "mean": mean,
-            "sigma": sigma,
-        }
+        return {"why": "outlier", **numbers, "mean": mean, "sigma": sigma}
 
 
 def write_spike(folder: str, step: int, spike: Json, ranks: Iterable[Sequence[MicroLoss]]) -> None:
@@ -149,7 +144,4 @@ def write_spike(folder: str, step: int, spike: Json, ranks: Iterable[Sequence[Mi
         weight = of[0].weight
         loss = sum(m.part for m in of) * total / weight if weight else 0.0
         micro_batches.append({"streams": streams, "weight": weight, "loss": loss})
-    line = {"step": step, **spike, "micro_batches": micro_batches}
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with open_own(Path(folder) / SPIKES, "a") as file:
-        file.write(json_line(line))
+    append_lines(Path(folder) / SPIKES, [{"step": step, **spike, "micro_batches": micro_batches}])

@@ -29,6 +29,7 @@ ranks, and its result is read with the step's numbers. The step itself computes 
 without telemetry.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -38,11 +39,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_linear.data import IGNORE, FileGroups, MixedStreams, Streams
 from titan_linear.hooks.hook import Hook, StepResult
-from titan_linear.hooks.norms import squares_of_each, update_squares
+from titan_linear.hooks.norms import Parameters, squares_of_each, update_squares
 from titan_linear.losses.loss import LocalBatch
 from titan_linear.models.decoder import Block
 from titan_linear.models.mlps.moe import MoE
@@ -68,6 +69,33 @@ class PartialSum(NamedTuple):
     values: Tensor
     # Maps the sums over the ranks [tp, n, m], on the host, to the numbers that are shown.
     finish: Callable[[Tensor], Any]
+
+
+# Functions from sums [tp, n, m] to the numbers that are shown, by name where there are names.
+
+
+def _norms(names: list[str], sums: Tensor) -> dict[str, float]:
+    return dict(zip(names, sums.sum(0)[0].sqrt().tolist(), strict=True))
+
+
+def _means(sums: Tensor) -> list[float] | None:
+    """Return numerators over denominators; None if a denominator is 0."""
+    numerators, denominators = sums.sum(0)
+    return (numerators / denominators).tolist() if denominators.all() else None
+
+
+def _by_head(sums: Tensor) -> list[float] | None:
+    """Return means by head, for the heads of all tp ranks."""
+    return _means(sums.movedim(0, 1).flatten(1).unsqueeze(0))
+
+
+def _by_name(names: list[str], sums: Tensor) -> dict[str, float]:
+    numerators, denominators = sums.sum(0).tolist()
+    return {name: a / b for name, a, b in zip(names, numerators, denominators, strict=True) if b}
+
+
+def _counts(names: list[str], sums: Tensor) -> dict[str, int]:
+    return dict(zip(names, map(int, sums.sum(0)[0].tolist()), strict=True))
 
 
 class Telemetry(Hook):
@@ -111,7 +139,7 @@ class Telemetry(Hook):
         self._parts: dict[tuple[str, str], PartialSum] = {}
         self._windowed = False
         # Parameters that this rank counts in a watched step, and the unit of each.
-        self._counted: list[nn.Parameter] = []
+        self._counted: Parameters = []
         self._unit_of: Tensor | None = None
 
     def watches(self, step: int) -> bool:
@@ -188,42 +216,36 @@ class Telemetry(Hook):
         all of them.
         """
         losses, *further = losses
+        device = losses.device
+        plan = batch.plan
+        positions = plan.position_ids
         # All tp ranks have the same tokens: only the first of them counts.
         first = self.dims.tp_ranks.rank == 0
         pairs = torch.stack([losses, (batch.labels.flatten() != IGNORE).double() * first])  # [2, T]
         # Rows of the tokens from which the labels are predicted.
-        rows = torch.arange(len(batch.plan.position_ids), device=losses.device)
-        if batch.plan.branches is not None:
-            rows = torch.cat([rows, batch.plan.branches])
+        rows = torch.arange(len(positions), device=device)
+        if plan.branches is not None:
+            rows = torch.cat([rows, plan.branches])
         # Losses by position, in bins of powers of 2.
-        powers = 2 ** torch.arange(1, self.buckets, device=losses.device)
-        bucket = torch.bucketize(batch.plan.position_ids[rows] + 1, powers, right=True)
+        powers = 2 ** torch.arange(1, self.buckets, device=device)
+        bucket = torch.bucketize(positions[rows] + 1, powers, right=True)
         self._add("loss_by_position", pairs, bucket, [str(2**b) for b in range(self.buckets)])
         # Losses of the layers that predict further tokens.
         depths = [str(k) for k, _ in enumerate(further, 1)]
         for k, of in enumerate(further):
-            valid = (batch.plan.later.labels[k] != IGNORE).double() * first
+            valid = (plan.later.labels[k] != IGNORE).double() * first
             self._add("loss_by_depth", torch.stack([of, valid]), torch.full_like(bucket, k), depths)
         # Losses by source: of the mixture's sources, then of the file groups.
         names = self.sources + (self.groups.names if self.groups else [])
         if self.sources:
-            sources = torch.tensor(
-                [self.sources.index(self.streams.source(i)[0]) for i in batch.streams]
-            )
-            of_token = sources.to(losses.device)[
-                rows // (len(batch.plan.position_ids) // len(sources))
-            ]
+            sources = [self.sources.index(self.streams.source(i)[0]) for i in batch.streams]
+            stream = rows // (len(positions) // len(sources))
+            of_token = torch.tensor(sources, device=device)[stream]
             self._add("loss_by_source", pairs, of_token, names)
         if self.groups:
             group = self._groups_of_tokens(batch)[rows]
             self._add("loss_by_source", pairs, group + len(self.sources), names)
-            self._add(
-                "tokens_by_source",
-                pairs[1:],
-                group,
-                self.groups.names,
-                partial(_counts, self.groups.names),
-            )
+            self._add("tokens_by_source", pairs[1:], group, self.groups.names, _counts)
 
     def _groups_of_tokens(self, batch: LocalBatch) -> Tensor:
         """Return the group of each of this rank's tokens, [T] int64, on the device."""
@@ -239,15 +261,13 @@ class Telemetry(Hook):
         values: Tensor,
         index: Tensor,
         names: list[str],
-        finish: Callable[[Tensor], Any] | None = None,
+        finish: Callable[[list[str], Tensor], Any] = _by_name,
     ) -> None:
         """Add values [n, m] to the quantity's sums, by index [m] into names."""
-        new = PartialSum(
-            values.new_zeros(len(values), len(names)), finish or partial(_by_name, names)
-        )
+        new = PartialSum(values.new_zeros(len(values), len(names)), partial(finish, names))
         self._parts.setdefault((quantity, ""), new).values.index_add_(1, index, values)
 
-    def gradients(self, counted: list[nn.Parameter]) -> None:
+    def gradients(self, counted: Parameters) -> None:
         """Record the gradients of a watched step, before clipping.
 
         counted: the parameters that this rank counts (`counted_parameters`).
@@ -290,9 +310,7 @@ class Telemetry(Hook):
 
     def _add_norms(self, quantity: str, squares: Tensor) -> None:
         """Add norms by unit. squares: [n] float64, one for each counted parameter."""
-        self._add(
-            quantity, squares.unsqueeze(0), self._unit_of, self.units, partial(_norms, self.units)
-        )
+        self._add(quantity, squares.unsqueeze(0), self._unit_of, self.units, _norms)
 
     def after_step(self, done: StepResult) -> None:
         self.seen = self.named(done.seen) if done.seen else {}
@@ -314,33 +332,6 @@ class Telemetry(Hook):
         return seen
 
 
-# Functions from sums [tp, n, m] to the numbers that are shown.
-
-
-def _norms(names: list[str], sums: Tensor) -> dict[str, float]:
-    return dict(zip(names, sums.sum(0)[0].sqrt().tolist(), strict=True))
-
-
-def _means(sums: Tensor) -> list[float] | None:
-    """Return numerators over denominators; None if a denominator is 0."""
-    numerators, denominators = sums.sum(0)
-    return (numerators / denominators).tolist() if denominators.all() else None
-
-
-def _by_head(sums: Tensor) -> list[float] | None:
-    """Return means by head, for the heads of all tp ranks."""
-    return _means(sums.movedim(0, 1).flatten(1).unsqueeze(0))
-
-
-def _by_name(names: list[str], sums: Tensor) -> dict[str, float]:
-    numerators, denominators = sums.sum(0).tolist()
-    return {name: a / b for name, a, b in zip(names, numerators, denominators, strict=True) if b}
-
-
-def _counts(names: list[str], sums: Tensor) -> dict[str, int]:
-    return dict(zip(names, map(int, sums.sum(0)[0].tolist()), strict=True))
-
-
 def _window_tokens(tokens: int) -> int:
     """Return the number of tokens in the window of a rank with `tokens` tokens."""
     least, most = WINDOW
@@ -349,4 +340,4 @@ def _window_tokens(tokens: int) -> int:
 
 def _unit(parameter: str) -> str:
     """Map layers.3.mixer.q_proj.weight to layers.3, and head.norm.weight to head."""
-    return ".".join(parameter.split(".")[: 2 if parameter.startswith("layers.") else 1])
+    return re.match(r"layers\.\d+|[^.]+", parameter)[0]

@@ -7,21 +7,24 @@ step's weight (`loss.normalise`), a single number that does not depend on how th
 split.
 """
 
-from titan_linear.config import SECTIONS, Section
+from titan_linear.config import Section
 from titan_linear.losses.cross_entropy import CrossEntropyLoss
 from titan_linear.losses.distillation import DistillationLoss
 from titan_linear.losses.dpo import DPOLoss
 from titan_linear.losses.loss import LossFunction
 from titan_linear.losses.policy import PolicyLoss
+from titan_linear.registry import TABLES
 
-LOSSES: dict[str, type[LossFunction]] = {
-    "cross_entropy": CrossEntropyLoss,
-    "distillation": DistillationLoss,
-    "dpo": DPOLoss,
-    "policy": PolicyLoss,
-}
+LOSSES: dict[str, type[LossFunction]] = TABLES[LossFunction.chosen_by]
+LOSSES.update(
+    cross_entropy=CrossEntropyLoss,
+    distillation=DistillationLoss,
+    dpo=DPOLoss,
+    policy=PolicyLoss,
+)
 
 
 def build_loss(name: str, keys: Section | None = None) -> LossFunction:
     """Build a loss from its section of the configuration, or from that section's defaults."""
-    return LOSSES[name](keys or SECTIONS[name]())
+    kind = LOSSES[name]
+    return kind(keys or kind.section())

@@ -4,8 +4,6 @@ The term is −log p of the label. Label smoothing replaces a share ε of it by 
 the vocabulary. Z-loss adds ζ (log Σ exp z)², which keeps logits z small (PaLM, section 5).
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from titan_linear.config import schema
@@ -14,6 +12,7 @@ from titan_linear.ops.cross_entropy import ChunkedLogits, LogitStatistics, cross
 
 
 class CrossEntropyLoss(LossFunction):
+    section = schema.CrossEntropy
     keys: schema.CrossEntropy
 
     def __call__(self, logits: ChunkedLogits, batch: LocalBatch) -> Tensor:

@@ -7,8 +7,6 @@ which keeps the size of the gradients (Hinton et al. 2015). The columns hold the
 log-probabilities at that temperature.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -23,6 +21,7 @@ MOST_IDS = 256
 
 
 class DistillationLoss(LossFunction):
+    section = schema.Distillation
     keys: schema.Distillation
     columns = {"teacher_ids": MOST_IDS, "teacher_logprobs": MOST_IDS}
 

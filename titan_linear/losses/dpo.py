@@ -11,8 +11,6 @@ reference. With both and a margin this is SimPO (Meng et al. 2024). The weight o
 the sum of its tokens' weights.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,6 +21,7 @@ from titan_linear.ops.cross_entropy import ChunkedLogits, LogitStatistics
 
 
 class DPOLoss(LossFunction):
+    section = schema.DPO
     keys: schema.DPO
     group = 2
     reads_twice = True

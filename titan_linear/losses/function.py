@@ -5,8 +5,6 @@ then differentiates the function of the whole micro-batch. Its derivatives are t
 a second pass, which is linear in log p: gradients are exact however tokens are split.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -3,8 +3,6 @@
 A loss that needs such sums passes over the head twice.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from titan_linear.config import Section
 from titan_linear.models.plan import BatchPlan, Later
 from titan_linear.ops import CPContext
 from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits
@@ -63,7 +62,12 @@ class LocalBatch:
 
 @dataclass(frozen=True)
 class LossFunction(ABC):
-    # The configuration section named after the loss.
+    chosen_by = "loss.name"
+    # The loss's value of loss.name.
+    name: ClassVar[str]
+    # Its keys: the configuration section named after the loss, or, of a registered loss, the
+    # table loss.options.
+    section: ClassVar[type[Section]] = Section
     keys: Any
     # Documents that must lie whole in one stream: 1, or 2 for adjacent pairs. 0: streams
     # may cut documents.

@@ -12,8 +12,6 @@ of its bound and no gradient. A ratio that is not clipped (where A is negative),
 may overflow. The loss is then infinite, and training.on_nonfinite decides what happens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -26,6 +24,7 @@ from titan_linear.ops.cross_entropy import ChunkedLogits, LogitStatistics
 
 
 class PolicyLoss(LossFunction):
+    section = schema.Policy
     keys: schema.Policy
     group = 1
     unit = "clipped objective per token, negated"

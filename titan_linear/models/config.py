@@ -51,7 +51,8 @@ class Documents(NamedTuple):
 class MixerOptions(ABC):
     """Options of one kind of mixer: a frozen dataclass in a file of models/mixers/."""
 
-    # Its key in MIXERS (models/mixers/__init__.py).
+    chosen_by = "model.pattern"
+    # Its key in MIXERS (models/mixers/__init__.py), and its name in a pattern.
     name: ClassVar[str]
     # Constructor from (options, model, number of the layer).
     module: ClassVar[Callable[..., nn.Module]]

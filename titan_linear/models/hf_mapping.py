@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -28,21 +28,22 @@ from titan_linear.models.config import (
     ModelConfig,
     MoEConfig,
     differences,
+    mistake,
 )
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.families import FAMILIES
-from titan_linear.models.families.keys import Keys, check_values
+from titan_linear.models.families.keys import Json, Keys
 from titan_linear.models.families.layout import Family, Layout
 
-Shapes = Mapping[str, tuple[int, ...]]
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor on disk."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,10 @@ class Placement:
     """One of our parameters, whose rows are runs of rows of the concatenated `sources`."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     sources: tuple[StoredTensor, ...]
     # Runs (first, last + 1) of the concatenation; None: all of it, in order.
-    rows: tuple[tuple[int, int], ...] | None
+    rows: tuple[tuple[int, int], ...] | None = None
 
     @property
     def width(self) -> int:
@@ -107,14 +108,15 @@ def placements(config: ModelConfig, family: str, on_disk: Shapes | None = None) 
         ValueError: parameters of ours without a tensor, tensors of another shape, or unused
             tensors; the message lists them all.
     """
-    # Choose a spelling of each layout, and collect its placements and faults.
+    # Of each layout, choose the first spelling that is complete on disk, or else the most
+    # complete one. Collect its placements and faults.
     ours = shapes_of(config)
     done: dict[str, Placement] = {}
     problems = []
     used = set()
     for spellings in _layouts(config, family, ours, on_disk):
-        layout = _spelling(spellings, on_disk)
-        problems += [] if on_disk is None else _wrong(layout, on_disk)
+        layout = min(spellings, key=lambda s: len(_wrong(s, on_disk)) / len(s.sources))
+        problems += _wrong(layout, on_disk)
         used |= {source.name for source in layout.sources}
         done |= {placement.name: placement for placement in _placements(layout, ours)}
     # The table must cover the model; the folder must not hold anything else.
@@ -162,7 +164,9 @@ def ignored(config: ModelConfig, family: str, on_disk: Shapes) -> set[str]:
     head) and tensors without effect (without elements, or the gate of a shared expert that
     does not exist).
     """
-    patterns = [*FAMILIES[family].ignored, *([r"lm_head\.weight"] if config.tie_embeddings else [])]
+    patterns = list(FAMILIES[family].ignored)
+    if config.tie_embeddings:
+        patterns.append(r"lm_head\.weight")
     if config.moe is not None and config.moe.shared_hidden_dim == 0:
         patterns.append(r".*\.shared_expert_gate\.weight")
     found = {
@@ -176,7 +180,7 @@ def ignored(config: ModelConfig, family: str, on_disk: Shapes) -> set[str]:
     return found
 
 
-def config_from_hf(config: Mapping[str, object], mtp_layers: int = 0) -> tuple[str, ModelConfig]:
+def config_from_hf(config: Json, mtp_layers: int = 0) -> tuple[str, ModelConfig]:
     """Read the dict of a config.json.
 
     Args:
@@ -209,16 +213,16 @@ def config_from_hf(config: Mapping[str, object], mtp_layers: int = 0) -> tuple[s
     )
 
 
-def mtp_depth(config: Mapping[str, object]) -> int:
+def mtp_depth(config: Json) -> int:
     """Return the number of further tokens that the layers of a config.json predict."""
     return _depth(FAMILIES[config_from_hf(config)[0]], config)
 
 
-def _depth(family: Family, config: Mapping[str, Any]) -> int:
+def _depth(family: Family, config: Json) -> int:
     return (family.mtp and _text(config).get(family.mtp.key, family.mtp.implied)) or 0
 
 
-def _text(config: Mapping[str, Any]) -> dict[str, Any]:
+def _text(config: Json) -> Json:
     """Return the language model's keys, which may be in text_config.
 
     `transformers` reads tie_word_embeddings outside of text_config.
@@ -227,7 +231,7 @@ def _text(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **(config.get("text_config") or {}), **outside}
 
 
-def _read(family: Family, config: Mapping[str, object]) -> ModelConfig:
+def _read(family: Family, config: Json) -> ModelConfig:
     """Read the model of a config.json.
 
     Raises:
@@ -245,11 +249,12 @@ def _read(family: Family, config: Mapping[str, object]) -> ModelConfig:
         raise ValueError(
             f"config.json: a value is of another kind than its key's ({error}); fetch it again"
         ) from None
-    check_values(model)
+    if wrong := mistake(model):
+        raise ValueError(f"config.json gives {wrong}; fetch it again")
     return model
 
 
-def config_to_hf(family: str, config: ModelConfig) -> dict[str, object]:
+def config_to_hf(family: str, config: ModelConfig) -> Json:
     """Write the dict of a config.json without special tokens.
 
     Raises:
@@ -288,8 +293,7 @@ def config_to_hf(family: str, config: ModelConfig) -> dict[str, object]:
 # --- From the table to placements -------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Resolved:
+class _Resolved(NamedTuple):
     """A layout applied to one layer: our names, and the sources with their shapes."""
 
     ours: tuple[str, ...]
@@ -353,21 +357,18 @@ def _resolve(
     return _Resolved(names, tuple(map(StoredTensor, on_disk, shapes)), groups)
 
 
-def _spelling(spellings: list[_Resolved], on_disk: Shapes | None) -> _Resolved:
-    """Return the first spelling that is complete on disk, or else the most complete one."""
+def _wrong(layout: _Resolved, on_disk: Shapes | None) -> list[str]:
+    """List the sources that are missing or have another shape; none where nothing is on disk."""
+    problems: list[str] = []
     if on_disk is None:
-        return spellings[0]
-    return min(spellings, key=lambda s: len(_wrong(s, on_disk)) / len(s.sources))
-
-
-def _wrong(layout: _Resolved, on_disk: Shapes) -> list[str]:
-    """List the sources that are missing or have another shape."""
-    problems = []
-    for name, shape in ((s.name, s.shape) for s in layout.sources):
-        if name not in on_disk:
-            problems.append(f"{name}: missing, {list(shape)} for {', '.join(layout.ours)}")
-        elif tuple(on_disk[name]) != shape:
-            problems.append(f"{name}: shape {list(on_disk[name])}, not {list(shape)}")
+        return problems
+    for source in layout.sources:
+        there = on_disk.get(source.name)
+        shape = list(source.shape)
+        if there is None:
+            problems.append(f"{source.name}: missing, {shape} for {', '.join(layout.ours)}")
+        elif tuple(there) != source.shape:
+            problems.append(f"{source.name}: shape {list(there)}, not {shape}")
     return problems
 
 
@@ -385,9 +386,9 @@ def _placements(layout: _Resolved, ours: Shapes) -> Iterator[Placement]:
         yield Placement(name, ours[name], layout.sources, None if len(layout.ours) == 1 else runs)
 
 
-def _width(shape: tuple[int, ...]) -> int:
+def _width(shape: Shape) -> int:
     return shape[-1] if len(shape) > 1 else 1
 
 
-def _rows(shape: tuple[int, ...], width: int) -> int:
+def _rows(shape: Shape, width: int) -> int:
     return math.prod(shape) // width

@@ -8,28 +8,21 @@ import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from titan_linear.models.config import (
-    BESIDE,
-    Entry,
-    MixerOptions,
-    ModelConfig,
-    MoEConfig,
-    mistake,
-    mixers_of,
-)
+from titan_linear.models.config import BESIDE, Entry, ModelConfig, MoEConfig, mistake, mixers_of
 from titan_linear.models.hf_mapping import config_from_hf
 from titan_linear.models.mixers import MIXERS
 from titan_linear.models.mlps import Dense
 from titan_linear.models.rope import RopeScaling
 
-Options = TypeVar("Options", MixerOptions, MoEConfig, RopeScaling)
+# Options or keys, by name.
+Options = Mapping[str, Any]
 # Entries of a pattern that are not mixers.
 ALONE = Dense.name, MoEConfig.name
 
 
-def _model(config: Mapping[str, Any], flavor: str) -> ModelConfig:
+def _model(config: dict[str, Any], flavor: str) -> ModelConfig:
     """Read the model of a config.json.
 
     The selection biases of debug models move, which a config.json cannot express.
@@ -65,7 +58,7 @@ def preset(name: str, flavor: str) -> ModelConfig:
     return MODELS[name][flavor]
 
 
-def resized(model: ModelConfig, keys: Mapping[str, Any]) -> ModelConfig:
+def resized(model: ModelConfig, keys: Options) -> ModelConfig:
     """Return the model with the changes given by the keys of [model].
 
     These are sizes, the pattern, and options of mixers and experts.
@@ -83,9 +76,11 @@ def resized(model: ModelConfig, keys: Mapping[str, Any]) -> ModelConfig:
     names = "vocab_size", "dim", "num_layers", "hidden_dim", "mtp_layers"
     sizes = {name: keys[name] for name in names if keys[name]}
     if keys["moe"]:
-        sizes["moe"] = _with_options(MoEConfig, model.moe, keys["moe"], "model.moe")
+        sizes["moe"] = _with_options(model.moe or MoEConfig, keys["moe"], "model.moe")
     # The options of each mixer start from the model's first mixer of that kind.
-    bases = {mixer.name: mixer for entry in reversed(model.pattern) for mixer in mixers_of(entry)}
+    bases: dict[str, Any] = dict(MIXERS)
+    for entry in reversed(model.pattern):
+        bases |= {mixer.name: mixer for mixer in mixers_of(entry)}
     kinds = keys["pattern"] or [_name(entry) for entry in model.pattern]
     used = [name for kind in kinds for name in kind.split(BESIDE)]
     # Names in the pattern and tables of [model] must be mixers, and tables must be used.
@@ -127,7 +122,7 @@ def _name(entry: Entry) -> str:
     )
 
 
-def _entry(entry: Entry | str, bases: Mapping[str, MixerOptions], given: Mapping[str, Any]) -> Any:
+def _entry(entry: Entry | str, bases: Options, given: Options) -> Any:
     """Return an entry of a pattern with the options that the keys give.
 
     Args:
@@ -136,34 +131,25 @@ def _entry(entry: Entry | str, bases: Mapping[str, MixerOptions], given: Mapping
     if entry in ALONE:
         return entry
     parts = (
-        [bases.get(name, name) for name in entry.split(BESIDE)]
+        [bases[name] for name in entry.split(BESIDE)]
         if isinstance(entry, str)
         else mixers_of(entry)
     )
-    mixers = tuple(_mixer(part, given) for part in parts)
+    mixers = tuple(
+        _with_options(part, given.get(part.name, {}), f"model.{part.name}") for part in parts
+    )
     return mixers if len(mixers) > 1 else mixers[0]
 
 
-def _mixer(base: MixerOptions | str, given: Mapping[str, Any]) -> Any:
-    """Return a mixer with the options that the keys give.
-
-    A name stands for a mixer without a base.
-    """
-    name = base if isinstance(base, str) else base.name
-    return _with_options(
-        MIXERS[name], None if isinstance(base, str) else base, given.get(name, {}), f"model.{name}"
-    )
-
-
-def _with_options(kind: type[Options], base: Any, given: Mapping[str, Any], where: str) -> Options:
-    """Return `base`, or the defaults if it is None, with the given options.
+def _with_options(base: Any, given: Options, where: str) -> Any:
+    """Return `base` with the given options. If it is a class, other options are the defaults.
 
     The value "" stands for None.
 
     Args:
         where: name of the table in messages.
     """
-    known = {field.name: field for field in fields(kind)}
+    known = {field.name: field for field in fields(base)}
     # All names must be known.
     for name in given:
         if name not in known:
@@ -171,16 +157,18 @@ def _with_options(kind: type[Options], base: Any, given: Mapping[str, Any], wher
     options = {name: None if value == "" else value for name, value in given.items()}
     # The scaling of rotary positions is a table within the table.
     if isinstance(rope := options.get("rope_scaling"), dict):
-        options["rope_scaling"] = _with_options(RopeScaling, None, rope, f"{where}.rope_scaling")
-    # Without a base, options without a default are required.
+        options["rope_scaling"] = _with_options(RopeScaling, rope, f"{where}.rope_scaling")
+    if not isinstance(base, type):
+        return replace(base, **options)
+    # Options of a class without a default are required.
     lacking = [
         name for name, field in known.items() if field.default is MISSING and name not in options
     ]
-    if base is None and lacking:
+    if lacking:
         raise ValueError(
             f"{where} lacks {', '.join(lacking)}, which this model.flavor does not have; give them"
         )
-    return kind(**options) if base is None else replace(base, **options)
+    return base(**options)
 
 
 def flavors() -> str:

@@ -101,12 +101,10 @@ class Units:
     # frozen.
     whole: int
     frozen_whole: int
-    # Elements of each layer, as FSDP gathers it, and how many of these are trained.
-    layers: tuple[int, ...]
+    # Elements of each layer and of the head, as FSDP gathers them, and how many of these are
+    # trained. The embedding has as many as the head.
+    gathered: tuple[int, ...]
     trained: tuple[int, ...]
-    # Likewise for the head; the embedding has the same number.
-    vocabulary: int
-    trained_head: int
     # Bytes of an element of parameters, their gradients, each of AdamW's two moments, and
     # Muon's momentum.
     stored: int
@@ -120,6 +118,14 @@ class Units:
     shards: int
     # The shards are in the host's memory.
     offloaded: bool
+
+    @property
+    def head(self) -> int:
+        return self.gathered[-1]
+
+    @property
+    def trained_head(self) -> int:
+        return self.trained[-1]
 
 
 def _local(model: ModelConfig, shards: int, tp: int, ep: int) -> dict[nn.Parameter, int]:
@@ -202,7 +208,7 @@ class MicroBatchShape(NamedTuple):
     float8: tuple[str, ...] | None = None
 
     @classmethod
-    def of(cls, config: Config, mean: Mean = None, node: int = 8) -> MicroBatchShape:
+    def of(cls, config: Config, mean: Mean = None) -> MicroBatchShape:
         t = config.training
         p = config.parallelism
         layout = p.context_parallel_layout if p.context_parallel_degree > 1 else "contiguous"
@@ -217,7 +223,6 @@ class MicroBatchShape(NamedTuple):
             tp=p.tensor_parallel_degree,
             ep=p.expert_parallel_degree,
             dtype=DTYPES[t.mixed_precision_param],
-            node=node,
             float8=tuple(config.float8.filter_fqns) if config.float8.enable else None,
         )
 
@@ -394,17 +399,16 @@ class PlannedRank:
         whole = replicated_parameters(decoder)
         by_muon = self.config.optimizer.name == "muon"
         matrices = hidden_matrices(decoder).values() if by_muon else ()
-        layers = [_sharded(layer) for layer in decoder.layers]
+        units = [_sharded(layer) for layer in decoder.layers]
+        units.append([decoder.head.weight])
         return Units(
             local=sum(n for p, n in elements.items() if p.requires_grad),
             frozen=sum(n for p, n in elements.items() if not p.requires_grad),
             muon=sum(elements[p] for p in matrices),
             whole=sum(p.numel() for p in whole if p.requires_grad),
             frozen_whole=sum(p.numel() for p in whole if not p.requires_grad),
-            layers=tuple(sum(p.numel() for p in layer) for layer in layers),
-            trained=tuple(sum(p.numel() for p in layer if p.requires_grad) for layer in layers),
-            vocabulary=decoder.head.weight.numel(),
-            trained_head=decoder.head.weight.numel() * decoder.head.weight.requires_grad,
+            gathered=tuple(sum(p.numel() for p in unit) for unit in units),
+            trained=tuple(sum(p.numel() for p in unit if p.requires_grad) for unit in units),
             stored=DTYPES[t.dtype].itemsize,
             compute=DTYPES[t.mixed_precision_param].itemsize,
             reduce=DTYPES[t.mixed_precision_reduce].itemsize,
@@ -446,17 +450,18 @@ class PlannedRank:
         # Stored parameters, and gradients accumulated over micro-steps.
         u = self.units
         batch = self.batch
-        here = 0 if u.offloaded else u.local * u.stored
-        stored = here + u.whole * widened(DTYPES[self.training.dtype]).itemsize
+        # With offload, shards are in the host's memory.
+        here = 0 if u.offloaded else 1
+        stored = here * u.local * u.stored + u.whole * widened(DTYPES[self.training.dtype]).itemsize
         accumulates = self.micro_steps > 1
         accumulated = stored if accumulates else 0
         # Activations of each layer, and the columns that the loss reads.
         kept, again, working = self.saved()
         kept = (kept[0] + self._columns(), *kept[1:])
-        sizes = sorted((*u.layers, u.vocabulary))
+        sizes = sorted(u.gathered)
         # FSDP gathers the next unit while one computes.
         gathered = sizes if self.parallelism.fsdp_reshard_after_forward == "never" else sizes[-2:]
-        copies = _copies(u, sum(gathered), max(*u.trained, u.trained_head))
+        copies = _copies(u, sum(gathered), max(u.trained))
         # Bytes held when each layer's backward begins, and the layer at which most are held.
         held = list(accumulate(kept))
         fullest = max(range(len(held)), key=lambda i: held[i] + again[i] + working[i])
@@ -464,15 +469,15 @@ class PlannedRank:
         # head until it is reduced.
         stream = self.model.dim * batch.tokens * (u.compute + 4)
         around = stream + u.trained_head * u.compute
-        optimizer = 2 * stored - (0 if u.offloaded else u.muon * u.stored)
+        optimizer = 2 * stored - here * u.muon * u.stored
         begins = {"gradients": accumulated, "copies": copies, "activations": sum(kept)}
         # At the end of backward, only the first layer and the embedding have no gradients yet.
         # The second layer's are being reduced.
-        last = u.layers[0] + u.vocabulary
-        missing = 0 if u.offloaded else last // u.shards * u.stored
+        last = u.gathered[0] + u.head
+        missing = here * (last // u.shards) * u.stored
         ends = {
             "gradients": accumulated or stored - missing,
-            "copies": _copies(u, last, max(u.trained[:2])),
+            "copies": _copies(u, last, max(u.trained[:-1][:2])),
         }
         ends |= {"activations": held[0] + again[0], "working": stream + working[0]}
         update = {"gradients": stored, "copies": copies, "working": u.muon * MUON_WORKING}
@@ -490,7 +495,7 @@ class PlannedRank:
             "first layer": ends,
             "update": update,
         }
-        frozen = 0 if u.offloaded else u.frozen * u.compute
+        frozen = here * u.frozen * u.compute
         frozen += u.frozen_whole * widened(batch.dtype).itemsize
         always = {"parameters": stored + frozen, "optimizer": optimizer}
         return {
@@ -558,9 +563,9 @@ class PlannedRank:
         tokens = self.batch.tokens * self.batch.tp
         stream = dim * (4 * self.batch.tokens + 2 * u.compute * tokens)
         stream *= 1 + self.model.mtp_layers
-        rows = u.vocabulary // dim
+        rows = u.head // dim
         chunk = min(tokens_at_once(self.training.loss_chunk_size, rows), tokens)
-        weight = u.trained_head * 4 + (u.vocabulary * u.compute if u.sharded else 0)
+        weight = u.trained_head * 4 + (u.head * u.compute if u.sharded else 0)
         return {"head": stream + weight, "logits": chunk * rows * (4 + u.compute)}
 
 
@@ -579,7 +584,7 @@ def _copies(u: Units, gathered: int, reduced: int) -> int:
     copies = gathered * compute + reduced * (compute + u.reduce)
     if u.offloaded:
         moving = stored + u.reduce * (2 if u.shards == 1 else 1)
-        copies += -(-max(*u.layers, u.vocabulary) // u.shards) * moving
+        copies += -(-max(u.gathered) // u.shards) * moving
     return copies
 
 

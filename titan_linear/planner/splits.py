@@ -25,10 +25,9 @@ class GPUs(NamedTuple):
 
 
 class PlannedSplit(NamedTuple):
-    """A configuration on its GPUs, the memory that one needs, and the planned step."""
+    """A configuration on its GPUs, and the planned step."""
 
     rank: PlannedRank
-    bytes: float
     step: PlannedStep
 
     @property
@@ -37,7 +36,7 @@ class PlannedSplit(NamedTuple):
 
         Among splits equal to three digits, the one that takes the least memory is first.
         """
-        return float(f"{self.step.seconds:.3g}"), self.bytes
+        return float(f"{self.step.seconds:.3g}"), self.rank.needs
 
 
 def check(rank: PlannedRank) -> None:
@@ -83,7 +82,7 @@ def with_checkpointing(rank: PlannedRank, on: GPUs) -> PlannedSplit | None:
         for ac in group:
             tried = rank.changed({f"activation_checkpoint.{key}": value for key, value in ac})
             if tried.needs <= on.room:
-                fitting.append(PlannedSplit(tried, tried.needs, step(tried, on.machine)))
+                fitting.append(PlannedSplit(tried, step(tried, on.machine)))
                 break
         # Nothing is faster than no recomputation.
         if fitting and fitting[0].rank.config.activation_checkpoint.mode == "none":

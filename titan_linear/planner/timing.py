@@ -328,7 +328,7 @@ def step(rank: PlannedRank, machine: Machine) -> PlannedStep:
     sums = 1 if t.replicas_wait else times
     parts["communication"] += sums * _replicas(rank, machine, passes)
     # Launches: the head has its own, for each chunk of tokens.
-    chunk = tokens_at_once(t.loss_chunk_size, u.vocabulary // model.dim)
+    chunk = tokens_at_once(t.loss_chunk_size, u.head // model.dim)
     chunks = -(-batch.tokens * batch.tp // chunk) * (1 + model.mtp_layers + _readings(rank))
     # There are 7 launches for each chunk of logits.
     launches = times * (sum(p.launches for p in everything) + 7 * chunks)
@@ -377,7 +377,7 @@ def _head(rank: PlannedRank, machine: Machine) -> float:
     rates = machine.rates
     u = rank.units
     D = rank.model.dim
-    rows = u.vocabulary // D
+    rows = u.head // D
     tokens = rank.batch.tokens * rank.batch.tp
     chunk = min(tokens_at_once(rank.training.loss_chunk_size, rows), tokens)
     learned = tokens * (1 + rank.model.mtp_layers)
@@ -412,8 +412,8 @@ def _optimizer(rank: PlannedRank, machine: Machine) -> float:
     update = u.local * (6 * stored + 2 * gradient + copies * compute)
     if u.shards > 1:
         gathers = 2 if rank.parallelism.fsdp_reshard_after_forward == "always" else 1
-        copied = (sum(u.layers) + 2 * u.vocabulary) * 2 * gathers * compute
-        copied += (sum(u.trained) + 2 * u.trained_head) * (compute + u.reduce)
+        copied = (sum(u.gathered) + u.head) * 2 * gathers * compute
+        copied += (sum(u.trained) + u.trained_head) * (compute + u.reduce)
         update += times * copied
     elif copies:
         update += (times - 1) * u.local * (2 * stored + compute)
@@ -445,14 +445,12 @@ def _shared(u: Units, p: Parallelism, machine: Machine, passes: list[tuple[Pass,
     if n > 1:
         link = machine.group(n, stride)
         part = (n - 1) / n
-        sizes = (*u.layers, u.vocabulary)
-        trained = (*u.trained, u.trained_head)
-        gather = [link.message + size * u.compute * part / link.all_gather for size in sizes]
-        reduce = [link.message + size * u.reduce * part / link.reduce_scatter for size in trained]
+        gather = [link.message + size * u.compute * part / link.all_gather for size in u.gathered]
+        reduce = [link.message + size * u.reduce * part / link.reduce_scatter for size in u.trained]
         # Nothing hides the first and the last exchange.
         exposed += gather[0] + gather[-1] + reduce[0] + reduce[-1]
         freed = p.fsdp_reshard_after_forward == "always"
-        for i in range(1, len(u.layers)):
+        for i in range(1, len(passes)):
             forward, backward = (one.seconds for one in passes[i - 1])
             again = gather[i - 1] if freed else 0.0
             exposed += max(gather[i] - forward, 0.0) + max(again + reduce[i] - backward, 0.0)
@@ -471,7 +469,7 @@ def _replicas(rank: PlannedRank, machine: Machine, passes: list[tuple[Pass, Pass
     link = machine.group(replicas, shards * rank.batch.tp)
     sums = 2 * u.local * u.reduce * (replicas - 1) / replicas / link.reduce_scatter
     return 2 * link.message + max(
-        sums - sum(backward.seconds for _, backward in passes), sums / len(u.layers)
+        sums - sum(backward.seconds for _, backward in passes), sums / len(passes)
     )
 
 

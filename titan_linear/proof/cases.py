@@ -82,11 +82,9 @@ class Case:
 
     # For example "chunk_kda" or "mixer kda".
     name: str
-    # [1, T, ...] float64.
+    # [1, T, ...] float64: the inputs, and `dy`, the output's gradient.
     tokens: Tensors
-    # The output's gradient, [1, T, ...] float64.
-    dy: Tensor
-    # Maps x (tokens and parameters), plan and impl to the output [1, T, ...].
+    # Maps x (inputs and parameters), plan and impl to the output [1, T, ...].
     run: Callable[[Tensors, BatchPlan, str], Tensor]
     # An op's definition, of x and cu_seqlens.
     oracle: Callable[[Tensors, Tensor], Tensor] | None
@@ -157,7 +155,7 @@ def _attention(
         return direct_attention(**x, scale=scale, cu_seqlens=cu_seqlens)
 
     tokens = draw.tokens(q=(heads, D), k=(kv_heads, D), v=(kv_heads, Dv), dy=(heads, Dv))
-    return Case("attention", tokens, tokens.pop("dy"), run, oracle, {"": 6.0, "y": 3.0}, EXACT)
+    return Case("attention", tokens, run, oracle, {"": 6.0, "y": 3.0}, EXACT)
 
 
 def _convolution(
@@ -188,7 +186,7 @@ def _convolution(
         parameters["bias"] = draw("bias", D)
     tokens = draw.tokens(x=(D,), dy=(D,))
     more = {"parameters": parameters, "by_head": False}
-    return Case("causal_conv1d", tokens, tokens.pop("dy"), run, oracle, {"": 1.5}, **more)
+    return Case("causal_conv1d", tokens, run, oracle, {"": 1.5}, **more)
 
 
 # --- Recurrences --------------------------------------------------------------------------
@@ -248,7 +246,7 @@ def _delta_rule(
     # The gradients of the last two are sums that cancel.
     units = {"": 1.5, "g": 3.0, "beta": 3.0, "A_log": 6.0, "dt_bias": 6.0}
     more = {"parameters": slow, "wide": ("A_log", "dt_bias"), "usual": {"dt_bias": dt_bias}}
-    yield Case(mixer.op, tokens, tokens.pop("dy"), run, oracle, units, **more)
+    yield Case(mixer.op, tokens, run, oracle, units, **more)
     yield _convolution(draw, (H * K, H * K, HV * V), mixer.conv_size, norm_dim=K)
 
 
@@ -266,7 +264,7 @@ def _(mixer: Lightning, draw: Draws) -> Iterator[Case]:
         return recurrent_simple_gla(**x, scale=1.0, cu_seqlens=cu_seqlens)[0]
 
     tokens = draw.tokens(q=(heads, K), k=(heads, K), v=(heads, K), g=(heads,), dy=(heads, K))
-    yield Case(mixer.op, tokens, tokens.pop("dy"), run, oracle, {"": 1.5, "g": 3.0})
+    yield Case(mixer.op, tokens, run, oracle, {"": 1.5, "g": 3.0})
 
 
 @cases.register(Mamba2)
@@ -289,7 +287,7 @@ def _(mixer: Mamba2, draw: Draws) -> Iterator[Case]:
     parameters = {"A": A, "D": draw("D", heads), "dt_bias": dt_bias - 7}
     units = {"": 1.5, "dt": 3.0, "B": 3.0, "C": 3.0, **dict.fromkeys(parameters, 6.0)}
     more = {"parameters": parameters, "wide": tuple(parameters), "usual": {"dt_bias": dt_bias}}
-    yield Case(mixer.op, tokens, tokens.pop("dy"), run, oracle, units, **more)
+    yield Case(mixer.op, tokens, run, oracle, units, **more)
     yield _convolution(draw, mixer.widths, mixer.conv_size, bias=mixer.conv_bias)
 
 
@@ -312,5 +310,5 @@ def _(mixer: RWKV7, draw: Draws) -> Iterator[Case]:
 
     # All inputs and the output have the same shape.
     tokens = draw.tokens(**dict.fromkeys("rwkvab", shape), dy=shape)
-    yield Case(mixer.op, tokens, tokens.pop("dy"), run, oracle, {"": 3.0, "w": 6.0})
+    yield Case(mixer.op, tokens, run, oracle, {"": 3.0, "w": 6.0})
     yield _convolution(draw, (math.prod(shape),), 2, activation=None)

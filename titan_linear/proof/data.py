@@ -13,7 +13,7 @@ from titan_linear.data import IGNORE, Batch, StreamLoader
 from titan_linear.data.corpus.tree_records import BACK
 from titan_linear.distributed.one_process import LocalDims
 from titan_linear.models.plan import Later
-from titan_linear.proof.findings import Finding, Findings
+from titan_linear.proof.findings import Finding, Findings, of_count
 from titan_linear.proof.ranks import on_ranks, sharding_of
 from titan_linear.proof.subject import STREAMS, ProofSubject
 
@@ -29,10 +29,9 @@ def labels(subject: ProofSubject) -> Findings:
 
     Every token that is trained on must have a label.
     """
-    wrong = 0
-    missing = 0
+    wrong: list[str] = []
+    missing: list[str] = []
     total = 0
-    where = ""
     sources = subject.streams.sources
     weighted = any("weights" in source.corpus.columns for source in sources.values())
     for i in range(STREAMS * subject.degrees.dp):
@@ -52,19 +51,17 @@ def labels(subject: ProofSubject) -> Findings:
         bad = labelled & (ends | (stream.labels != want))
         absent = ~labelled & ~ends & (not weighted)
         # The last token, and padding, have no label.
-        _, lengths = sources[name].runs(number)
+        lengths = sources[name].runs(number).lengths
         absent[lengths.sum() - 1 :] = False
-        wrong += int(bad.sum())
-        missing += int(absent.sum())
         total += len(want)
-        # Describe the place of the first error.
-        if not where and (bad | absent).any():
-            at = int(np.flatnonzero(bad | absent)[0])
-            n = int(np.searchsorted(stream.cu_seqlens, at, side="right")) - 1
-            where = f"stream {i}, document {n}, token {at - int(stream.cu_seqlens[n])}"
+        # Describe the places of errors.
+        for places, tokens in ((wrong, bad), (missing, absent)):
+            for at in np.flatnonzero(tokens):
+                n = np.searchsorted(stream.cu_seqlens, at, side="right") - 1
+                places.append(f"stream {i}, document {n}, token {at - stream.cu_seqlens[n]}")
     what = f"of {total} tokens, labels that are not the next token of their document"
-    yield Finding("labels", what, wrong, 0, where)
-    yield Finding("labels", "tokens within a document that have none", missing, 0, where)
+    yield of_count("labels", what, wrong)
+    yield of_count("labels", "tokens within a document that have none", missing)
 
 
 def targets(subject: ProofSubject) -> Findings:
@@ -80,7 +77,7 @@ def targets(subject: ProofSubject) -> Findings:
         source = subject.streams.sources[name]
         # The documents of the stream, in the order of the corpus.
         corpus = source.corpus
-        starts, lengths = source.runs(number)
+        starts, lengths, *_ = source.runs(number)
         documents = np.searchsorted(corpus.offsets, starts, side="right") - 1
         # The documents of a group follow each other, from the group's first.
         first = documents[:: corpus.group] // corpus.group * corpus.group
@@ -100,10 +97,10 @@ def targets(subject: ProofSubject) -> Findings:
                     wrong.append(f"{column}, stream {i}, document {n}")
     if subject.loss.group:
         what = "streams with a text that is not beside its other one, the chosen one first"
-        yield Finding("pairs", what, len(apart), 0, (apart or [""])[0])
+        yield of_count("pairs", what, apart)
     if subject.config.loss.name != "cross_entropy":
         what = "documents with a number that is not its label's"
-        yield Finding("columns", what, len(wrong), 0, (wrong or [""])[0])
+        yield of_count("columns", what, wrong)
 
 
 def cut(subject: ProofSubject) -> Findings:
@@ -112,18 +109,20 @@ def cut(subject: ProofSubject) -> Findings:
     Tokens, labels, positions and documents are compared.
     """
 
-    def on_rank(dims: LocalDims) -> tuple[int, int, dict[str, Tensor], list[int]]:
+    def on_rank(dims: LocalDims) -> tuple[Tensor, dict[str, Tensor]]:
         # Cut the batch as the trainer does.
         batch = next(iter(subject.loader(dims.dp_rank, dims.dp)))
-        micro = sharding_of(subject, dims, subject.dtype)(batch)
+        micro = sharding_of(subject, dims)(batch)
         # All that it has of each token, by name.
         parts = {"tokens": micro.tokens[0], "labels": micro.labels[0]}
         parts |= {name: column[0] for name, column in micro.columns.items()}
         parts["position_ids"] = micro.plan.position_ids
         parts |= _by_depth(micro.plan.later)
-        parts = {name: x.cpu() for name, x in parts.items()}
-        starts = micro.plan.cp_context.cu_seqlens_cpu[:-1].tolist()
-        return dims.dp_rank, dims.cp_group.rank(), parts, starts
+        starts = torch.zeros(len(micro.labels[0]), dtype=torch.bool)
+        starts[micro.plan.cp_context.cu_seqlens_cpu[:-1]] = True
+        parts["boundaries of documents"] = starts
+        mine = tokens_of(subject, dims.dp_rank, dims.cp_group.rank())
+        return mine, {name: x.cpu() for name, x in parts.items()}
 
     # Compute the expected positions and columns from the boundaries of documents.
     batch = subject.batch
@@ -137,27 +136,23 @@ def cut(subject: ProofSubject) -> Findings:
     }
     want |= _by_depth(later(batch, subject.model.mtp_layers))
     want |= {name: column[0] for name, column in batch.columns.items()}
-    wrong = dict.fromkeys([*want, "documents"], 0)
-    where = dict.fromkeys([*want, "documents"], "")
+    # A rank's documents begin where documents begin, and at each of its fragments.
+    starts = torch.from_numpy(position == 0)
+    starts[:: _fragment(subject)] = True
+    want["boundaries of documents"] = starts
     # Compare each rank's parts with its tokens of the batch.
-    for rank, (dp_rank, cp_rank, parts, starts) in enumerate(on_ranks(degrees, on_rank)):
-        mine = tokens_of(subject, dp_rank, cp_rank)
-        for name, x in parts.items():
-            bad = (x != want[name][mine]).view(len(mine), -1).any(1)
-            wrong[name] += int(bad.sum())
-            if bad.any() and not where[name]:
-                where[name] = f"rank {rank}, {subject.document(int(mine[int(bad.nonzero()[0])]))}"
-        # A rank's documents begin where documents begin, and at each of its fragments.
-        begins = torch.isin(mine, torch.from_numpy(bounds))
-        begins[:: _fragment(subject)] = True
-        missing = sorted(set(begins.nonzero().flatten().tolist()) ^ set(starts))
-        wrong["documents"] += len(missing)
-        if missing and not where["documents"]:
-            where["documents"] = f"rank {rank}, {subject.document(int(mine[missing[0]]))}"
-    for name, count in wrong.items():
-        what = "boundaries of documents" if name == "documents" else name
-        what += f" of {degrees.ranks} ranks that differ from the streams'"
-        yield Finding("cut", what, count, 0, where[name])
+    ranks = on_ranks(degrees, on_rank)
+    for name, x in want.items():
+        places = []
+        for rank, (mine, parts) in enumerate(ranks):
+            bad = (parts[name] != x[mine]).view(len(mine), -1).any(1)
+            places += [(rank, token) for token in mine[bad].tolist()]
+        where = ""
+        if places:
+            rank, token = places[0]
+            where = f"rank {rank}, {subject.document(token)}"
+        what = f"{name} of {degrees.ranks} ranks that differ from the streams'"
+        yield Finding("cut", what, len(places), 0, where)
 
 
 def later(batch: Batch, depth: int) -> Later | None:
@@ -231,23 +226,19 @@ def stream(subject: ProofSubject) -> Findings:
             want[i] = subject.streams[i].tokens
     # Each split must take the same streams, with the same tokens.
     for dp, local in _splits(G):
-        wrong = 0
-        where = ""
+        wrong = []
         for step in range(STEPS):
             due = set(range(step * G, (step + 1) * G))
             for dp_rank in range(dp):
                 for i, tokens in _taken(subject, G, dp, local, dp_rank, step):
                     differs = i in want and not np.array_equal(tokens, want[i])
                     if i not in due or differs:
-                        wrong += 1
-                        where = where or f"rank {dp_rank}, step {step + 1}, stream {i}"
+                        wrong.append(f"rank {dp_rank}, step {step + 1}, stream {i}")
                     due.discard(i)
             # Streams that are still due were not taken by any rank.
-            wrong += len(due)
-            if due and not where:
-                where = f"no rank, step {step + 1}, stream {min(due)}"
+            wrong += [f"no rank, step {step + 1}, stream {i}" for i in sorted(due)]
         what = f"dp {dp}, {local} at a time: streams of a step that are others, taken twice or left out"
-        yield Finding("streams", what, wrong, 0, where)
+        yield of_count("streams", what, wrong)
 
 
 def _splits(G: int) -> list[tuple[int, int]]:

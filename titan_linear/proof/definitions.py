@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_linear.config.schema import LOSS_NAMES
 from titan_linear.models.draws import generator
 from titan_linear.models.float8 import SMALLEST
 from titan_linear.models.layers import rotate
@@ -20,8 +21,8 @@ from titan_linear.models.rope import inverse_frequencies
 from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits, cross_entropy
 from titan_linear.ops.float8 import emulated_linear, float8_linear
 from titan_linear.ops.runtime.support import short
-from titan_linear.proof.cases import DELTA
-from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
+from titan_linear.proof.cases import DELTA, cases
+from titan_linear.proof.findings import UNIT, Finding, Findings, Note, of_worst, off
 from titan_linear.proof.subject import ProofSubject
 
 # Number of tokens, and the most rows of the head: all rows are computed alike.
@@ -49,7 +50,6 @@ def loss(subject: ProofSubject) -> Findings:
     labels = torch.randint(vocab, (TOKENS,), generator=rng).to(device)
     labels[::7] = IGNORE
     chunk = TOKENS // 3
-    pairs = ((torch.float64, "torch"), (subject.dtype, subject.config.model.impl))
 
     def results(dtype: torch.dtype, of: Callable[..., Tensor]) -> dict[str, Tensor]:
         # Hidden states and weights as the run has them, as leaves in this dtype.
@@ -68,15 +68,24 @@ def loss(subject: ProofSubject) -> Findings:
 
     # Compare each implementation with PyTorch's cross-entropy of all tokens at once.
     exact = results(torch.float64, direct)
-    for dtype, impl in dict.fromkeys(pairs):
-        got = results(dtype, partial(chunked, impl=impl))
+    for this in subject.in_each_dtype:
+        dtype = this.dtype
+        got = results(dtype, partial(chunked, impl=this.config.model.impl))
         # The worst of the loss and its two gradients.
         errors = {name: off(got[name], exact[name]) for name in exact}
         bound = DELTA if dtype == torch.float64 else OF_LOSS * UNIT[dtype]
-        bounds = dict.fromkeys(errors, bound)
-        name = worst(errors, bounds)
         what = "loss, against the definition"
-        yield Finding(f"implementation, {short(dtype)}", what, errors[name], bounds[name], name)
+        yield of_worst(f"implementation, {short(dtype)}", what, errors, bound)
+
+
+def missing(subject: ProofSubject) -> Findings:
+    """Name the mixers whose ops have no definition here, and a registered loss."""
+    names = {subject.config.loss.name} - {*LOSS_NAMES}
+    for mixer in subject.model.mixers:
+        if cases.dispatch(type(mixer)) is cases.dispatch(object):
+            names.add(mixer.name)
+    for name in sorted(names):
+        yield Note(f"definition: {name} has none here, and is only compared with itself")
 
 
 def float8(subject: ProofSubject) -> Findings:

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 
 import torch
@@ -46,20 +47,20 @@ PATIENCE = timedelta(minutes=10)
 def checks(subject: ProofSubject) -> Iterator[tuple[str, Callable[[], Findings]]]:
     """Yield the checks, by name and in order: the checks on which others rely come first."""
     for check in (data.labels, data.targets, data.cut, data.stream):
-        yield check.__name__, lambda check=check: check(subject)
+        yield check.__name__, partial(check, subject)
     of_case = [ops.implementations, ops.split, ops.documents, ops.repeated]
     if BACK in subject.streams[0].columns:
         of_case.append(ops.trees)
     for case in ops.cases(subject):
         for check in of_case:
-            yield f"{check.__name__}, {case}", lambda check=check, case=case: check(subject, case)
-    for check in (definitions.loss, definitions.positions, definitions.float8):
-        yield check.__name__, lambda check=check: check(subject)
-    for check in (model.split, model.documents, model.repeated, resume.resume, hf.logits):
-        yield check.__name__, lambda check=check: check(subject)
+            yield f"{check.__name__}, {case}", partial(check, subject, case)
+    of_model = [definitions.missing, definitions.loss, definitions.positions, definitions.float8]
+    of_model += [model.split, model.documents, model.repeated, resume.resume, hf.logits]
+    for check in of_model:
+        yield check.__name__, partial(check, subject)
     # Under torchrun the run's own processes prove this (`_of_processes`).
     if "WORLD_SIZE" not in os.environ:
-        yield "compiled", lambda: compiled.layers(subject)
+        yield "compiled", partial(compiled.layers, subject)
 
 
 def guarded(name: str, check: Callable[[], Findings]) -> Findings:
@@ -70,13 +71,11 @@ def guarded(name: str, check: Callable[[], Findings]) -> Findings:
     try:
         yield from check()
     except Exception as error:
-        if isinstance(error, torch.OutOfMemoryError) or isinstance(
-            error.__cause__, torch.OutOfMemoryError
-        ):
+        # An error of a rank in this process is the cause of another.
+        if any(isinstance(each, torch.OutOfMemoryError) for each in (error, error.__cause__)):
             raise
-        yield Finding(
-            name, "cannot be computed", float("inf"), 0, f"{type(error).__name__}: {error}"
-        )
+        said = f"{type(error).__name__}: {error}"
+        yield Finding(name, "cannot be computed", float("inf"), 0, said)
 
 
 def main(argv: list[str]) -> int:
@@ -158,7 +157,7 @@ def _introduction(subject: ProofSubject) -> str:
         f"{(n := subject.degrees.ranks)} rank{'s' * (n > 1)} in one process on {name}: {subject.degrees}, "
         f"{c.parallelism.context_parallel_layout}",
         *(f"cut: {line}" for line in subject.said),
-        described(unallocated(subject.model, torch.float32)),
+        described(unallocated(subject.model)),
     ]
     return "\n".join(filter(None, lines))
 

@@ -1,7 +1,7 @@
 """A finding: a figure, its bound, and the place of the worst error."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -70,9 +70,37 @@ def off(a: Tensor, b: Tensor, least: float = 0.0) -> float:
     return _part((a - b).norm().item(), max(b.norm().item(), least))
 
 
+def difference(a: Tensor, b: Tensor) -> Tensor:
+    """Return |a − b| in float64; NaN is infinite."""
+    return (a.double() - b.double()).abs().nan_to_num(torch.inf, torch.inf)
+
+
+def by_token(errors: Tensor) -> Tensor:
+    """Return the largest error of each token, [T], of errors [1, T, ...]."""
+    return errors[0].flatten(1).amax(1)
+
+
 def worst(errors: Mapping[Name, float], bounds: Mapping[Name, float]) -> Name:
     """Return the name whose error is the largest share of its bound."""
     return max(errors, key=lambda name: _part(errors[name], bounds[name]))
+
+
+def of_count(check: str, what: str, places: Sequence[str], shown: int = 1) -> Finding:
+    """Return the finding of something that must not occur.
+
+    places: where it occurs, or the names of what is wrong; the first of them are reported.
+    """
+    where = ", ".join(places[:shown])
+    if len(places) > shown > 1:
+        where += f" and {len(places) - shown} more"
+    return Finding(check, what, len(places), 0, where)
+
+
+def of_worst(check: str, what: str, errors: Mapping[str, float], bound: float = 0.0) -> Finding:
+    """Return the finding of the largest error. errors: by place."""
+    place = max(errors, key=errors.get, default="")
+    error = errors.get(place, 0.0)
+    return Finding(check, what, error, bound, place if error else "")
 
 
 def _part(error: float, bound: float) -> float:

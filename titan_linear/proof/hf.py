@@ -10,8 +10,8 @@ import torch
 
 from titan_linear.models.init import count_parameters
 from titan_linear.models.mixers.mamba2 import Mamba2
-from titan_linear.models.plan import BatchPlan
 from titan_linear.proof.findings import Finding, Findings, Note, bound_of_model, off
+from titan_linear.proof.ops import plan_of
 from titan_linear.proof.subject import ROOM, ProofSubject
 from titan_linear.run.build import allocated
 from titan_linear.run.origin import Origin
@@ -67,8 +67,7 @@ def logits(subject: ProofSubject) -> Findings:
     load_weights(folder, ours)
     T = tokens.shape[1]
     ours.use("torch", subject.device, torch.float32)
-    bounds = torch.tensor([0, T], dtype=torch.int32, device=subject.device)
-    got = ours(tokens, BatchPlan(torch.arange(T, device=subject.device), cu_seqlens=bounds))
+    got = ours(tokens, plan_of(subject, [0, T]))
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **told)
     want = theirs.to(subject.device).eval()(tokens, use_cache=False).logits
     bound = bound_of_model(torch.float32, config.num_layers)

@@ -5,7 +5,7 @@ repeated.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -22,7 +22,18 @@ from titan_linear.ops.layout.tables import to_device
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.cases import DELTA, Tensors
 from titan_linear.proof.data import later, tokens_in
-from titan_linear.proof.findings import UNIT, Finding, Findings, bound_of_model, off, worst
+from titan_linear.proof.findings import (
+    UNIT,
+    Finding,
+    Findings,
+    bound_of_model,
+    by_token,
+    difference,
+    of_count,
+    of_worst,
+    off,
+    worst,
+)
 from titan_linear.proof.ops import ALONE, SMALL, begins, may_differ, plan_of, repeatable
 from titan_linear.proof.ranks import on_ranks, passes_of, session_on, sum_as_fsdp, whole_gradients
 from titan_linear.proof.subject import STREAMS, ProofSubject
@@ -55,29 +66,22 @@ class Trace:
 
     def __enter__(self) -> Trace:
         self.hooks = []
-        for between, backward, module in zip(self.between, self.backward, self.modules):
-            keep = partial(self._keep, between, backward)
-            self.hooks.append(module.register_forward_pre_hook(keep))
+        for i, module in enumerate(self.modules):
+            self.hooks.append(module.register_forward_pre_hook(partial(self._keep, i)))
         return self
 
     def __exit__(self, *_: object) -> None:
         for hook in self.hooks:
             hook.remove()
 
-    def _keep(
-        self,
-        between: list[Tensor],
-        backward: list[Tensor],
-        _: object,
-        arguments: tuple[Tensor, ...],
-    ) -> None:
+    def _keep(self, i: int, _: object, arguments: tuple[Tensor, ...]) -> None:
         # Without gradients, the frozen base computes alone, without its adapters.
         if not torch.is_grad_enabled():
             return
         x = arguments[0]
-        between.append(x.detach().double())
+        self.between[i].append(x.detach().double())
         if x.requires_grad:
-            x.register_hook(lambda grad: backward.append(grad.detach().double()))
+            x.register_hook(lambda grad: self.backward[i].append(grad.detach().double()))
 
     def passed(self) -> list[Tensor]:
         """Return each module's input, and its gradients, in the order in which they are
@@ -194,100 +198,120 @@ def split(subject: ProofSubject) -> Findings:
 
     It is compared in float64 and in the run's dtype.
     """
-    # In float64 both must be equal, but for the order of sums.
-    double = subject.in_float64
-    whole = subject.whole(torch.float64)
-    want = in_one_process(double, whole)
-    yield from _compared(double, on_all_ranks(double, whole), want, None)
-    if subject.dtype == torch.float64:
-        return
-    # In the run's dtype, first measure how far one process is off.
-    whole = subject.whole(DTYPES[subject.config.training.dtype])
-    one = in_one_process(subject, whole)
-    errors = {name: off(g, want.gradients[name]) for name, g in one.gradients.items()}
-    norms = {name: want.gradients[name].norm().item() for name in errors}
-    total = math.hypot(*(errors[name] * norm for name, norm in norms.items()))
-    total /= math.hypot(*norms.values())
-    bound = bound_of_model(subject.dtype, subject.model.num_layers)
-    what = "gradient of one process against float64"
-    worst_one = max(errors, key=errors.get)
-    yield Finding(f"one process, {short(subject.dtype)}", what, total, bound, worst_one)
-    yield from _compared(subject, on_all_ranks(subject, whole), want, one)
+    for step, whole in comparisons(subject):
+        if step.subject.dtype != torch.float64:
+            yield step.of_rounding()
+        got = on_all_ranks(step.subject, whole)
+        # A gradient that a rank lacks is infinitely wrong.
+        errors = {}
+        for rank, gradients in got.copies:
+            for name, x in step.exact.gradients.items():
+                errors[name, rank] = off(gradients[name], x) if name in gradients else math.inf
+        wrong = step.first_wrong(got.passed)
+        yield from step.findings("split", str(subject.degrees), got.loss, errors, wrong)
 
 
-def _compared(
-    subject: ProofSubject, got: ShardedStepOutputs, want: StepOutputs, one: StepOutputs | None
-) -> Findings:
-    """Compare with float64.
+def comparisons(subject: ProofSubject) -> Iterator[tuple[Comparison, Decoder]]:
+    """Yield the comparison in float64, then in the run's dtype, each with the whole model."""
+    exact = None
+    for this in subject.in_each_dtype:
+        whole = subject.whole(DTYPES[this.config.training.dtype])
+        one = in_one_process(this, whole)
+        exact = exact or one
+        yield Comparison(this, exact, one), whole
 
-    In the run's dtype, which rounds, a split may be off twice as far as one process.
+
+class Wrong(NamedTuple):
+    # Index of the tensor that passes between layers, in the order of computation.
+    station: int
+    error: float
+    where: str
+
+
+@dataclass
+class Comparison:
+    """Compares a split step with one process, in the dtype of the subject."""
+
+    subject: ProofSubject
+    # The step of one process in float64, and in the subject's dtype.
+    exact: StepOutputs
+    one: StepOutputs
+
+    def bound(self, one: Tensor, exact: Tensor) -> float:
+        """Return the bound for a result of a split step.
+
+        In a dtype that rounds, a split may be off twice as far as one process.
+        """
+        dtype = self.subject.dtype
+        return DELTA if dtype == torch.float64 else 2 * off(one, exact) + 8 * UNIT[dtype]
+
+    def of_rounding(self) -> Finding:
+        """Return how far the gradient of one process is off."""
+        want = self.exact.gradients
+        errors = {name: off(g, want[name]) for name, g in self.one.gradients.items()}
+        norms = {name: want[name].norm().item() for name in errors}
+        total = math.hypot(*(errors[name] * norm for name, norm in norms.items()))
+        total /= math.hypot(*norms.values())
+        dtype = self.subject.dtype
+        bound = bound_of_model(dtype, self.subject.model.num_layers)
+        what = "gradient of one process against float64"
+        return Finding(
+            f"one process, {short(dtype)}", what, total, bound, max(errors, key=errors.get)
+        )
+
+    def findings(
+        self,
+        check: str,
+        split: str,
+        loss: Tensor,
+        errors: Mapping[tuple[str, int], float],
+        wrong: Wrong | None,
+    ) -> Findings:
+        """Yield how far the loss and the gradients of a split step are off.
+
+        errors: of gradients, by name and rank.
+        """
+        check = f"{check}, {short(self.subject.dtype)}"
+        what = f"{split} against one process"
+        where = wrong.where if wrong else ""
+        exact = self.exact
+        bound = self.bound(self.one.loss, exact.loss)
+        yield Finding(check, f"loss, {what}", off(loss, exact.loss), bound, where)
+        # Each gradient has its own bound; report the one that is worst relative to it.
+        of_name = {}
+        for name, x in exact.gradients.items():
+            of_name[name] = self.bound(self.one.gradients[name], x)
+        bounds = {(name, rank): of_name[name] for name, rank in errors}
+        name, rank = key = worst(errors, bounds)
+        said = f"{name}, rank {rank}"
+        if where and not errors[key] <= bounds[key]:
+            said += f"; first {where}"
+        what = f"{len(exact.gradients)} gradients, {what}"
+        yield Finding(check, what, errors[key], bounds[key], said)
+
+    def first_wrong(self, got: Iterable[Tensor]) -> Wrong | None:
+        """Return where a split first differs from one process.
+
+        It is the layer, and the rank and document where the difference begins.
+
+        Args:
+            got: the tensors that pass between layers, as `Trace.passed` returns them.
+        """
+        names = stations(self.subject)
+        compared = zip(got, self.exact.passed, self.one.passed, strict=True)
+        for i, (x, exact, one) in enumerate(compared):
+            error = off(x, exact)
+            if not error <= self.bound(one, exact):
+                place = _place(self.subject, x, exact, names[i].endswith("backward"))
+                return Wrong(i, error, f"{names[i]}, {place}")
+        return None
+
+
+def stations(subject: ProofSubject) -> list[str]:
+    """Return the names of the tensors that pass between layers, in the order of computation.
+
+    A name is of the module that produced it, for example "layer 1 (gdn), forward".
     """
-    dtype = subject.dtype
-    wrong = first_wrong(subject, got.passed, stations(subject, want, dtype, one))
-    # A gradient that a rank lacks is infinitely wrong.
-    errors = {}
-    for rank, gradients in got.copies:
-        for name, x in want.gradients.items():
-            errors[name, rank] = off(gradients[name], x) if name in gradients else math.inf
-    check = f"split, {short(dtype)}"
-    ranks = str(subject.degrees)
-    yield from of_step(check, ranks, got.loss, errors, wrong, want, dtype, one)
-
-
-def of_step(
-    check: str,
-    split: str,
-    loss: Tensor,
-    errors: Mapping[tuple[str, int], float],
-    wrong: Wrong | None,
-    want: StepOutputs,
-    dtype: torch.dtype,
-    one: StepOutputs | None,
-) -> Findings:
-    """Yield how far the loss and the gradients of a split step are off.
-
-    errors: of gradients, by name and rank.
-    """
-    what = f"{split} against one process"
-    where = wrong.where if wrong else ""
-    bound = _bound(dtype, one and one.loss, want.loss)
-    yield Finding(check, f"loss, {what}", off(loss, want.loss), bound, where)
-    # Each gradient has its own bound; report the one that is worst relative to it.
-    of_name = {}
-    for name, x in want.gradients.items():
-        of_name[name] = _bound(dtype, one and one.gradients[name], x)
-    bounds = {(name, rank): of_name[name] for name, rank in errors}
-    name, rank = key = worst(errors, bounds)
-    said = f"{name}, rank {rank}"
-    if where and not errors[key] <= bounds[key]:
-        said += f"; first {where}"
-    yield Finding(check, f"{len(want.gradients)} gradients, {what}", errors[key], bounds[key], said)
-
-
-def _bound(dtype: torch.dtype, one: Tensor | None, exact: Tensor) -> float:
-    """Return the bound for a result of a split step.
-
-    One process computes the result in this dtype as `one` (None: the dtype is float64).
-    """
-    return DELTA if one is None else 2 * off(one, exact) + 8 * UNIT[dtype]
-
-
-class Station(NamedTuple):
-    """One tensor that passes between layers, in a step of one process."""
-
-    # Name of the module that produced it, for example "layer 1 (gdn), forward".
-    name: str
-    # [1, T, dim].
-    exact: Tensor
-    # Bound for a split.
-    bound: float
-    backward: bool
-
-
-def stations(
-    subject: ProofSubject, want: StepOutputs, dtype: torch.dtype, one: StepOutputs | None
-) -> list[Station]:
-    """Return all stations of a step, in the order in which it computes them."""
     layers = [subject.layer(i) for i in range(len(subject.model.layers))]
     n = subject.model.num_layers
     # Layers of the trunk, then the layers that predict further tokens.
@@ -298,39 +322,11 @@ def stations(
         forward.append("the embeddings of later tokens" if layer.joins else before)
     backward = [*more[::-1], "the head or the loss", *trunk[::-1]]
     # The output of a frozen embedding has no gradient, which would be the last station.
-    places = [(name, "forward") for name in forward] + [(name, "backward") for name in backward]
-    # Each has a bound of its own.
-    found = []
-    for i, exact in enumerate(want.passed):
-        name, direction = places[i]
-        bound = _bound(dtype, one and one.passed[i], exact)
-        found.append(Station(f"{name}, {direction}", exact, bound, direction == "backward"))
-    return found
-
-
-class Wrong(NamedTuple):
-    station: int
-    error: float
-    where: str
-
-
-def first_wrong(
-    subject: ProofSubject, got: Iterable[Tensor], stations: list[Station]
-) -> Wrong | None:
-    """Return where a split first differs from one process.
-
-    It is the layer, and the rank and document where the difference begins.
-    """
-    for i, (x, at) in enumerate(zip(got, stations, strict=True)):
-        error = off(x, at.exact)
-        if not error <= at.bound:
-            return Wrong(i, error, f"{at.name}, {_place(subject, x, at.exact, at.backward)}")
-    return None
+    return [f"{name}, forward" for name in forward] + [f"{name}, backward" for name in backward]
 
 
 def _place(subject: ProofSubject, x: Tensor, y: Tensor, backward: bool) -> str:
-    wrong = (x - y).abs().nan_to_num(torch.inf, torch.inf)
-    token = begins(wrong.amax((0, 2)), backward)
+    token = begins(by_token(difference(x, y)), backward)
     # The rank of dp that takes the stream, the rank of cp that has the token, the first of tp.
     stream = token // subject.config.training.seq_len
     degrees = subject.degrees
@@ -346,24 +342,24 @@ def documents(subject: ProofSubject) -> Findings:
     # Compare the shortest and the longest documents.
     documents = pairwise(subject.batch.cu_seqlens.tolist())
     order = sorted(documents, key=lambda document: document[1] - document[0])
-    figure = 0.0
-    where = ""
+    errors = {}
     for a, b in dict.fromkeys([*order[: ALONE // 2], *order[-ALONE // 2 :]]):
-        bounds = torch.tensor([0, b - a], dtype=torch.int32)
-        alone = _forward(subject, whole, subject.batch.tokens[:, a:b], bounds)
+        alone = _forward(subject, whole, subject.batch.tokens[:, a:b], [0, b - a])
         for i, (x, y) in enumerate(zip(packed, alone, strict=True)):
             error = off(x[:, a:b], y, SMALL * x.norm().item())
-            if not error <= max(figure, DELTA):
-                name = "the embedding" if i == 0 else subject.layer(i - 1)
-                figure = error
-                where = f"{name}, {subject.document(a)}"
+            name = "the embedding" if i == 0 else subject.layer(i - 1)
+            errors[f"{name}, {subject.document(a)}"] = error
+            # The layers above it are wrong, too.
+            if error > DELTA:
                 break
-            figure = max(figure, error)
-    yield Finding("documents", "the whole model, packed and alone, float64", figure, DELTA, where)
+    what = "the whole model, packed and alone, float64"
+    yield of_worst("documents", what, errors, DELTA)
 
 
 @torch.no_grad()
-def _forward(subject: ProofSubject, whole: Decoder, tokens: Tensor, bounds: Tensor) -> list[Tensor]:
+def _forward(
+    subject: ProofSubject, whole: Decoder, tokens: Tensor, bounds: Tensor | list[int]
+) -> list[Tensor]:
     with Trace(whole) as trace:
         whole(tokens.to(subject.device), plan_of(subject, bounds), loss=lambda logits: logits.x)
     return trace.passed()
@@ -380,5 +376,4 @@ def repeated(subject: ProofSubject) -> Findings:
     _, others = again.copies[0]
     differ += [name for name, x in gradients.items() if not torch.equal(x, others[name])]
     what = "a step: loss and gradients that differ in their bits when it runs again"
-    more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-    yield Finding("repeated", what, len(differ), 0, ", ".join(differ[:3]) + more)
+    yield of_count("repeated", what, differ, shown=3)

@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from titan_linear.distributed.one_process import Degrees, LocalDims
 from titan_linear.distributed.parallelize import cp_method
@@ -25,7 +26,17 @@ from titan_linear.ops.runtime.support import short
 from titan_linear.proof.cases import Case, Draws, Tensors
 from titan_linear.proof.cases import cases as of_ops
 from titan_linear.proof.data import tokens_of
-from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
+from titan_linear.proof.findings import (
+    UNIT,
+    Finding,
+    Findings,
+    by_token,
+    difference,
+    of_count,
+    of_worst,
+    off,
+    worst,
+)
 from titan_linear.proof.ranks import on_ranks, sharding_of
 from titan_linear.proof.subject import STREAMS, ProofSubject
 
@@ -63,28 +74,23 @@ def _mixer(kind: MixerOptions, draw: Draws, dim: int, mixer: nn.Module) -> Case:
     def run(x: Tensors, plan: BatchPlan, impl: str) -> Tensor:
         # Copy the module for each call, because ranks run it in turns.
         copied = copy.deepcopy(mixer)
-        # Replace the copy's parameters by the case's, which need gradients.
-        for name in parameters:
-            owner, _, leaf = name.rpartition(".")
-            module = copied.get_submodule(owner)
-            del module._parameters[leaf]
-            setattr(module, leaf, x[name])
-        # Run it with the case's implementation, on its tokens.
         copied.cp_method = draw.cp_method
-        first, *values = (x[name] for name in tokens)
+        first, *values = (x[name] for name in inputs)
         copied.implementations = choose_implementations(kind.ops, impl, first.device, first.dtype)
-        y = copied(first, plan, None, *values)
+        # Run it with the case's parameters, which need gradients, on the case's tokens.
+        case_parameters = {name: x[name] for name in parameters}
+        y = functional_call(copied, case_parameters, (first, plan, None, *values))
         return y if isinstance(y, Tensor) else y[0]
 
     # Hidden states, and the values of an earlier layer if the mixer takes them.
-    tokens = draw.tokens(x=(dim,))
+    inputs = draw.tokens(x=(dim,))
     if kind.takes:
-        tokens |= draw.tokens(values=(kind.takes,))
+        inputs |= draw.tokens(values=(kind.takes,))
+    dy = draw("dy of mixer", 1, draw.T, dim)
     parameters = {name: p.detach() for name, p in mixer.named_parameters()}
     wide = getattr(mixer, "kept_whole", ())
-    dy = draw("dy of mixer", 1, draw.T, dim)
     more = {"parameters": parameters, "wide": wide, "by_head": False}
-    return Case(f"mixer {kind.name}", tokens, dy, run, None, OF_MIXER, **more)
+    return Case(f"mixer {kind.name}", inputs | {"dy": dy}, run, None, OF_MIXER, **more)
 
 
 # --- A case on one rank or many -----------------------------------------------------------
@@ -109,44 +115,44 @@ def rounded(case: Case, dtype: torch.dtype) -> Case:
     parameters = case.parameters
     if dtype != torch.float64:
         parameters = parameters | case.usual
-    dy = case.dy.to(dtype).double()
-    return replace(case, tokens=of(case.tokens), parameters=of(parameters), dy=dy)
+    return replace(case, tokens=of(case.tokens), parameters=of(parameters))
 
 
 def computed(
+    subject: ProofSubject,
     case: Case,
-    dtype: torch.dtype,
     plan: BatchPlan,
-    impl: str = "torch",
-    mine: Tensor | slice = slice(None),
+    mine: Tensor | slice | np.ndarray = slice(None),
 ) -> Results:
-    """Compute the case in `dtype`, on the tokens `mine`.
+    """Compute the case as the subject is computed, on the tokens `mine`.
 
     Args:
         mine: indices of tokens, [T_local] int64, or a range of them.
     """
+    dtype = subject.dtype
     # Inputs are leaves, so that their gradients can be compared.
     leaves = {name: x[:, mine] for name, x in case.tokens.items()} | case.parameters
+    dy = leaves.pop("dy").to(dtype)
     for name, x in leaves.items():
         leaves[name] = x.to(case.dtype(name, dtype), copy=True).requires_grad_()
     # Forward and backward.
-    y = case.run(leaves, plan, impl)
-    gradients = torch.autograd.grad(y, list(leaves.values()), case.dy[:, mine].to(dtype))
+    y = case.run(leaves, plan, subject.config.model.impl)
+    gradients = torch.autograd.grad(y, list(leaves.values()), dy)
     # The first are by token, the others of parameters.
     results = {f"d{name}": x for name, x in zip(leaves, gradients)}
     parameters = {f"d{name}": results.pop(f"d{name}") for name in case.parameters}
     return Results({"y": y.detach(), **results}, parameters)
 
 
-def on_one(subject: ProofSubject, case: Case, dtype: torch.dtype, impl: str = "torch") -> Results:
+def on_one(subject: ProofSubject, case: Case) -> Results:
     """Compute the case on one rank, without the run's plan.
 
     Documents are given by their boundaries.
     """
-    return computed(case, dtype, plan_of(subject, _bounds(subject)), impl)
+    return computed(subject, case, plan_of(subject, _bounds(subject)))
 
 
-def split_among_ranks(subject: ProofSubject, case: Case, dtype: torch.dtype, impl: str) -> Results:
+def split_among_ranks(subject: ProofSubject, case: Case) -> Results:
     """Compute the case on the ranks that share a stream, and join their results.
 
     Raises:
@@ -155,15 +161,16 @@ def split_among_ranks(subject: ProofSubject, case: Case, dtype: torch.dtype, imp
 
     def on_rank(dims: LocalDims) -> Results:
         batch = next(iter(subject.loader(0, subject.degrees.dp)))
-        plan = sharding_of(subject, dims, dtype)(batch).plan
+        plan = sharding_of(subject, dims)(batch).plan
         mine = tokens_of(subject, 0, dims.rank).to(subject.device)
-        return computed(case, dtype, plan, impl, mine)
+        return computed(subject, case, plan, mine)
 
     ranks = on_ranks(Degrees(cp=subject.degrees.cp), on_rank)
     # Put each rank's tokens at their places.
+    total = case.tokens["dy"].shape[1]
     tokens = {}
     for name, first in ranks[0].tokens.items():
-        tokens[name] = first.new_empty(1, case.dy.shape[1], *first.shape[2:])
+        tokens[name] = first.new_empty(1, total, *first.shape[2:])
         for rank, results in enumerate(ranks):
             mine = tokens_of(subject, 0, rank).to(first.device)
             tokens[name][:, mine] = results.tokens[name]
@@ -184,11 +191,12 @@ def _bounds(subject: ProofSubject) -> Tensor:
 
 def plan_of(
     subject: ProofSubject,
-    bounds: Tensor,
+    bounds: Tensor | list[int],
     num_streams: int = 1,
     later: Later | None = None,
 ) -> BatchPlan:
     """Return the plan of documents with these boundaries, computed by hand."""
+    bounds = torch.as_tensor(bounds, dtype=torch.int32)
     positions = torch.cat([torch.arange(n) for n in bounds.diff().tolist()]).to(subject.device)
     bounds = bounds.to(subject.device)
     return BatchPlan(positions, cu_seqlens=bounds, num_streams=num_streams, later=later)
@@ -198,24 +206,20 @@ def plan_of(
 
 
 def _compared(
-    subject: ProofSubject,
-    case: Case,
-    got: Results,
-    want: Results,
-    dtype: torch.dtype,
-) -> tuple[float, float, str]:
-    """Return the worst error, its bound, and its place."""
+    check: str, what: str, subject: ProofSubject, case: Case, got: Results, want: Results
+) -> Finding:
+    """Return the finding of the worst error."""
     # Errors and bounds of all results.
     ours = got.tokens | got.parameters
     theirs = want.tokens | want.parameters
     errors = {name: off(x, theirs[name]) for name, x in ours.items()}
-    bounds = {name: _bound(case, name, dtype) for name in errors}
+    bounds = {name: _bound(case, name, subject.dtype) for name in errors}
     # If results are out of bounds, name the first that has a place: results by token, the
     # output before gradients.
     beyond = [name for name in got.tokens if not errors[name] <= bounds[name]]
     name = beyond[0] if beyond else worst(errors, bounds)
     where = _where(subject, case, name, ours[name], theirs[name], name in got.tokens)
-    return errors[name], bounds[name], where
+    return Finding(check, what, errors[name], bounds[name], where)
 
 
 def _bound(case: Case, name: str, dtype: torch.dtype) -> float:
@@ -237,15 +241,15 @@ def _where(
 
     The place is a rank and a document.
     """
-    # NaN is as wrong as infinity.
-    wrong = (got.double() - want.double()).abs().nan_to_num(torch.inf, torch.inf)
+    wrong = difference(got, want)
     said = [name]
     if case.by_head:
         # Gradients of parameters are [HV] or [HV·K].
-        heads = wrong.transpose(0, 2) if of_tokens else wrong.view(case.dy.shape[2], -1)
+        H = case.tokens["dy"].shape[2]
+        heads = wrong.transpose(0, 2) if of_tokens else wrong.view(H, -1)
         said.append(f"head {int(heads.flatten(1).amax(1).argmax())}")
     if of_tokens:
-        token = begins(wrong[0].flatten(1).amax(1), name != "y")
+        token = begins(by_token(wrong), name != "y")
         said.append(_place(subject, case.first + token))
     return ", ".join(said)
 
@@ -270,13 +274,11 @@ def split(subject: ProofSubject, case: Case) -> Findings:
     In the run's dtype, it must be equal within the cost of rounding.
     """
     what = f"{case}, cp {subject.degrees.cp}"
-    # In float64 always by PyTorch: kernels do not compute in it.
-    for dtype in dict.fromkeys((torch.float64, subject.dtype)):
-        rounded_case = rounded(case, dtype)
-        impl = "torch" if dtype == torch.float64 else subject.config.model.impl
-        got = split_among_ranks(subject, rounded_case, dtype, impl)
-        want = on_one(subject, rounded_case, torch.float64)
-        yield Finding(f"split, {short(dtype)}", what, *_compared(subject, case, got, want, dtype))
+    for this in subject.in_each_dtype:
+        rounded_case = rounded(case, this.dtype)
+        got = split_among_ranks(this, rounded_case)
+        want = on_one(subject.in_float64, rounded_case)
+        yield _compared(f"split, {short(this.dtype)}", what, this, case, got, want)
 
 
 def implementations(subject: ProofSubject, case: Case) -> Findings:
@@ -285,19 +287,21 @@ def implementations(subject: ProofSubject, case: Case) -> Findings:
     The document lengths are the run's.
     """
     # The run's implementation and float64 get the same rounded values.
-    dtype = subject.dtype
-    rounded_case = rounded(case, dtype)
-    got = on_one(subject, rounded_case, dtype, subject.config.model.impl)
-    compared = _compared(subject, case, got, on_one(subject, rounded_case, torch.float64), dtype)
-    yield Finding(f"implementation, {short(dtype)}", f"{case}, against float64", *compared)
+    exact = subject.in_float64
+    rounded_case = rounded(case, subject.dtype)
+    got = on_one(subject, rounded_case)
+    want = on_one(exact, rounded_case)
+    check = f"implementation, {short(subject.dtype)}"
+    yield _compared(check, f"{case}, against float64", subject, case, got, want)
     # The definition runs token by token, so it gets few tokens.
     if case.oracle is not None:
         few, bounds = _few(subject, case)
-        got = computed(few, torch.float64, plan_of(subject, bounds))
+        plan = plan_of(subject, bounds)
+        got = computed(exact, few, plan)
         written = replace(few, run=lambda x, plan, impl: few.oracle(x, bounds))
-        want = computed(written, torch.float64, plan_of(subject, bounds))
-        compared = _compared(subject, few, got, want, torch.float64)
-        yield Finding("implementation, float64", f"{case}, against the definition", *compared)
+        want = computed(exact, written, plan)
+        what = f"{case}, against the definition"
+        yield _compared("implementation, float64", what, exact, few, got, want)
 
 
 def _few(subject: ProofSubject, case: Case) -> tuple[Case, Tensor]:
@@ -310,8 +314,7 @@ def _few(subject: ProofSubject, case: Case) -> tuple[Case, Tensor]:
     cut = first + (int(bounds[-1]) - first) // 3
     bounds = torch.cat([torch.tensor([first, cut]), bounds[bounds > cut]])
     tokens = {name: x[:, first:] for name, x in case.tokens.items()}
-    few = replace(case, tokens=tokens, dy=case.dy[:, first:], first=first)
-    return few, (bounds - first).int()
+    return replace(case, tokens=tokens, first=first), (bounds - first).int()
 
 
 def documents(subject: ProofSubject, case: Case) -> Findings:
@@ -322,44 +325,37 @@ def documents(subject: ProofSubject, case: Case) -> Findings:
     bounds = _bounds(subject)
     lengths = bounds.diff()
     order = lengths.argsort(descending=True).tolist()
-    packed = on_one(subject, case, torch.float64)
-    most = 0.0
-    where = ""
+    packed = on_one(subject.in_float64, case)
+    errors = {}
     # Compare the longest and the shortest documents, packed and alone.
     for n in [*order[: ALONE // 2], *order[::-1][: ALONE // 2]]:
         document = slice(int(bounds[n]), int(bounds[n + 1]))
         for name, x in alone(subject, case, document, int(lengths[n])).items():
             whole = packed.tokens[name]
             error = off(whole[:, document], x, SMALL * whole.norm().item())
-            if not error <= most:
-                most = error
-                where = f"{name}, {subject.document(document.start)}"
-    yield Finding("documents", f"{case}, packed and alone, float64", most, case.bound, where)
+            errors[f"{name}, {subject.document(document.start)}"] = error
+    yield of_worst("documents", f"{case}, packed and alone, float64", errors, case.bound)
     # Change documents one by one; all others must keep their bits.
     what = f"{case}, cp {subject.degrees.cp}: what changing one document changes of others, {short(subject.dtype)}"
-    most = 0.0
-    where = ""
+    changes = {}
     with repeatable():
         for n, before, after in _changed(subject, case, [order[0], order[-1], 0]):
             by = subject.document(int(bounds[n]))
             for name, x in after.tokens.items():
-                change = (x.double() - before.tokens[name].double()).abs()
-                if not change.max() <= most:
-                    most = change.max().item()
-                    token = int(change[0].flatten(1).amax(1).argmax())
-                    where = f"{name}, {_place(subject, token)}, by {by}"
-    yield Finding("documents", what, most, 0.0, where)
+                change = by_token(difference(x, before.tokens[name]))
+                token = int(change.argmax())
+                changes[f"{name}, {_place(subject, token)}, by {by}"] = change.max().item()
+    yield of_worst("documents", what, changes)
     # The run's own kernels may sum in any order, so they get a bound instead.
     if may_differ(subject, case.layers):
         _, before, after = next(_changed(subject, case, [order[0]]))
-        compared = _compared(subject, case, after, before, subject.dtype)
-        yield Finding("documents", f"{what}, by the kernels of the run", *compared)
+        what += ", by the kernels of the run"
+        yield _compared("documents", what, subject, case, after, before)
 
 
 def alone(subject: ProofSubject, case: Case, rows: slice | np.ndarray, length: int) -> Tensors:
     """Return the results of a document's tokens alone, in float64."""
-    plan = plan_of(subject, torch.tensor([0, length], dtype=torch.int32))
-    return computed(case, torch.float64, plan, mine=rows).tokens
+    return computed(subject.in_float64, case, plan_of(subject, [0, length]), rows).tokens
 
 
 def after_change(subject: ProofSubject, case: Case, rows: slice) -> Tensors:
@@ -371,8 +367,8 @@ def after_change(subject: ProofSubject, case: Case, rows: slice) -> Tensors:
         return x
 
     tokens = {name: other(x) for name, x in case.tokens.items()}
-    changed = replace(case, dy=other(case.dy), tokens=tokens)
-    return split_among_ranks(subject, changed, subject.dtype, subject.config.model.impl).tokens
+    changed = replace(case, tokens=tokens)
+    return split_among_ranks(subject, changed).tokens
 
 
 def _changed(
@@ -385,7 +381,7 @@ def _changed(
     """
     # The results before any change.
     bounds = _bounds(subject)
-    before = split_among_ranks(subject, case, subject.dtype, subject.config.model.impl)
+    before = split_among_ranks(subject, case)
     for n in dict.fromkeys(documents):
         document = slice(int(bounds[n]), int(bounds[n + 1]))
         after = after_change(subject, case, document)
@@ -404,13 +400,10 @@ def trees(subject: ProofSubject, case: Case) -> Findings:
     trees = next(iter(subject.loader(0, subject.degrees.dp))).trees
     lengths = np.diff(trees.edges)
     leaves = sorted(trees.leaves[trees.parents[trees.leaves] >= 0], key=lengths.__getitem__)
-    # The largest differences so far, and where they are.
-    error = 0.0
-    alone_at = ""
-    change = 0.0
-    changed_at = ""
+    errors = {}
+    changes = {}
     with repeatable():
-        before = split_among_ranks(subject, case, subject.dtype, subject.config.model.impl)
+        before = split_among_ranks(subject, case)
         # Each leaf's path has the tokens of all trees from the root to it.
         places = {0, len(leaves) // 2, len(leaves) - 1} if leaves else ()
         for leaf in (leaves[place] for place in sorted(places)):
@@ -419,43 +412,37 @@ def trees(subject: ProofSubject, case: Case) -> Findings:
             path = np.concatenate([np.arange(*trees.edges[n : n + 2]) for n in on_path])
             said = subject.document(own.start)
             # Gradients of outputs off the path are zero, as for the document alone.
-            dy = torch.zeros_like(case.dy)
-            dy[:, path] = case.dy[:, path]
-            shares = split_among_ranks(subject, replace(case, dy=dy), torch.float64, "torch").tokens
+            dy = torch.zeros_like(case.tokens["dy"])
+            dy[:, path] = case.tokens["dy"][:, path]
+            on_its_path = replace(case, tokens=case.tokens | {"dy": dy})
+            shares = split_among_ranks(subject.in_float64, on_its_path).tokens
             of_path = alone(subject, case, path, len(path))
             # Change the leaf, and look for changes elsewhere.
             for name, x in after_change(subject, case, own).items():
-                difference = (x.double() - before.tokens[name].double()).abs()
-                difference[:, own if name == "y" else path] = 0
-                if not difference.max() <= change:
-                    change = difference.max().item()
-                    changed_at = f"{name}, by {said}"
+                change = by_token(difference(x, before.tokens[name]))
+                change[own if name == "y" else path] = 0
+                changes[f"{name}, by {said}"] = change.max().item()
                 # Compare the document's share with the document alone.
                 share = shares[name]
-                apart = off(share[:, path], of_path[name], SMALL * share.norm().item())
-                if not apart <= error:
-                    error = apart
-                    alone_at = f"{name}, {said}"
+                least = SMALL * share.norm().item()
+                errors[f"{name}, {said}"] = off(share[:, path], of_path[name], least)
     what = f"{case}, cp {subject.degrees.cp}"
-    in_trees = f"{what}, in a prefix tree and alone, float64"
-    yield Finding("trees", in_trees, error, case.bound, alone_at)
+    yield of_worst("trees", f"{what}, in a prefix tree and alone, float64", errors, case.bound)
     what += f": what changing a leaf changes of others, {short(subject.dtype)}"
-    yield Finding("trees", what, change, 0.0, changed_at)
+    yield of_worst("trees", what, changes)
 
 
 def repeated(subject: ProofSubject, case: Case) -> Findings:
     """Check that the case gives the same bits when it runs again; name results that do not."""
-    dtype = subject.dtype
-    impl = subject.config.model.impl
     results = []
     with repeatable(may_differ(subject, case.layers)):
         for _ in range(2):
-            tokens, parameters = split_among_ranks(subject, case, dtype, impl)
+            tokens, parameters = split_among_ranks(subject, case)
             results.append(tokens | parameters)
     first, again = results
     differ = [name for name, x in first.items() if not torch.equal(x, again[name])]
     what = f"{case}: results that differ in their bits when it runs again"
-    yield Finding("repeated", what, len(differ), 0, ", ".join(differ))
+    yield of_count("repeated", what, differ, shown=3)
 
 
 @contextmanager

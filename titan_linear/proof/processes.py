@@ -15,23 +15,12 @@ from titan_linear.distributed.one_process import Degrees
 from titan_linear.distributed.parts import whole
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import owned
-from titan_linear.ops.runtime.support import short
 from titan_linear.proof.cases import Tensors
 from titan_linear.proof.findings import Findings
-from titan_linear.proof.model import (
-    Station,
-    StepOutputs,
-    Trace,
-    Wrong,
-    first_wrong,
-    in_one_process,
-    of_step,
-    stations,
-    traced_tokens,
-)
+from titan_linear.proof.model import Comparison, Trace, Wrong, comparisons, traced_tokens
 from titan_linear.proof.ranks import passes_of
 from titan_linear.proof.subject import STREAMS, ProofSubject
-from titan_linear.run.build import DTYPES, build_dims
+from titan_linear.run.build import build_dims
 from titan_linear.run.session import session_of
 from titan_linear.step.passes import Passes
 from titan_linear.step.update import gradient_sums, sum_gradients
@@ -46,21 +35,12 @@ def split(subject: ProofSubject) -> Findings:
     """
     dims = build_dims(subject.config, subject.device)
     subject = replace(subject, degrees=Degrees(dims.dp, dims.cp, dims.tp, dims.ep))
-    # The exact step, then each dtype; below float64 one process tells how far rounding
-    # goes.
-    exact = in_one_process(subject.in_float64, subject.whole(torch.float64))
-    for this in (subject.in_float64, subject):
-        one = None
-        if this.dtype != torch.float64:
-            one = in_one_process(this, this.whole(DTYPES[this.config.training.dtype]))
-        compared = _of_processes(this, dims, exact, one)
-        yield from of_step(
-            f"processes, {short(this.dtype)}", dims.description, *compared, exact, this.dtype, one
-        )
+    for step, _ in comparisons(subject):
+        yield from step.findings("processes", dims.description, *_of_processes(step, dims))
 
 
 def _of_processes(
-    subject: ProofSubject, dims: ParallelDims, want: StepOutputs, one: StepOutputs | None
+    step: Comparison, dims: ParallelDims
 ) -> tuple[Tensor, dict[tuple[str, int], float], Wrong | None]:
     """Return the loss of all ranks, the errors of gradients, and the first wrong place.
 
@@ -68,6 +48,7 @@ def _of_processes(
     The place is where the step first differs from one process.
     """
     # Take a step as the trainer does.
+    subject = step.subject
     host = host_group()
     passes = passes_of_process(subject, dims, host, STREAMS)
     model = passes.model
@@ -76,25 +57,16 @@ def _of_processes(
     loss = losses.sum()
     sum_gradients(gradient_sums(model, dims))
     dist.all_reduce(loss)
-    # Collect the errors, and the first wrong place, of all ranks.
-    ranks = of_all_ranks(_errors(model, want.gradients), host)
-    errors = {
-        (name, rank): of_rank[name] for name in want.gradients for rank, of_rank in enumerate(ranks)
-    }
-    here = _first_wrong(subject, dims, trace, stations(subject, want, subject.dtype, one))
+    # Collect the errors of all ranks.
+    want = step.exact.gradients
+    ranks = of_all_ranks(_errors(model, want), host)
+    errors = {(name, rank): of_rank[name] for name in want for rank, of_rank in enumerate(ranks)}
+    # Find the first wrong place among this rank's tokens, then of all ranks.
+    mine = traced_tokens(subject, dims).to(subject.device)
+    pairs = zip(step.exact.passed, trace.passed(), strict=True)
+    here = step.first_wrong(exact.index_copy(1, mine, x) for exact, x in pairs)
     wrong = [place for place in of_all_ranks(here, host) if place]
     return loss, errors, min(wrong, key=lambda place: (place.station, -place.error), default=None)
-
-
-def _first_wrong(
-    subject: ProofSubject, dims: ParallelDims, trace: Trace, stations: list[Station]
-) -> Wrong | None:
-    """Return `first_wrong` for this rank's tokens."""
-    mine = traced_tokens(subject, dims).to(subject.device)
-    wholes = (
-        at.exact.index_copy(1, mine, x) for at, x in zip(stations, trace.passed(), strict=True)
-    )
-    return first_wrong(subject, wholes, stations)
 
 
 def passes_of_process(
@@ -118,15 +90,13 @@ def _errors(model: Decoder, want: Tensors) -> dict[str, float]:
     """Return how far this rank's part of each gradient is off, relative to the whole
     gradient.
     """
-    names = {id(p): name for name, p in model.named_parameters()}
     errors = {}
-    grads = {names[id(p)]: p.grad for p in model.parameters() if p.grad is not None}
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for name, exact in want.items():
         part, box = _part(whole(model, name, grads[name]))
         error = part.to(exact.device, torch.float64) - exact[box]
-        errors[name] = (
-            (error.norm() / exact.norm()).nan_to_num(torch.inf).item() if part.numel() else 0.0
-        )
+        share = (error.norm() / exact.norm()).nan_to_num(torch.inf).item()
+        errors[name] = share if part.numel() else 0.0
     return errors
 
 

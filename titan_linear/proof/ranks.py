@@ -4,13 +4,13 @@ takes it.
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_linear.distributed.one_process import Degrees, LocalDims, local_groups, take_turns
 from titan_linear.distributed.parallelize import replicated_parameters
@@ -57,10 +57,9 @@ def on_ranks(degrees: Degrees, on_rank: Callable[[LocalDims], T]) -> list[T]:
         return take_turns([partial(on_rank, each) for each in dims])
 
 
-def sharding_of(subject: ProofSubject, dims: LocalDims, dtype: torch.dtype) -> BatchSharding:
+def sharding_of(subject: ProofSubject, dims: LocalDims) -> BatchSharding:
     """Return how the run cuts batches for this rank."""
-    options = replace(options_of(subject.config), compute_dtype=dtype)
-    return build_sharding(subject.model, dims, options, subject.device)
+    return build_sharding(subject.model, dims, options_of(subject.config), subject.device)
 
 
 def passes_of(subject: ProofSubject, session: Session, micro_steps: int) -> Passes:
@@ -79,17 +78,12 @@ def session_on(
     # Build the model without memory, then set its parameters to the whole ones.
     with torch.device("meta"):
         model = Decoder(whole.config)
-    for name, p in whole.named_parameters(remove_duplicate=False):
-        owner, _, leaf = name.rpartition(".")
-        setattr(
-            model.get_submodule(owner),
-            leaf,
-            nn.Parameter(p.detach(), requires_grad=p.requires_grad),
-        )
+    shared = {name: p.detach() for name, p in whole.named_parameters()}
+    model.load_state_dict(shared, strict=False, assign=True)
     # Each rank counts the loads of experts by itself.
-    for local, layer in zip(model.layers, whole.layers, strict=True):
-        if isinstance(local.mlp, MoE):
-            local.mlp.loads = torch.zeros_like(layer.mlp.loads)
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.loads = torch.zeros_like(module.loads, device=subject.device)
     # Restore what the constructor ties, then split the model as in the run.
     if whole.config.tie_embeddings:
         model.head.weight = model.embedding.weight

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from titan_linear.config import Config
 from titan_linear.distributed.groups import host_group, of_all_ranks
-from titan_linear.distributed.mesh import ParallelDims, build_mesh
+from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parts import local_tensor
-from titan_linear.proof.findings import Finding, Findings, Note
+from titan_linear.proof.findings import Finding, Findings, Note, of_count
 from titan_linear.proof.ops import repeatable
 from titan_linear.proof.subject import STREAMS, MoreDocuments, ProofSubject, narrowed
 from titan_linear.run.build import build_dims, rate_at
@@ -84,10 +84,7 @@ def resume(subject: ProofSubject) -> Findings:
     It must have the same state and take the same next step.
     """
     one = replace(subject, config=_on_one_rank(subject.config))
-    offload = one.config.training.enable_cpu_offload
-    yield from _resumed(
-        "resume", one, build_mesh(subject.device.type, 1, 1, 1, cpu_offload=offload), host_group()
-    )
+    yield from _resumed("resume", one, build_dims(one.config, subject.device))
 
 
 def of_processes(subject: ProofSubject) -> Findings:
@@ -96,24 +93,19 @@ def of_processes(subject: ProofSubject) -> Findings:
     Every rank calls this, for the same findings.
     """
     dims = build_dims(subject.config, subject.device)
-    yield from _resumed(
-        f"resume, {dims.description}",
-        replace(subject, config=_taken(subject.config, dims.dp)),
-        dims,
-        host_group(),
-    )
+    taken = replace(subject, config=_taken(subject.config, dims.dp))
+    yield from _resumed(f"resume, {dims.description}", taken, dims)
 
 
-def _resumed(
-    check: str, subject: ProofSubject, dims: ParallelDims, host: dist.ProcessGroup
-) -> Findings:
-    model, _ = narrowed(subject.model, subject.config.parallelism, PARAMETERS)
-    subject, config = replace(subject, model=model), subject.config
+def _resumed(check: str, subject: ProofSubject, dims: ParallelDims) -> Findings:
+    host = host_group()
+    config = subject.config
+    model, _ = narrowed(subject.model, config.parallelism, PARAMETERS)
+    subject = replace(subject, model=model)
     with _shared_folder(host) as folder, repeatable():
         if folder is None:
-            yield Note(
-                f"{check}: processes of several machines have no folder in common to save in"
-            )
+            why = "processes of several machines have no folder in common to save in"
+            yield Note(f"{check}: {why}")
             return
         # Take some steps, save, and take one more.
         run = ResumingRank(subject, dims, host)
@@ -180,10 +172,8 @@ def _compared(check: str, what: str, want: dict[str, Tensor], run: ResumingRank)
         for rank, names in enumerate(ranks)
         for n in names
     ]
-    where = ", ".join(wrong[:2]) + (f" and {len(wrong) - 2} more" if len(wrong) > 2 else "")
-    return Finding(
-        check, f"{what}: of {len(want)} weights and optimizer states, others", len(wrong), 0, where
-    )
+    what = f"{what}: of {len(want)} weights and optimizer states, others"
+    return of_count(check, what, wrong, shown=2)
 
 
 def _on_one_rank(config: Config) -> Config:

@@ -73,9 +73,12 @@ class ProofSubject:
     def loss(self) -> LossFunction:
         return build_loss(self.config.loss.name, self.config.objective)
 
-    @property
+    @cached_property
     def in_float64(self) -> ProofSubject:
-        """Return the subject computed exactly: by PyTorch's operations, uncompiled."""
+        """Return the subject computed exactly: by PyTorch's operations, uncompiled.
+
+        Kernels do not take float64.
+        """
         types = (
             "training.dtype",
             "training.mixed_precision_param",
@@ -83,6 +86,11 @@ class ProofSubject:
         )
         more = dict.fromkeys(types, "float64") | {"model.impl": "torch", "compile.enable": False}
         return replace(self, config=self.config.changed(more))
+
+    @property
+    def in_each_dtype(self) -> list[ProofSubject]:
+        """Return the subject in float64 and, if it differs, in the run's dtype."""
+        return [self.in_float64, *([self] if self.dtype != torch.float64 else [])]
 
     @cached_property
     def batch(self) -> Batch:
@@ -356,7 +364,9 @@ def _fewer_heads(mixer: Any, factor: int, p: Parallelism) -> MixerOptions:
     # Try the largest divisor first.
     while factor > 1:
         fewer = replace(mixer, **{name: count // factor for name, count in kinds.items()})
-        whole = all(count % factor == 0 for count in kinds.values()) and fewer.heads >= 4
+        whole = (
+            all(count % factor == 0 for count in kinds.values()) and getattr(fewer, "heads", 4) >= 4
+        )
         splits = all(count % p.tensor_parallel_degree == 0 for count in fewer.head_counts.values())
         over_heads = mixer.over_heads or cp_method(mixer, p) in ("ulysses", "ulysses+ring")
         if whole and splits and not (over_heads and fewer.indivisible_heads(p.copies)):

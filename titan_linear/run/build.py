@@ -32,7 +32,7 @@ def under_key(key: str, check: Callable[..., T], *arguments: object) -> T:
 
 
 def unallocated(
-    model: ModelConfig, dtype: torch.dtype, frozen: torch.dtype | None = None
+    model: ModelConfig, dtype: torch.dtype = torch.float32, frozen: torch.dtype | None = None
 ) -> Decoder:
     """Build the decoder on the meta device.
 

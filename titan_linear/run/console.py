@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_linear.config import Config, Model, Parallelism, toml_value
+from titan_linear.config import Config, Parallelism, Sample, Training, toml_value
 from titan_linear.data import Streams, Tokenizer, TreeStreams
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.models.config import ModelConfig
@@ -19,6 +19,7 @@ from titan_linear.models.mixers.recurrent import RecurrentOptions
 from titan_linear.ops.layout.fragments import cut_streams
 from titan_linear.ops.layout.tree_tables import exchanged, tree_of
 from titan_linear.ops.registry import start_lines
+from titan_linear.run.best import LowestLoss
 from titan_linear.run.build import unallocated
 from titan_linear.run.export import is_exported
 from titan_linear.run.folder import RunFolder
@@ -46,8 +47,10 @@ def write_down(origin: Origin, session: Session, step: int) -> None:
     if folder.starts_anew:
         folder.set_run_aside()
     folder.write_config()
+    parameters = sum(p.numel() for p in named_parameters(model).values())
     write_manifest(
         folder.path,
+        parameters=parameters,
         world_size=dist.get_world_size(),
         degrees=session.dims.degrees,
         implementations={op: choice.implementation for op, choice in model.implementations.items()},
@@ -55,11 +58,10 @@ def write_down(origin: Origin, session: Session, step: int) -> None:
     compute = config.training.mixed_precision_param
     peak = peak_tflops(config.metrics.peak_tflops, compute, device)
     # Lines that do not apply are empty.
-    parameters = sum(p.numel() for p in named_parameters(model).values())
     lines = [
         f"model {model_name(origin)}: {parameters:,} parameters, {model.config.composition}",
         *start_lines(model.implementations),
-        described(unallocated(model.config, torch.float32)),
+        described(unallocated(model.config)),
         float8_line(model),
         uncompiled(config.compile.enable, device),
         unbalanced(model.config),
@@ -79,15 +81,12 @@ def model_name(origin: Origin) -> str:
     model's sizes.
     """
     m = origin.config.model
-    default = Model()
     name = f"{m.name}/{m.flavor}"
     if m.flavor == "hf":
         name = f"{origin.family()} of '{origin.assets}'"
-    sizes = ("dim", "num_layers", "hidden_dim", "pattern", "moe")
-    changed_keys = {
-        key: getattr(m, key) for key in sizes if getattr(m, key) != getattr(default, key)
-    }
-    changes = [f"{key} = {toml_value(value)}" for key, value in (changed_keys | m.mixers).items()]
+    sizes = {"dim", "num_layers", "hidden_dim", "pattern", "moe"}
+    keys = m.model_dump(include=sizes, exclude_defaults=True) | m.mixers
+    changes = [f"{key} = {toml_value(value)}" for key, value in keys.items()]
     return name + (f" with {', '.join(changes)}" if changes else "")
 
 
@@ -180,23 +179,44 @@ def finished(config: Config, step: int) -> str:
     """Return lines that tell where a finished run lies and what to do with it."""
     folder = shlex.quote(config.job.dump_folder)
     ours = program("titan-linear", "titan_linear")
-    # The default prompt is code, so it fits only a run on code.
-    of_code = config.training.dataset == "stdlib" and not config.training.mixture
-    prompt = (
-        shlex.quote(config.sample.prompt) if of_code or config.sample != Config().sample else "TEXT"
+    lowest = LowestLoss.so_far(config, step)
+    early = (
+        f", as the loss did not fall in validation.patience = {lowest.patience} validations"
+        if step < config.training.steps
+        else ""
     )
     lines = [
-        f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}"
+        f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}{early}"
     ]
     if config.metrics.enable_tensorboard:
         lines.append(
             f"see its curves:  {program('tensorboard', 'tensorboard.main')} --logdir {folder}/{BOARD}"
         )
-    if config.checkpoint.enable:
-        lines.append(f"let it write:    {ours} generate {folder} --prompt {prompt}")
-    if config.checkpoint.enable and not is_exported(config, step):
+    # The remaining commands read a checkpoint.
+    if not config.checkpoint.enable:
+        return "\n".join(lines)
+    first = first_words(config.training, config.sample)
+    lines.append(f"let it write:    {ours} generate {folder} {first}")
+    if not Origin.of(config).exports_whole:
+        lines.append(f"merge it:        {ours} convert merge {folder} FOLDER")
+    if not is_exported(config, step):
         lines.append(f"export it:       {ours} convert to-hf {folder} FOLDER")
+    if lowest.step:
+        best = config.checkpoint_folder / f"step-{lowest.step}"
+        kept = f", saved in '{best}'" if best.exists() else ""
+        lines.append(f"lowest validation loss: {lowest.loss:.4f} at step {lowest.step}{kept}")
     return "\n".join(lines)
+
+
+def first_words(training: Training, sample: Sample) -> str:
+    """Return the option of titan-linear generate that fits the run's texts."""
+    if any(source.dataset_format == "messages" for source in training.sources):
+        return "--chat"
+    # The default prompt is code, so it fits only a run on code.
+    of_code = training.dataset == "stdlib" and not training.mixture
+    if of_code or sample != Sample():
+        return f"--prompt {shlex.quote(sample.prompt)}"
+    return "--prompt TEXT"
 
 
 def stopped(step: int, folder: Path | None) -> str:

@@ -1,7 +1,5 @@
 """Data for training as configured: corpora, streams, and their identity in a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -115,6 +113,8 @@ class RunData:
             share_prefixes=t.share_prefixes,
             group_field=t.group_field,
             seq_len=t.seq_len if uncut else 0,
+            max_length=t.max_length,
+            truncation=t.truncation,
         )
 
     def check_size(self, tokens: int) -> None:
@@ -311,6 +311,16 @@ def _side(source: Training | Source, corpus: Corpus, holdout: float, split: str)
             f"training.mixture, source {source.name!r}", split_corpus, corpus, holdout, split
         )
     return split_corpus(corpus, holdout, split)
+
+
+def with_epochs(config: Config) -> Config:
+    """Return the configuration with the number of steps that training.epochs takes, if set."""
+    t = config.training
+    if not t.epochs:
+        return config
+    streams, _ = RunData(config, Origin.of(config).tokenizer).streams(None)
+    steps = -(-streams.streams_in(t.epochs) // t.global_batch_size)
+    return config.changed({"training.steps": steps})
 
 
 def tokens_of(streams: Streams) -> int:

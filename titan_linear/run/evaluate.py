@@ -31,8 +31,7 @@ from titan_linear.data.tasks import LOSS, SPREAD
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.data import RunData
 from titan_linear.run.reading import Reader
-from titan_linear.storage.files import open_own
-from titan_linear.storage.rundir import EVALUATION, json_line
+from titan_linear.storage.rundir import EVALUATION, append_lines
 
 Record = dict[str, Any]
 # Stands for a question in a chat template. No template contains it, and a template that
@@ -110,21 +109,13 @@ def examine(
         ask()
         if of_all:
             # Group the labels of all ranks by prompt, in the order of positions.
-            rows = _joined(of_all)
+            fields = [np.concatenate(of_ranks) for of_ranks in zip(*of_all)]
+            rows = np.rec.fromarrays(fields, LABEL)
             rows = rows[np.lexsort((rows["position"], rows["prompt"]))]
             for of in _groups(rows, "prompt"):
                 i = int(of["prompt"][0])
                 shown[i] = show(prompts.samples[i], of)
     return [record for i in sorted(shown) for record in shown[i]]
-
-
-def _joined(of_all: list[list[np.ndarray]]) -> np.ndarray:
-    """Return all ranks' numbers of `_answered`, [n] LABEL."""
-    fields = [np.concatenate(of_ranks) for of_ranks in zip(*of_all)]
-    rows = np.empty(len(fields[0]), LABEL)
-    for name, numbers in zip(LABEL.names, fields, strict=True):
-        rows[name] = numbers
-    return rows
 
 
 def _groups(rows: np.ndarray, field: str) -> list[np.ndarray]:
@@ -191,9 +182,7 @@ def tiles(records: Iterable[Record]) -> tuple[list[int], list[float], np.ndarray
 
 
 def write_down(records: Iterable[Record], step: int, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with open_own(folder / EVALUATION, "a") as file:
-        file.writelines(json_line({"step": step, **record}) for record in records)
+    append_lines(folder / EVALUATION, ({"step": step, **record} for record in records))
 
 
 def by_position(sample: TaskSample, rows: np.ndarray) -> list[Record]:

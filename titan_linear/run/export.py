@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +23,7 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.hf_mapping import config_to_hf, mtp_depth
 from titan_linear.run.build import DTYPES, unallocated, under_key
-from titan_linear.run.origin import Adapters, Origin, Weights
+from titan_linear.run.origin import Adapters, Origin
 from titan_linear.storage.files import Json, json_bytes, parse_json, read_inside
 from titan_linear.storage.hf_io import CONFIG, read_config, read_model
 from titan_linear.storage.hf_writing import (
@@ -39,7 +38,7 @@ from titan_linear.storage.hf_writing import (
 from titan_linear.storage.peft import PEFT_CONFIG, check_base, keys_of, options_of, settings_of
 from titan_linear.storage.rundir import config_of
 from titan_linear.storage.step_folders import read_progress, verify, weights_path
-from titan_linear.storage.tensors import check_weights, stored_weights
+from titan_linear.storage.tensors import Weights, check_weights, stored_weights
 
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16, "source": None}
 
@@ -55,12 +54,11 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-def export_folder(config: Config, step: int = 0) -> Path:
-    """Return the Hugging Face folder of a step; by default, of the run's last step."""
-    return config.checkpoint_folder / f"step-{step or config.training.steps}-hf"
+def export_folder(config: Config, step: int) -> Path:
+    return config.checkpoint_folder / f"step-{step}-hf"
 
 
-def is_exported(config: Config, step: int = 0) -> bool:
+def is_exported(config: Config, step: int) -> bool:
     """Whether the step's Hugging Face folder exists and has not been emptied.
 
     The folder gets its name only when it is whole.
@@ -185,7 +183,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, like: str = ""
         raise ValueError(
             "--export-dtype source: this run did not begin from a Hugging Face folder; name one by --like"
         )
-    check_weights(checkpoint, unallocated(origin.model, torch.float32))
+    check_weights(checkpoint, unallocated(origin.model))
     content = read_progress(checkpoint).content
     base = content.base if content else ""
     export(folder, origin, stored_weights(checkpoint), dtype=dtype, like=like, base=base)
@@ -224,10 +222,9 @@ def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
         # Adapters can be trained with such a tokenizer.
         print(f"warning: {error}; the folder gets no tokenizer")
         to = destination(source_origin, None, files={})
-    with ExitStack() as opened:
-        source_origin.write(
-            folder, adapted.model.base, adapted.origin.weights(opened), to, EXPORT_DTYPES[dtype]
-        )
+    source_origin.write(
+        folder, adapted.model.base, adapted.origin.weights(), to, EXPORT_DTYPES[dtype]
+    )
 
 
 def _adapters_of_folder(source: Path, base: str) -> AdaptedModel:
@@ -285,15 +282,15 @@ def _adapters_of_run(source: Path, base: str) -> AdaptedModel:
     return AdaptedModel(replace(origin, checkpoint=checkpoint), model, origin.tokenizer)
 
 
-def export_last(origin: Origin, model: Decoder, base: str) -> None:
-    """Write the run's last weights as a Hugging Face folder, step-N-hf.
+def export_last(origin: Origin, model: Decoder, step: int, base: str) -> None:
+    """Write the weights of the run's last step as a Hugging Face folder, step-N-hf.
 
     Every rank calls it.
 
     Args:
         base: the fingerprint of the adapters' base.
     """
-    path = export_folder(origin.config)
+    path = export_folder(origin.config, step)
     export(path, origin, gather(model), dtype=origin.config.checkpoint.export_dtype, base=base)
     if dist.get_rank() == 0:
         print(f"exported '{path}'")

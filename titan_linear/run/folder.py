@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from titan_linear.config import (
     load_config,
 )
 from titan_linear.storage.files import write_whole
-from titan_linear.storage.run_lock import claimed
+from titan_linear.storage.run_lock import Unlockable, lock_folder
 from titan_linear.storage.rundir import (
     BOARD,
     CONFIG,
@@ -163,8 +163,7 @@ class RunFolder:
         left = dict.fromkeys(Path(os.path.normpath(name)) for name in (*files, *traces))
         # Traces may lie in tb: a folder takes its content along.
         moved = [self.path / path for path in left if not left.keys() & set(path.parents)]
-        existing = [path for path in moved if path.exists()]
-        set_aside(self.path, existing, "job.start_anew = true")
+        set_aside(self.path, list(filter(Path.exists, moved)), "job.start_anew = true")
 
     @property
     def finished_without_checkpoint(self) -> bool:
@@ -200,14 +199,27 @@ class RunFolder:
 
     def write_config(self) -> None:
         """Write config.toml, which starts the same run from anywhere."""
-        folder = self.config.job.dump_folder
-        text = f"{MARK} '{folder}'; with another job.dump_folder it starts the same run anew\n\n"
+        self.path.mkdir(parents=True, exist_ok=True)
+        text = f"{MARK} '{self.config.job.dump_folder}'; with another job.dump_folder it starts the same run anew\n\n"
         write_whole(self.path / CONFIG, text + config_to_toml(self.config.stored()))
 
-    def claimed(self) -> AbstractContextManager[None]:
-        """Return a context that locks the folder, and the checkpoints' if it lies elsewhere."""
-        elsewhere = self.config.checkpoint.enable and not self.saves_inside
-        return claimed(str(self.path), self.config.checkpoint_folder if elsewhere else None)
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Lock the folder inside `with`, and the checkpoints' if it lies elsewhere.
+
+        Another run with the same checkpoint.folder would mix its checkpoints with these. A
+        disk for checkpoints alone may have no locks.
+
+        Raises:
+            ValueError: another run holds a folder, or it cannot be written or locked.
+        """
+        with ExitStack() as held:
+            held.enter_context(lock_folder(str(self.path)))
+            if self.config.checkpoint.enable and not self.saves_inside:
+                folder = str(self.config.checkpoint_folder.resolve())
+                with suppress(Unlockable):
+                    held.enter_context(lock_folder(folder, "checkpoint.folder"))
+            yield
 
     # --- What is in the folder --------------------------------------------------------
 

@@ -17,10 +17,10 @@ from collections import UserDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,10 @@ from titan_linear.models.draws import generator
 from titan_linear.models.plan import BatchPlan
 from titan_linear.run.reading import Reader
 from titan_linear.step.passes import with_reference
+
+# Tokens of a text, and of several texts.
+Ids = Sequence[int]
+Rows = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,7 @@ class Sampling:
             raise ValueError(f"top_p = {self.top_p} must be above 0 and at most 1")
 
 
-@dataclass(frozen=True)
-class DecodingState:
+class DecodingState(NamedTuple):
     """Texts in progress: caches of the tokens read, and logits of the next token."""
 
     # One cache per layer.
@@ -93,7 +96,7 @@ def continuations(
     sampling: Sampling,
     drafts: Drafts | None = None,
     **options: Any,
-) -> list[list[int]]:
+) -> Rows:
     """Return the new tokens of each prompt, by `generate_tokens` with this tokenizer.
 
     With `drafts`, the model drafts tokens, which are counted there, and the likeliest
@@ -108,7 +111,7 @@ def continuations(
 @torch.no_grad()
 def generate_tokens(
     model: Decoder,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Ids],
     *,
     max_new_tokens: int,
     sampling: Sampling,
@@ -117,13 +120,13 @@ def generate_tokens(
     stops: Callable[[list[int]], bool] = lambda new: False,
     vocab_size: int | None = None,
     prefill_chunk: int = 2048,
-) -> list[list[int]]:
+) -> Rows:
     """Return the tokens that follow each prompt, all below `vocab_size`.
 
     A row ends before a token of `ends`, and where `stops` is true of its new tokens.
     """
     rngs = [generator(sampling.seed, "sample", i) for i in range(len(prompts))]
-    new: list[list[int]] = [[] for _ in prompts]
+    new: Rows = [[] for _ in prompts]
     done = [max_new_tokens == 0] * len(prompts)
     rows = None if all(done) else prefill(model, prompts, chunk=prefill_chunk, device=device)
     while not all(done):
@@ -143,29 +146,30 @@ def generate_tokens(
 
 @torch.no_grad()
 def prefill(
-    model: Decoder, prompts: Sequence[Sequence[int]], *, chunk: int, device: torch.device
+    model: Decoder, prompts: Sequence[Ids], *, chunk: int, device: torch.device
 ) -> DecodingState:
     """Read the prompts (each of one token or more), `chunk` tokens at a time."""
     read = [_prefill_one(model, prompt, chunk, device) for prompt in prompts]
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    growing = [
-        {name for mixer in layer.mixers for name in mixer.growing} for layer in model.config.layers
-    ]
-    caches = [_batched([caches[i] for caches, _ in read], names) for i, names in enumerate(growing)]
-    return DecodingState(caches, lengths, torch.cat([logits for _, logits in read]))
+    caches_of_rows, logits = zip(*read)
+    # Merge the rows' caches, layer by layer.
+    caches = []
+    for layer, rows in zip(model.config.layers, zip(*caches_of_rows)):
+        growing = {name for mixer in layer.mixers for name in mixer.growing}
+        caches.append(_batched(rows, growing))
+    lengths = torch.tensor(list(map(len, prompts)), device=device)
+    return DecodingState(caches, lengths, torch.cat(logits))
 
 
 @torch.no_grad()
 def decode(model: Decoder, rows: DecodingState, tokens: Tensor) -> DecodingState:
     """Read one more token of each row, tokens [B]. The caches are updated in place."""
-    longest = rows.lengths.max()
-    plan = BatchPlan(rows.lengths.unsqueeze(1), first_key=longest - rows.lengths)
+    plan = BatchPlan(rows.lengths.unsqueeze(1), first_key=rows.lengths.max() - rows.lengths)
     logits = model(tokens.unsqueeze(1), plan, caches=rows.caches, logits_to_keep=1)[:, -1]
-    return replace(rows, lengths=rows.lengths + 1, logits=logits)
+    return rows._replace(lengths=rows.lengths + 1, logits=logits)
 
 
 def _prefill_one(
-    model: Decoder, prompt: Sequence[int], chunk: int, device: torch.device
+    model: Decoder, prompt: Ids, chunk: int, device: torch.device
 ) -> tuple[list[LayerCache], Tensor]:
     caches = [LayerCache() for _ in model.layers]
     tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
@@ -176,18 +180,21 @@ def _prefill_one(
     return caches, logits
 
 
-def _batched(caches: list[LayerCache], growing: set[str]) -> LayerCache:
+def _batched(caches: Sequence[LayerCache], growing: set[str]) -> LayerCache:
     """Merge one layer's caches of single rows into the cache of a batch.
 
     Entries that grow with the text are padded in front to the longest.
     """
     batch = LayerCache()
-    for branch, name in [(branch, name) for branch, kept in caches[0].items() for name in kept]:
-        parts = [cache[branch][name] for cache in caches]
-        if name in growing:
-            longest = max(x.shape[1] for x in parts)
-            parts = [F.pad(x, (0, 0) * (x.dim() - 2) + (longest - x.shape[1], 0)) for x in parts]
-        batch[branch][name] = torch.cat(parts)
+    for branch, kept in caches[0].items():
+        for name in kept:
+            parts = [cache[branch][name] for cache in caches]
+            if name in growing:
+                longest = max(x.shape[1] for x in parts)
+                parts = [
+                    F.pad(x, (0, 0) * (x.dim() - 2) + (longest - x.shape[1], 0)) for x in parts
+                ]
+            batch[branch][name] = torch.cat(parts)
     return batch
 
 
@@ -214,7 +221,7 @@ class _Reader:
         self.length = 0
         self.pending = model.embedding.weight.new_empty(1, 0, model.config.dim)
 
-    def read(self, tokens: Sequence[int]) -> list[int]:
+    def read(self, tokens: Ids) -> list[int]:
         """Read these tokens, and return the likeliest token after each."""
         h = self.model.head.norm(
             self._through(range(self.model.config.num_layers), self.length, tokens)
@@ -223,7 +230,7 @@ class _Reader:
         self.pending = torch.cat([self.pending, h], 1)
         return self._likeliest(h)
 
-    def draft(self, tokens: Sequence[int]) -> int:
+    def draft(self, tokens: Ids) -> int:
         """Return the likeliest token after these.
 
         They follow the tokens of the first pending hidden states.
@@ -239,11 +246,10 @@ class _Reader:
         ]
         return other
 
-    def _through(self, layers: range, first: int, tokens: Sequence[int], *h: Tensor) -> Tensor:
-        ids, positions = (
-            torch.tensor(x, device=self.device) for x in (tokens, range(first, first + len(tokens)))
-        )
-        x = torch.cat([self.model.embedded(ids.unsqueeze(0)), *h], -1)
+    def _through(self, layers: range, first: int, tokens: Ids, *h: Tensor) -> Tensor:
+        ids = torch.tensor([tokens], device=self.device)
+        positions = torch.arange(first, first + len(tokens), device=self.device)
+        x = torch.cat([self.model.embedded(ids), *h], -1)
         return self.model.through(layers, x, BatchPlan(positions), self.caches, Between())
 
     def _likeliest(self, h: Tensor) -> list[int]:
@@ -254,7 +260,7 @@ class _Reader:
 @torch.no_grad()
 def draft_tokens(
     model: Decoder,
-    prompt: Sequence[int],
+    prompt: Ids,
     drafts: Drafts,
     *,
     max_new_tokens: int,
@@ -364,22 +370,20 @@ class Validator:
         """Return the prompt and the model's continuation; "" if no tokens are asked for."""
         if not tokens:
             return ""
-        reader = self.reader
-        s = self.reader.config.sample
+        config = self.reader.config
         session = self.reader.session
         # Compiled graphs are for streams, not for a text that grows by one token per call.
         uncompiled = (
-            torch.compiler.set_stance("force_eager")
-            if reader.config.compile.enable
-            else nullcontext()
+            torch.compiler.set_stance("force_eager") if config.compile.enable else nullcontext()
         )
+        sample = config.sample
         with session.precision, uncompiled:
             (text,) = generate(
                 session.model,
-                reader.tokenizer,
+                self.reader.tokenizer,
                 [prompt],
                 max_new_tokens=tokens,
                 device=session.device,
-                sampling=Sampling(s.temperature, s.top_p, reader.config.debug.seed),
+                sampling=Sampling(sample.temperature, sample.top_p, config.debug.seed),
             )
         return text

@@ -23,12 +23,11 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from titan_linear.config import Config, check_config, config_to_toml, load_config
 from titan_linear.distributed.process import (
@@ -53,8 +52,7 @@ REPEAT = 0.3
 FOLLOWING = (LOST, -signal.SIGTERM)
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """This machine among the machines of a run, and the place where they meet.
 
     Read from NODE_RANK of NNODES, MASTER_ADDR and MASTER_PORT.
@@ -225,11 +223,9 @@ def _environment(processes: int) -> dict[str, str]:
 def _report(failures: dict[int, ProcessFailure]) -> int:
     """Print which rank failed first, and return its exit code."""
     # Workers that followed another's failure sort last, then the earliest failure wins.
-    order = {
-        rank: (failure.exitcode in FOLLOWING, failure.timestamp)
-        for rank, failure in failures.items()
-    }
-    rank = min(order, key=order.get)
+    rank = min(
+        failures, key=lambda rank: (failures[rank].exitcode in FOLLOWING, failures[rank].timestamp)
+    )
     code = failures[rank].exitcode
     how = f"exit code {code}" if code > 0 else f"killed by {failures[rank].signal_name()}"
     print(
@@ -371,10 +367,8 @@ class Workers(threading.Thread):
         """Return the process ids of the workers: the children of this thread."""
         # The files are missing once the thread has ended.
         with suppress(FileNotFoundError, ProcessLookupError):
-            return {
-                int(child)
-                for child in Path(f"/proc/self/task/{self.native_id}/children").read_text().split()
-            }
+            children = Path(f"/proc/self/task/{self.native_id}/children").read_text()
+            return set(map(int, children.split()))
         return set()
 
     def _on_request(self, number: int, _: FrameType | None) -> None:

@@ -30,7 +30,7 @@ def check_model(model: ModelConfig, config: Config, world_size: int, node_size: 
         config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     )
     if any(choice.implementation == "grouped_mm" for choice in chosen.values()):
-        check_adapters(unallocated(model.base, torch.float32), model.adapter, 8)
+        check_adapters(unallocated(model.base), model.adapter, 8)
     check_float8(model, config.model, config.float8)
     check_float8_device(config.float8, config.training.mixed_precision_param)
     check_node_heads(model, config.model, parallelism, world_size, node_size)
@@ -85,11 +85,8 @@ def check_heads(model: ModelConfig, keys: Model, p: Parallelism) -> None:
             what = f"{mixer.name} layers" if mixer.over_heads else f"parallelism.{key} = 'ulysses'"
             remedy = "use" if mixer.over_heads else f"use {others}, or"
             ranks = f"context_parallel_degree = {p.context_parallel_degree}"
-            ranks += (
-                f" × tensor_parallel_degree = {p.tensor_parallel_degree}"
-                if p.tensor_parallel_degree > 1
-                else ""
-            )
+            if p.tensor_parallel_degree > 1:
+                ranks += f" × tensor_parallel_degree = {p.tensor_parallel_degree}"
             raise ValueError(
                 f"{what} cannot split the {heads} of model.flavor = {keys.flavor!r} among {ranks} "
                 f"ranks; {remedy} a degree that divides them"
@@ -131,7 +128,7 @@ def check_float8(model: ModelConfig, keys: Model, float8: Float8) -> None:
     """Raise ValueError if float8 applies to no product, or a filter matches none."""
     if not float8.enable:
         return
-    products = use_float8(unallocated(model, torch.float32), [])
+    products = use_float8(unallocated(model), [])
     # Every filter must match a product.
     for part in float8.filter_fqns:
         if not any(part in name for names in products for name in names):
@@ -139,7 +136,7 @@ def check_float8(model: ModelConfig, keys: Model, float8: Float8) -> None:
                 f"float8.filter_fqns: {part!r} is in the name of no projection in float8; remove it"
             )
     # Some product must remain.
-    if not use_float8(unallocated(model, torch.float32), float8.filter_fqns):
+    if not use_float8(unallocated(model), float8.filter_fqns):
         which = "outside float8.filter_fqns" if products else f"of model.flavor = {keys.flavor!r}"
         raise ValueError(
             f"float8.enable = true: no product {which} (dim {model.dim}) has a weight of {SMALLEST} × {SMALLEST} or "

@@ -11,8 +11,6 @@ Everything that builds, loads, checks, exports or merges weights receives one of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -56,6 +54,7 @@ from titan_linear.storage.peft import (
 from titan_linear.storage.rundir import config_of, config_path
 from titan_linear.storage.step_folders import read_progress, verify, weights_path
 from titan_linear.storage.tensors import (
+    Weights,
     check_weights,
     lacks_base,
     load_weights,
@@ -68,8 +67,6 @@ from titan_linear.storage.tensors import (
 VOCAB_MULTIPLE = 64
 # Family by model.name, for models that several architectures can hold.
 FAMILY_OF = {"qwen3-next": "Qwen3NextForCausalLM"}
-# Maps a parameter's name to the whole tensor.
-Weights = Callable[[str], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,9 +86,9 @@ class Origin:
         c = config.checkpoint
         folder = c.initial_load_path or config.model.hf_assets_path
         origin = Origin(config)
-        if c.enable and c.initial_load_in_hf and folder:
+        if c.initial_load_in_hf and folder:
             origin = Published(config, Path(folder))
-        elif c.enable and c.initial_load_path:
+        elif c.initial_load_path:
             origin = Checkpointed(config, Path(c.initial_load_path))
         return Adapters(config, origin.path, source=origin) if config.adapter.enable else origin
 
@@ -116,7 +113,7 @@ class Origin:
                 argv += ["--model.hf_assets_path", str(run.assets or "")]
             if run.tokenizer_path:
                 argv += ["--model.tokenizer_path", run.tokenizer_path]
-        argv += ["--checkpoint.enable", "true", "--checkpoint.initial_load_path", str(path)]
+        argv += ["--checkpoint.initial_load_path", str(path)]
         # The adapters that the run began from are part of its weights.
         argv += ["--adapter.initial_load_path", ""]
         # A reader neither trains nor exports.
@@ -236,8 +233,7 @@ class Origin:
         """
         folder = like or self.assets
         if folder and (folder / CONFIG).is_file():
-            family, _ = read_model(folder)
-            return family
+            return read_model(folder)[0]
         return FAMILY_OF.get(self.config.model.name) or find_family(self.definition.base, tokenizer)
 
     # --- The weights --------------------------------------------------------------------------
@@ -245,10 +241,9 @@ class Origin:
     @property
     def title(self) -> str:
         """A console line that names the source of the weights."""
-        seed = self.config.debug.seed
-        return (
-            f"weights of '{self.path}'" if self.path else f"weights drawn from debug.seed = {seed}"
-        )
+        if self.path:
+            return f"weights of '{self.path}'"
+        return f"weights drawn from debug.seed = {self.config.debug.seed}"
 
     @property
     def fingerprint(self) -> str:
@@ -272,13 +267,18 @@ class Origin:
             new: the run begins from these weights, and does not resume.
             exports: the run exports its weights.
         """
+        # A reference of drawn weights knows no text that is worth keeping.
+        dpo = self.config.dpo
+        preferences = self.config.loss.name == "dpo" and not dpo.reference_free
+        if new and preferences and dpo.initial_weights == "loaded":
+            raise ValueError(
+                "loss.name = 'dpo' tunes weights by preferences, and this run would draw them: "
+                "checkpoint.initial_load_path is empty; give a checkpoint or, with checkpoint.initial_load_in_hf = "
+                "true, a Hugging Face folder; a trial of drawn weights sets dpo.initial_weights = 'drawn'"
+            )
 
-    def weights(self, files: ExitStack) -> Weights:
-        """Return a function that reads whole tensors, with adapters merged into them.
-
-        Args:
-            files: closes the files that are read.
-        """
+    def weights(self) -> Weights:
+        """Return a function that reads whole tensors, with adapters merged into them."""
         model = allocated(self.model, torch.float32, torch.device("cpu"))
         self.load(model)
         return model.get_parameter
@@ -330,7 +330,6 @@ class Origin:
         )
 
 
-@dataclass(frozen=True, eq=False)
 class Checkpointed(Origin):
     path: Path
 
@@ -368,19 +367,18 @@ class Checkpointed(Origin):
                 "checkpoint.initial_load_in_hf = true"
             )
         verify(self.checkpoint)
-        check_weights(self.model_step, unallocated(self.model, torch.float32))
+        check_weights(self.model_step, unallocated(self.model))
         title = f"checkpoint.initial_load_path = '{self.checkpoint}'"
         if warning := other_tokenizer(self.checkpoint, self.tokenizer, title):
             print(warning)
 
-    def weights(self, files: ExitStack) -> Weights:
+    def weights(self) -> Weights:
         return stored_weights(self.model_step)
 
     def load(self, model: Decoder, host: dist.ProcessGroup | None = None) -> None:
         load_weights(self.model_step, model, host)
 
 
-@dataclass(frozen=True, eq=False)
 class Published(Origin):
     path: Path
 
@@ -396,13 +394,12 @@ class Published(Origin):
         """Check the folder of a new run, or of a run whose exports are like it."""
         free = POSITIONS if self.config.model.flavor == "hf" else ()
         if new or exports:
-            key = "checkpoint.initial_load_in_hf"
-            under_key(key, check_folder, self.path, self.model, free)
+            under_key("checkpoint.initial_load_in_hf", check_folder, self.path, self.model, free)
 
-    def weights(self, files: ExitStack) -> Weights:
+    def weights(self) -> Weights:
         folder, places = check_folder(self.path, self.definition, POSITIONS)
         placements = {placement.name: placement for placement in places}
-        reader = RowReader(folder, files)
+        reader = RowReader(folder)
         return lambda name: reader.whole(placements[name], torch.float32)
 
     def load(self, model: Decoder, host: dist.ProcessGroup | None = None) -> None:
@@ -480,7 +477,7 @@ class Adapters(Origin):
             shared=shared,
             base_is_reference=of_base,
         )
-        check_adapters(unallocated(model, torch.float32), adapter)
+        check_adapters(unallocated(model), adapter)
         moe = model.moe and replace(model.moe, bias_update_rate=0.0)
         return replace(model, adapter=adapter, moe=moe)
 
@@ -512,15 +509,15 @@ class Adapters(Origin):
         path = options.initial_load_path
         return read_peft(Path(path), model, self.family(), options, base) if path else {}
 
-    def weights(self, files: ExitStack) -> Weights:
+    def weights(self) -> Weights:
         """Return a function that reads merged tensors, W + s B A in float64."""
-        base = self.base.weights(files)
+        base = self.base.weights()
         if checkpoint := self.checkpoint or self._source_checkpoint:
             trained = stored_weights(checkpoint)
         else:
             trained = self.of_peft(self.definition, self.base_fingerprint).__getitem__
         # Names of frozen parameters, and of the ones among them that have adapters.
-        model = unallocated(self.definition, torch.float32)
+        model = unallocated(self.definition)
         options = self.definition.adapter
         names = dict(model.named_parameters())
         frozen = frozen_names(model)
@@ -615,7 +612,6 @@ def balance_experts(model: ModelConfig, t: Training, m: Model) -> ModelConfig:
         raise ValueError(
             f"training.expert_{key} is set, but {m.preset} has no {lacking}; leave it at -1"
         )
-    assert model.moe is not None
     return replace(model, moe=replace(model.moe, **values))
 
 

@@ -11,8 +11,6 @@ from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
 from titan_linear.config import Config, LRScheduler, Sample, Validation, check_config
 from titan_linear.data import (
     MixedStreams,
@@ -25,9 +23,10 @@ from titan_linear.data import (
 )
 from titan_linear.data.tasks import LOSS, TASKS
 from titan_linear.models.config import ModelConfig
+from titan_linear.run.best import LowestLoss
 from titan_linear.run.build import unallocated
 from titan_linear.run.console import exchanged_of_trees, finished, vocabulary
-from titan_linear.run.data import RunData, check_content, content_of, tokens_of
+from titan_linear.run.data import RunData, check_content, content_of, tokens_of, with_epochs
 from titan_linear.run.evaluate import open_prompts
 from titan_linear.run.export import check_exports, is_exported, lacks_export, not_exported
 from titan_linear.run.folder import RunFolder
@@ -64,6 +63,9 @@ def cleared(
     Raises:
         ValueError, SystemExit: as `RunFolder`, `preflight` and `prove`.
     """
+    config = with_epochs(config)
+    if epochs := config.training.epochs:
+        print(f"training.epochs = {epochs}: {config.training.steps:,} steps")
     folder = RunFolder(config)
     if warning := folder.copied_configuration:
         print(warning)
@@ -167,6 +169,7 @@ def _check_checkpoint(origin: Origin) -> Progress | None:
         The progress saved in the checkpoint that the run resumes from; None for a new run.
     """
     config = origin.config
+    steps = config.training.steps
     c = config.checkpoint
     folder = config.checkpoint_folder
     exports = check_exports(origin)
@@ -175,12 +178,13 @@ def _check_checkpoint(origin: Origin) -> Progress | None:
     origin.check(new=step is None, exports=exports)
     if step is None:
         return None
-    verify(folder / f"step-{step}")
+    checkpoint = folder / f"step-{step}"
+    verify(checkpoint)
     # Say where a resumed run stands, and end here if it is finished.
     rewound = c.load_step not in (-1, step)
-    if step > config.training.steps and c.load_step == -1:
+    if step > steps and c.load_step == -1:
         raise ValueError(
-            f"training.steps = {config.training.steps} is less than the {step} steps that the run in "
+            f"training.steps = {steps} is less than the {step} steps that the run in "
             f"{config.job.dump_folder!r} has done; give more, or go back to a step before: checkpoint.load_step"
         )
     if rewound:
@@ -188,9 +192,10 @@ def _check_checkpoint(origin: Origin) -> Progress | None:
             f"resuming from step {step}: the run went back to checkpoint.load_step = {c.load_step} before; to do so "
             f"again, move '{folder / REWOUND}' away",
         )
-    if step >= config.training.steps and (c.load_step == -1 or rewound):
+    ended = step >= steps or LowestLoss.so_far(config, step).ends_run
+    if ended and (c.load_step == -1 or rewound):
         print(finished(config, step))
-        if c.last_save_in_hf and not is_exported(config):
+        if c.last_save_in_hf and not is_exported(config, step):
             print(
                 f"its Hugging Face folder is not there; titan-linear convert to-hf '{folder}' FOLDER makes one"
             )
@@ -198,14 +203,14 @@ def _check_checkpoint(origin: Origin) -> Progress | None:
             print(not_exported(lacking))
         raise SystemExit(0)
     # A run that continues needs the optimizer, the same model and the same schedule.
-    if not holds_optimizer(folder / f"step-{step}"):
+    if not holds_optimizer(checkpoint):
         raise ValueError(
-            f"'{folder}/step-{step}' holds weights only (checkpoint.last_save_model_only): no run can resume from it; "
+            f"'{checkpoint}' holds weights only (checkpoint.last_save_model_only): no run can resume from it; "
             "start a new run with checkpoint.initial_load_path, or resume from an earlier checkpoint.load_step"
         )
-    check_weights(folder / f"step-{step}", unallocated(origin.model, torch.float32))
-    progress = read_progress(folder / f"step-{step}")
-    check_schedule(config.training.steps, config.optimizer.lr, config.lr_scheduler, progress)
+    check_weights(checkpoint, unallocated(origin.model))
+    progress = read_progress(checkpoint)
+    check_schedule(steps, config.optimizer.lr, config.lr_scheduler, progress)
     return progress
 
 
@@ -287,10 +292,7 @@ def prove(argv: list[str], world_size: int) -> None:
     """
     environment = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
     command = [sys.executable, "-m", "titan_linear.proof.doctor", *argv]
-    code = subprocess.run(
-        command, env=environment | {"NGPU": str(world_size)}, check=False
-    ).returncode
-    if code:
+    if code := subprocess.call(command, env=environment | {"NGPU": str(world_size)}):
         print("doctor.at_start = true: the run is not started", file=sys.stderr)
         raise SystemExit(code)
 

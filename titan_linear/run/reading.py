@@ -1,7 +1,5 @@
 """Forward passes without gradients, under any split: for scores, evaluations and lm-eval."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path

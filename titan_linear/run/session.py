@@ -5,10 +5,7 @@ the doctor, the commands that read weights, and other people's trainers (docs/py
 drive the same object. Every rank calls every method, in the same order.
 """
 
-from __future__ import annotations
-
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -33,11 +30,11 @@ from titan_linear.losses.function import FunctionLoss, tempered, whole_numbers
 from titan_linear.losses.loss import LocalBatch, logprobs
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.hf_mapping import placements
 from titan_linear.models.init import initialise
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.ops.exchange.stream import gather_stream
 from titan_linear.run.build import build_dims, options_of, unallocated
+from titan_linear.run.weights import Weights
 from titan_linear.step.branches import zero_without_label
 from titan_linear.step.cut import build_sharding
 from titan_linear.step.feed import Feed, StepTokens
@@ -45,8 +42,6 @@ from titan_linear.step.optimizer import ComputeCopies, Reading, build_optimizer
 from titan_linear.step.passes import Forward, Passes, with_reference
 from titan_linear.step.update import Update
 from titan_linear.storage.checkpoint import Checkpointer
-from titan_linear.storage.hf_writing import find_family, gather, tied_head
-from titan_linear.storage.peft import placed
 from titan_linear.storage.step_folders import Progress, weights_path
 from titan_linear.storage.tensors import named_parameters
 
@@ -247,7 +242,6 @@ class Session:
 
         with self.precision:
             logp = self.model(batch.tokens, batch.plan, loss=of_labels)
-        self._reshard()
         return gather_stream(logp, batch.context) if whole else logp
 
     @torch.no_grad()
@@ -266,18 +260,7 @@ class Session:
             return tuple(whole_numbers(rows, batch))
 
         with self.precision:
-            numbers = self.model(batch.tokens, batch.plan, loss=of_labels)
-        self._reshard()
-        return numbers
-
-    def _reshard(self) -> None:
-        """Free what FSDP2 keeps gathered after a forward pass, if no backward pass follows.
-
-        Until then, the model's parameters are whole tensors, which nothing else here knows.
-        """
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+            return self.model(batch.tokens, batch.plan, loss=of_labels)
 
     def forward_backward(
         self,
@@ -326,6 +309,7 @@ class Session:
         """
         if self.optimizer is None or not self._losses:
             raise ValueError("step needs a session with an optimizer, and forward_backward first")
+        self._reshard()
         # Reports are kept if all micro-batches have them.
         width = min(map(len, self._losses))
         losses = torch.stack([part[:width] for part in self._losses]).double()
@@ -333,8 +317,18 @@ class Session:
         self.steps += 1
         return self.update.run(losses, lr).wait()
 
+    def _reshard(self) -> None:
+        """Free parameters that FSDP2 keeps gathered after a forward without a backward.
+
+        They are without the gradients that the shards have.
+        """
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def zero_grad(self) -> None:
         """Discard what `forward_backward` has accumulated since the last step."""
+        self._reshard()
         self._losses.clear()
         self.model.zero_grad()
 
@@ -346,6 +340,7 @@ class Session:
         """
         if self.dims.cpu_offload:
             return
+        self._reshard()
         if model:
             self.model.to(device)
             if isinstance(self.precision, ComputeCopies):
@@ -360,36 +355,12 @@ class Session:
         """Draw all weights. They depend on the seed and their names, not on the split."""
         initialise(self.model, seed, named_parameters(self.model))
 
-    def weights(self, family: str = "") -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights under Hugging Face names, gathered one at a time, on every rank.
+    def weights(self, family: str = "", dtype: torch.dtype | None = None) -> Weights:
+        """Return the weights under Hugging Face names, to be iterated on every rank.
 
-        With adapters, yield what is trained, under PEFT's names.
-
-        Args:
-            family: the architecture (docs/hugging_face.md); by default the first that
-                holds the model.
-
-        Raises:
-            ValueError: no architecture holds the model.
+        With adapters, return what is trained, under PEFT's names. See `Weights`.
         """
-        model = self.model.config
-        get = gather(self.model)
-        family = family or find_family(model.base)
-        if model.adapter:
-            parts, get = placed(model, family, get)
-        else:
-            parts = placements(model, family) + tied_head(model, family)
-        begun: dict[str, Tensor] = {}
-        # A tensor is complete when no piece of it is missing.
-        missing = Counter(source.name for part in parts for source, *_ in part.pieces())
-        for part in parts:
-            rows = get(part.name).detach().reshape(-1, part.width)
-            for source, start, stop, row in part.pieces():
-                tensor = begun.setdefault(source.name, rows.new_empty(source.shape))
-                tensor.view(-1, part.width)[start:stop] = rows[row : row + stop - start]
-                missing[source.name] -= 1
-                if not missing[source.name]:
-                    yield source.name, begun.pop(source.name)
+        return Weights(self.model, family, dtype)
 
     def save(self, folder: str | Path) -> None:
         """Save weights and optimizer as a checkpoint, step-N, in this folder.

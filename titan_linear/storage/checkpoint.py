@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -51,7 +52,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from titan_linear.distributed.ending import RunFailed, peer_is_lost
 from titan_linear.distributed.groups import of_all_ranks, on_rank_0
 from titan_linear.storage.files import remove, sync
-from titan_linear.storage.manifest import Manifest, Stored, stored_tensors
+from titan_linear.storage.manifest import Checksums, Manifest, Stored, stored_tensors
 from titan_linear.storage.rundir import STEP_MANIFEST
 from titan_linear.storage.step_folders import (
     PROGRESS,
@@ -116,6 +117,8 @@ class Checkpointer:
         self._saved: tuple[int, bool] | None = None
         # Steps that an export still has to read: they are not removed.
         self.in_use: set[int] = set()
+        # The step with the lowest validation loss, which is kept too; 0: none is.
+        self.best = 0
         # Seconds of the longest save.
         self._longest = 0.0
         self._pending: Future[None] | None = None
@@ -230,16 +233,15 @@ class Checkpointer:
         on_rank_0(lambda: check_step(self.folder, step), self.group)
         path = self.folder / f"step-{step}"
         state = {"model": saved_parameters(model)}
-        if optimizer is None:
-            read_state(path, state, self.group)
-        else:
+        if optimizer is not None:
             # With gradients present, DCP cannot make the state to load into.
             optimizer.zero_grad()
             moments, rest = optimizer_state(model, optimizer)
             state["optimizer"] = of_whole(moments, model)
             if dataloader:
                 state["dataloader"] = dataloader.state_dict()
-            read_state(path, state, self.group)
+        read_state(path, state, self.group)
+        if optimizer is not None:
             if dataloader:
                 dataloader.load_state_dict(state["dataloader"])
             set_optimizer_state_dict(model, optimizer, moments | rest, options=FLAT)
@@ -312,18 +314,15 @@ class Checkpointer:
         """
         content = (progress.model_dump_json(indent=2) + "\n").encode()
         self._first(lambda: self._prepare(tmp, content))
-        # DCP would sync before its last block is written, so files are synced below.
         # Nothing is read ahead of a state that is already in host memory: reading ahead
         # waits for the device's queue, which waits for other ranks, and one of them may be
         # waiting for us.
         ahead = 0 if self._thread else READ_AHEAD
-        files = _Summed()
-        writer = _Writer(tmp, sync_files=False, per_thread_copy_ahead=ahead)
-        writer.fs = files
+        writer = _Writer(tmp, ahead)
         dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
         # Collect the checksums of all ranks.
-        sums = files.written | ({PROGRESS: checksum(content)} if self.rank == 0 else {})
-        every: dict[str, list[int]] = {}
+        sums = writer.fs.written | ({PROGRESS: checksum(content)} if self.rank == 0 else {})
+        every: Checksums = {}
         altered: list[str] = []
         parts = self._together(lambda: (sums, self._sync(tmp, sums)))
         for rank, (of_rank, names) in enumerate(parts):
@@ -364,7 +363,7 @@ class Checkpointer:
         tmp.mkdir()
         (tmp / PROGRESS).write_bytes(progress)
 
-    def _sync(self, tmp: Path, sums: dict[str, list[int]]) -> str:
+    def _sync(self, tmp: Path, sums: Checksums) -> str:
         """Sync files to the disk.
 
         Returns a message that names the files that read back differently, else "".
@@ -393,23 +392,22 @@ class Checkpointer:
     def prune(self, step: int) -> None:
         """Remove the oldest checkpoints beyond keep_latest_k.
 
-        The complete checkpoint of `step` counts; checkpoints in use stay. A failed removal is
-        only a warning, because everything else is done.
+        The complete checkpoint of `step` counts; the best checkpoint, and those in use, stay.
+        A failed removal is only a warning, because everything else is done.
         """
         if not self.keep_latest_k:
             return
         older = [old for old in complete_steps(self.folder) if old < step]
         for old in older[: max(0, len(older) + 1 - self.keep_latest_k)]:
-            if old not in self.in_use:
+            if old not in {*self.in_use, self.best}:
                 _discard(self.folder / f"step-{old}")
 
 
 def _discard(path: Path) -> None:
     """Remove an obsolete path, or warn that it stays."""
-    # A removal that is cut short leaves no broken step-N.
-    doomed = path.with_suffix(".tmp")
     try:
-        remove(path.rename(doomed))
+        # A removal that is cut short leaves no broken step-N.
+        remove(path.rename(path.with_suffix(".tmp")))
     except OSError as error:
         print(
             f"warning: '{path}' is no longer needed and could not be removed: {error.strerror or error}"
@@ -420,7 +418,7 @@ class _Summed(FileSystem):
     """A file system that computes the checksums of bytes before they go to the disk."""
 
     def __init__(self) -> None:
-        self.written: dict[str, list[int]] = {}  # name → [size, CRC-32]
+        self.written: Checksums = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
@@ -434,12 +432,12 @@ class _Summed(FileSystem):
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 
 
+@dataclass
 class _Stream:
     """A file that is written from beginning to end; `entry` becomes its [size, CRC-32]."""
 
-    def __init__(self, stream: Any, entry: list[int]):
-        self.stream = stream
-        self.entry = entry
+    stream: Any
+    entry: list[int]
 
     def write(self, data: Any) -> int:
         self.entry[:] = checksum(data, self.entry)
@@ -450,8 +448,11 @@ class _Stream:
 
 
 class _Writer(dcp.FileSystemWriter):
-    def __init__(self, path: Path, **options: Any):
-        super().__init__(path, **options)
+    fs: _Summed
+
+    def __init__(self, path: Path, ahead: int):
+        # DCP would sync before its last block is written, so files are synced later.
+        super().__init__(path, sync_files=False, per_thread_copy_ahead=ahead)
         self.fs = _Summed()
         # On rank 0, once everything is written.
         self.tensors: dict[str, Stored] = {}

@@ -114,8 +114,8 @@ KINDS = {
 
 def kind_of(path: Path, otherwise: str) -> str:
     """Return a remedy that names the folder's kind, if it is one of KINDS."""
-    kinds = (kind for name, kind in KINDS.items() if (path / name).is_file())
-    return next((f"it is {kind}" for kind in kinds), otherwise)
+    kinds = (f"it is {kind}" for name, kind in KINDS.items() if (path / name).is_file())
+    return next(kinds, otherwise)
 
 
 def shown(path: Path) -> str:
@@ -251,21 +251,17 @@ def _replace(temporary: Path, path: Path) -> None:
     Between the two renames, the old folder has another name. The next writer of `path`
     restores it.
     """
-    aside = beside(path, "replaced")
     if os.path.lexists(path):
-        path.rename(aside)
+        path.rename(beside(path, "replaced"))
     try:
         temporary.rename(path)
-    except OSError:
-        if os.path.lexists(aside):
-            aside.rename(path)
-        raise
-    sync(path.parent)
-    remove(aside)
+        sync(path.parent)
+    finally:
+        finish_replacing(path)
 
 
 def finish_replacing(path: Path) -> None:
-    """Finish the work of a writer that was killed in `_replace`."""
+    """Remove what `_replace` has replaced or, if it failed or was killed before, restore it."""
     aside = beside(path, "replaced")
     if os.path.lexists(aside):
         if os.path.lexists(path):

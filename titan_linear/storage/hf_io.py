@@ -20,7 +20,6 @@ import shlex
 import zlib
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -33,7 +32,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from titan_linear.models.config import ModelConfig, differences
-from titan_linear.models.hf_mapping import Placement, config_from_hf, config_to_hf, placements
+from titan_linear.models.hf_mapping import (
+    Placement,
+    Shape,
+    Shapes,
+    config_from_hf,
+    config_to_hf,
+    placements,
+)
 from titan_linear.models.init import owned, runs
 from titan_linear.storage.files import Json, progress, read_json
 from titan_linear.storage.tensors import named_parameters
@@ -60,7 +66,7 @@ class OnDisk:
     file: Path
     # Its dtype as the file names it: "BF16".
     code: str
-    shape: tuple[int, ...]
+    shape: Shape
     # Its bytes [begin, end) in the file.
     begin: int
     end: int
@@ -84,27 +90,24 @@ class Folder:
     tensors: dict[str, OnDisk]
 
     @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> Shapes:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     @property
     def fingerprint(self) -> str:
         """Return a hash of all tensors, independent of the files that hold them."""
         with ThreadPoolExecutor() as pool:
-            sums = pool.map(_checksum, self.tensors.values())
-            sums = list(progress(sums, f"reading {self.path.name}"))
-        listed = sorted(
-            (tensor.name, tensor.code, tensor.shape, crc)
-            for tensor, crc in zip(self.tensors.values(), sums)
-        )
+            entries = pool.map(_fingerprinted, self.tensors.values())
+            listed = sorted(progress(entries, f"reading {self.path.name}"))
         return hashlib.sha256(repr(listed).encode()).hexdigest()[:16]
 
 
-def _checksum(tensor: OnDisk) -> int:
+def _fingerprinted(tensor: OnDisk) -> tuple[object, ...]:
+    """Return what a fingerprint is made of: name, dtype, shape and CRC-32."""
     crc = 0
     for block in tensor.blocks():
         crc = zlib.crc32(block, crc)
-    return crc
+    return tensor.name, tensor.code, tensor.shape, crc
 
 
 # --- Looking at a folder ---------------------------------------------------------------------------------------------
@@ -140,18 +143,17 @@ def open_folder(path: Path) -> Folder:
     """
     where = _index(path)
     headers = {file: read_header(path / file) for file in sorted(set(where.values()))}
-    for name, file in where.items():
-        if name not in headers[file]:
-            raise ValueError(
-                f"'{path / file}' lacks tensor {name!r}, which {INDEX} says it holds; fetch it again"
-            )
-    config = read_config(path) if (path / CONFIG).is_file() else {}
     # All tensors of the files, indexed or not. For duplicates, the index decides.
     tensors: dict[str, OnDisk] = {}
     for header in headers.values():
         tensors |= header
     for name, file in where.items():
+        if name not in headers[file]:
+            raise ValueError(
+                f"'{path / file}' lacks tensor {name!r}, which {INDEX} says it holds; fetch it again"
+            )
         tensors[name] = headers[file][name]
+    config = read_config(path) if (path / CONFIG).is_file() else {}
     return Folder(path, config, tensors)
 
 
@@ -172,12 +174,11 @@ def check_folder(
     # The folder's model may differ in free options only.
     family, theirs = read_model(path, model.mtp_layers)
     changed = differences(theirs, model)
-    differing = [
+    if differing := [
         f"{option} = {a!r} (this run: {b!r})"
         for option, (a, b) in changed.items()
         if option not in free
-    ]
-    if differing:
+    ]:
         raise ValueError(
             f"'{path / CONFIG}' is another model: {', '.join(differing)}; use model.flavor = 'hf', or this model's "
             "folder"
@@ -185,18 +186,18 @@ def check_folder(
     # Raises if the family cannot express the change.
     if changed:
         config_to_hf(family, model)
-    folder = open_folder(path)
-    return folder, locate(folder, family, model)
+    return locate(path, family, model)
 
 
-def locate(folder: Folder, family: str, model: ModelConfig) -> list[Placement]:
-    """Return where each of our parameters lies in the folder.
+def locate(path: Path, family: str, model: ModelConfig) -> tuple[Folder, list[Placement]]:
+    """Open a folder of this family, and return where each of our parameters lies in it.
 
     Raises:
         ValueError: tensors are missing, unused or of another shape, a dtype cannot be read,
             or a head differs from the embedding to which it is tied. The message names the
             first problems.
     """
+    folder = open_folder(path)
     try:
         places = placements(model, family, folder.shapes)
     except ValueError as error:
@@ -215,7 +216,7 @@ def locate(folder: Folder, family: str, model: ModelConfig) -> list[Placement]:
     if model.tie_embeddings and HEAD in folder.tensors:
         (embedding,) = (place for place in places if place.name == "embedding.weight")
         _check_tied(folder, embedding.sources[0].name)
-    return places
+    return folder, places
 
 
 def _check_tied(folder: Folder, embedding: str) -> None:
@@ -226,11 +227,10 @@ def _check_tied(folder: Folder, embedding: str) -> None:
     head = folder.tensors[HEAD]
     other = folder.tensors[embedding]
     if head.shape == other.shape:
-        with ExitStack() as files:
-            reader = RowReader(folder, files)
-            blocks = (reader.rows(tensor, 0, *head.shape) for tensor in (head, other))
-            if all(torch.equal(a, b) for a, b in zip(*blocks, strict=True)):
-                return
+        reader = RowReader(folder)
+        blocks = (reader.rows(tensor, 0, *head.shape) for tensor in (head, other))
+        if all(torch.equal(a, b) for a, b in zip(*blocks, strict=True)):
+            return
     raise ValueError(
         f"'{folder.path}': {HEAD} is not {embedding}, though {CONFIG} has tie_word_embeddings = true; set it to false"
     )
@@ -269,8 +269,9 @@ def read_header(file: Path) -> dict[str, OnDisk]:
     tensors = {}
     for name, described in header.items():
         begin, end = (8 + length + offset for offset in described["data_offsets"])
-        shape = tuple(described["shape"])
-        tensors[name] = OnDisk(name, file, described["dtype"], shape, begin, end)
+        tensors[name] = OnDisk(
+            name, file, described["dtype"], tuple(described["shape"]), begin, end
+        )
     return tensors
 
 
@@ -321,27 +322,25 @@ def load_weights(path: Path, model: nn.Module) -> None:
     Raises:
         ValueError: the folder does not hold the model.
     """
-    folder = open_folder(path)
     family, _ = read_model(path)
+    folder, places = locate(path, family, model.config)
+    reader = RowReader(folder)
     parameters = named_parameters(model)
-    with ExitStack() as files:
-        reader = RowReader(folder, files)
-        for placement in progress(locate(folder, family, model.config), f"loading {path.name}"):
-            reader.fill(placement, *owned(parameters[placement.name]))
+    for placement in progress(places, f"loading {path.name}"):
+        reader.fill(placement, *owned(parameters[placement.name]))
 
 
 class RowReader:
     """Reads rows of a folder's tensors.
 
-    A file is mapped into memory from its first use until `files` closes.
+    A file is mapped into memory from its first use on, for as long as the reader is there.
     """
 
-    def __init__(self, folder: Folder, files: ExitStack):
+    def __init__(self, folder: Folder):
         self.folder = folder
-        self.files = files
         self.open: dict[Path, Any] = {}
 
-    def fill(self, placement: Placement, local: Tensor, offsets: tuple[int, ...]) -> None:
+    def fill(self, placement: Placement, local: Tensor, offsets: Shape) -> None:
         """Fill `local`, the part of the placement's parameter that begins at `offsets`."""
         if local.numel() == 0:
             return
@@ -351,12 +350,14 @@ class RowReader:
         columns = slice(offsets[-1], offsets[-1] + local.shape[-1]) if matrix else slice(None)
         leading = slice(-1) if matrix else slice(None)
         # Read the runs of rows that the part covers, from every tensor that holds some of
-        # them.
+        # them. Row j of the part is row j + shift of the whole parameter.
         box = local.shape[leading], placement.shape[leading], offsets[leading]
-        for first, begin, end in row_runs(*box):
-            for source, start, stop, row in placement.pieces(begin, end):
+        length, shifts = runs(*box)
+        for i, shift in enumerate(shifts.tolist()):
+            begin = i * length + shift
+            for source, start, stop, row in placement.pieces(begin, begin + length):
                 tensor = self.folder.tensors[source.name]
-                row += first - begin
+                row -= shift
                 for values in self.rows(tensor, start, stop, placement.width):
                     rows[row : row + len(values)].copy_(values[:, columns])
                     row += len(values)
@@ -370,7 +371,7 @@ class RowReader:
     def rows(self, tensor: OnDisk, start: int, stop: int, width: int) -> Iterator[Tensor]:
         """Yield rows [start, stop) of a tensor viewed as [-1, width], a block at a time."""
         if tensor.file not in self.open:
-            self.open[tensor.file] = self.files.enter_context(safe_open(tensor.file, "pt"))
+            self.open[tensor.file] = safe_open(tensor.file, "pt")
         on_disk = self.open[tensor.file].get_slice(tensor.name)
         rows = math.prod(tensor.shape) // width
         # Rows per index of the first dimension, along which slices are read.
@@ -381,16 +382,3 @@ class RowReader:
             low = a // per_index
             values = on_disk[low : -(-b // per_index)].reshape(-1, width)
             yield values[a - low * per_index : b - low * per_index]
-
-
-def row_runs(
-    sizes: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...]
-) -> Iterator[tuple[int, int, int]]:
-    """Yield where a box lies in an array [shape] of rows, with both flattened.
-
-    Each (j, a, b) means that the box's rows from j on are rows [a, b) of the array.
-    """
-    length, shifts = runs(tuple(sizes), tuple(shape), tuple(offsets))
-    for i, shift in enumerate(shifts.astype("int64").tolist()):
-        first = i * int(length)
-        yield first, first + shift, first + shift + int(length)

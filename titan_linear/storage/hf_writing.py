@@ -4,13 +4,11 @@ Ranks gather one parameter at a time, and rank 0 writes its rows in their places
 gets its name once it is on disk.
 """
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +20,7 @@ from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.remote import MODELING
 from titan_linear.models.hf_mapping import (
     Placement,
+    Shape,
     StoredTensor,
     config_from_hf,
     config_to_hf,
@@ -44,7 +43,7 @@ from titan_linear.storage.hf_io import (
     read_header,
 )
 from titan_linear.storage.step_folders import describe
-from titan_linear.storage.tensors import named_parameters
+from titan_linear.storage.tensors import Weights, named_parameters
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 # The content of files by name.
@@ -76,7 +75,7 @@ class Planned(NamedTuple):
     """A tensor to be written."""
 
     code: str
-    shape: tuple[int, ...]
+    shape: Shape
     # Its size in bytes.
     size: int
 
@@ -105,7 +104,7 @@ def find_family(model: ModelConfig, tokenizer: Files | None = None) -> str:
     )
 
 
-def check_tokenizer(family: str, config: Mapping[str, Any], tokenizer: Files) -> None:
+def check_tokenizer(family: str, config: Json, tokenizer: Files) -> None:
     """Refuse a tokenizer that `transformers` would alter, given this config.json."""
     theirs = FAMILIES[family].own_tokenizer
     kind = config.get("model_type")
@@ -119,7 +118,7 @@ def check_tokenizer(family: str, config: Mapping[str, Any], tokenizer: Files) ->
 
 
 @torch.no_grad()
-def gather(model: nn.Module) -> Callable[[str], Tensor]:
+def gather(model: nn.Module) -> Weights:
     """Return a function from a name to the whole parameter, on every rank.
 
     Ranks must ask for the same names in the same order.
@@ -147,19 +146,19 @@ def tied_head(model: ModelConfig, family: str) -> list[Placement]:
     if not model.tie_embeddings or FAMILIES[family].ties:
         return []
     shape = (model.vocab_size, model.dim)
-    return [Placement("embedding.weight", shape, (StoredTensor(HEAD, shape),), rows=None)]
+    return [Placement("embedding.weight", shape, (StoredTensor(HEAD, shape),))]
 
 
 def write_folder(
     path: Path,
     model: ModelConfig,
     family: str,
-    get: Callable[[str], Tensor],
+    get: Weights,
     *,
     dtype: torch.dtype | None,
     like: Path | None = None,
     tokenizer: Files | None = None,
-    extra: Mapping[str, object] | None = None,
+    extra: Json | None = None,
     longest: int = 0,
     shard_bytes: int = SHARD,
 ) -> None:
@@ -186,12 +185,11 @@ def write_folder(
         SaveFailed: (on every rank) the folder could not be written, or another process is
             writing it.
     """
-    if like is None:
-        source = None
-        parts = placements(model, family) + tied_head(model, family)
-    else:
-        source, parts = check_folder(like, model, POSITIONS)
-        parts += tied_head(model, family) if HEAD in source.tensors else []
+    source, parts = (
+        check_folder(like, model, POSITIONS) if like else (None, placements(model, family))
+    )
+    if source is None or HEAD in source.tensors:
+        parts += tied_head(model, family)
     # Copy tensors outside the language model, except a stale copy of the embedding.
     others = sorted(ignored(model, family, source.shapes) - {HEAD}) if source else []
     copied = [source.tensors[name] for name in others]
@@ -205,7 +203,7 @@ def write_tensors(
     path: Path,
     plan: Mapping[str, Planned],
     parts: list[Placement],
-    get: Callable[[str], Tensor],
+    get: Weights,
     files: Files,
     copied: Sequence[OnDisk] = (),
     *,
@@ -222,7 +220,7 @@ def write_tensors(
         single: the name of the file of tensors, if one is enough.
         header: additional entries of that file's header.
     """
-    failure = None
+    failure: OSError | RuntimeError | None = None
     left = iter(progress(parts, f"writing {path.name}"))
     # Rank 0 writes each parameter once it is gathered.
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -242,15 +240,11 @@ def write_tensors(
     # each other.
     for placement in left:
         get(placement.name)
-    _raise_everywhere(path, failure)
-
-
-def _raise_everywhere(path: Path, failure: OSError | RuntimeError | None) -> None:
-    """Raise rank 0's failure, if any, on every rank."""
-    outcome = [None if failure is None else describe(failure)]
+    # Rank 0's failure is raised on every rank.
+    outcome = [failure and describe(failure)]
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, 0)
-    if outcome[0] is not None:
+    if outcome[0]:
         raise SaveFailed(f"writing '{path}' failed: {outcome[0]}") from failure
 
 
@@ -273,7 +267,7 @@ def plan_tensors(
     return plan | {t.name: Planned(t.code, t.shape, t.end - t.begin) for t in copied}
 
 
-def with_tokens(table: Json, tokens: Mapping[str, object]) -> Json:
+def with_tokens(table: Json, tokens: Json) -> Json:
     """Return settings with these tokens, except where a list already contains the token."""
     lists = {name: known for name, known in table.items() if isinstance(known, list)}
     return table | {name: x for name, x in tokens.items() if x not in lists.get(name, ())}
@@ -284,7 +278,7 @@ def _config_json(
     family: str,
     dtype: torch.dtype | None,
     source: Folder | None,
-    extra: Mapping[str, object],
+    extra: Json,
     longest: int,
 ) -> Json:
     config: Json = dict(source.config) if source else config_to_hf(family, model)
@@ -299,13 +293,14 @@ def _config_json(
             table["dtype"] = short(dtype)
             # The older name.
             table.pop("torch_dtype", None)
-    longest = max(longest, *(tables[-1].get(name) or 0 for name in LENGTHS))
-    _lengthen(tables[-1], longest)
+    text = tables[-1]
+    longest = max(longest, *(text.get(name) or 0 for name in LENGTHS))
+    _lengthen(text, longest)
     # A scale of positions may follow from the length.
     _, theirs = config_from_hf(config, model.mtp_layers)
     if differences(theirs, model):
-        _change(tables[-1], config_to_hf(family, theirs), config_to_hf(family, model))
-        _lengthen(tables[-1], longest)
+        _change(text, config_to_hf(family, theirs), config_to_hf(family, model))
+        _lengthen(text, longest)
     return config
 
 
@@ -316,23 +311,22 @@ def _lengthen(config: Json, longest: int) -> None:
         config |= {name: max(longest, config.get(name) or 0) for name in names}
 
 
-def _change(config: Json, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _change(config: Json, before: Json, now: Json) -> None:
     """Change a config.json where `now` differs from `before`. Other entries of tables stay."""
     for key, value in now.items():
         if value != before.get(key):
-            kept = {}
             if isinstance(value, dict):
                 names = before.get(key) or ()
-                for name, entry in (config.get(key) or {}).items():
-                    if name not in names and not isinstance(entry, dict):
-                        kept[name] = entry
-            config[key] = kept | value if kept else value
+                entries = (config.get(key) or {}).items()
+                kept = {n: x for n, x in entries if n not in names and not isinstance(x, dict)}
+                value = kept | value
+            config[key] = value
     # rope_parameters replaces these older keys.
     for older in ("rope_scaling", "rope_theta", "partial_rotary_factor"):
         config.pop(older, None)
 
 
-def beside(config: Mapping[str, Any], like: Path | None) -> Files:
+def beside(config: Json, like: Path | None) -> Files:
     """Return settings of generation and processors from `like`, and needed Python files.
 
     The Python files are the ones that config.json's `auto_map` needs: ours, or the files of

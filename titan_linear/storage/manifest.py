@@ -32,6 +32,8 @@ from titan_linear.storage.rundir import STEP_MANIFEST
 
 REMEDY = "restore it from a copy"
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+# The name of a file → [size, CRC-32].
+Checksums = dict[str, list[int]]
 
 
 class Strict(BaseModel):
@@ -61,8 +63,7 @@ class Stored(Strict):
 
 
 class Manifest(Strict):
-    # name → [size, CRC-32]
-    files: dict[str, list[int]]
+    files: Checksums
     tensors: dict[str, Stored]
     # CRC-32 of the other fields.
     checksum: int = 0
@@ -100,16 +101,21 @@ def stored_tensors(
 ) -> dict[str, Stored]:
     """Return the tensors that DCP has written, from the arguments of `Writer.finish`."""
     # The place of each slice, by tensor and offsets.
-    written = chain.from_iterable(results)
-    where = {result.index: result.storage_data for result in written}
+    where = {result.index: result.storage_data for result in chain.from_iterable(results)}
     tensors = {}
     for name, tensor in metadata.state_dict_metadata.items():
         stored = Stored(dtype=str(tensor.properties.dtype), size=list(tensor.size), chunks=[])
         for chunk in tensor.chunks:
             at = where[MetadataIndex(name, chunk.offsets)]
-            place = {"relative_path": at.relative_path, "offset": at.offset, "length": at.length}
-            shape = {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
-            stored.chunks.append(Chunk(**shape, **place))
+            stored.chunks.append(
+                Chunk(
+                    offsets=list(chunk.offsets),
+                    sizes=list(chunk.sizes),
+                    relative_path=at.relative_path,
+                    offset=at.offset,
+                    length=at.length,
+                )
+            )
         tensors[name] = stored
     return tensors
 
@@ -133,8 +139,7 @@ class CheckpointReader(dcp.FileSystemReader):
             chunks = []
             for chunk in stored.chunks:
                 offsets = torch.Size(chunk.offsets)
-                sizes = torch.Size(chunk.sizes)
-                chunks.append(ChunkStorageMetadata(offsets, sizes))
+                chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
                 where[MetadataIndex(name, offsets)] = chunk
             properties = TensorProperties(DTYPES[stored.dtype])
             tensors[name] = TensorStorageMetadata(properties, torch.Size(stored.size), chunks)

@@ -11,14 +11,11 @@ fingerprint and the run's keys that change the base's config.json, for which the
 no other place.
 """
 
-from __future__ import annotations
-
 import math
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
@@ -29,15 +26,17 @@ from titan_linear.config import Adapter as Options
 from titan_linear.models.config import LoraConfig, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.families import FAMILIES
-from titan_linear.models.hf_mapping import Placement, StoredTensor, live_layouts, shapes_of
+from titan_linear.models.hf_mapping import Placement, Shape, StoredTensor, live_layouts, shapes_of
 from titan_linear.models.layers import lora_name
 from titan_linear.models.lora import adaptable
 from titan_linear.storage.files import Json, json_bytes, read_json
 from titan_linear.storage.hf_io import HEAD, read_header
 from titan_linear.storage.hf_writing import Destination, plan_tensors, write_tensors
+from titan_linear.storage.tensors import Weights
 
 PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
+Tensors = dict[str, Tensor]
 # The names of the header's entries.
 BASE = "base"
 KEYS = "keys"
@@ -71,7 +70,7 @@ class PeftTensor(NamedTuple):
     # The transformers module that peft wraps or copies.
     module: str
     # B of experts is [E, outputs, r].
-    shape: tuple[int, ...]
+    shape: Shape
     parts: tuple[Placement, ...]
     # "A", "B", or "" for a parameter that is trained as a whole.
     lora: str = ""
@@ -86,7 +85,7 @@ class PeftTensor(NamedTuple):
         return self.lora == "B" and len(self.shape) == 3
 
     @property
-    def on_disk(self) -> tuple[int, ...]:
+    def on_disk(self) -> Shape:
         """Return the shape in the file."""
         return tuple(self.laid(torch.empty(self.shape, device="meta")).shape)
 
@@ -105,10 +104,9 @@ def contents(model: ModelConfig, family: str) -> list[PeftTensor]:
         adapted = Decoder(model)
     weights, _ = adaptable(adapted)
     ours = {name: tuple(p.shape) for name, p in adapted.named_parameters() if p.requires_grad}
-    rank = model.adapter.rank
-    # B has the outputs of the weight that it adapts, and `rank` columns.
+    # B has the outputs of the weight that it adapts, and as many columns as the rank.
     shapes = shapes_of(model) | {
-        name: (*adapted.get_parameter(name).shape[:-1], rank) for name in weights
+        name: (*adapted.get_parameter(name).shape[:-1], model.adapter.rank) for name in weights
     }
     held: list[PeftTensor] = []
     for source, placements in reversed(list(live_layouts(model.base, family, shapes))):
@@ -122,7 +120,7 @@ def contents(model: ModelConfig, family: str) -> list[PeftTensor]:
             path = module + ".base_layer" * any(x.lora and x.module == module for x in held)
             of_A = next(name for p in placements if (name := lora_name(p.name, "A")) in ours)
             lies = (math.prod(ours[of_A][:-1]), ours[of_A][-1])
-            A = Placement(of_A, ours[of_A], (StoredTensor("", lies),), rows=None)
+            A = Placement(of_A, ours[of_A], (StoredTensor("", lies),))
             for part, shape, parts in (("B", source.shape, of_B), ("A", lies, (A,))):
                 held.append(
                     PeftTensor(f"{PREFIX}{path}.lora_{part}.weight", module, shape, parts, part)
@@ -134,7 +132,7 @@ def contents(model: ModelConfig, family: str) -> list[PeftTensor]:
     ):
         # peft's copy of the embedding is not tied to its copy of the head.
         shape = copies[0].shape
-        other = Placement("embedding.weight", shape, (StoredTensor(HEAD, shape),), rows=None)
+        other = Placement("embedding.weight", shape, (StoredTensor(HEAD, shape),))
         held.insert(0, PeftTensor(PREFIX + HEAD, HEAD.rpartition(".")[0], shape, (other,)))
     return held[::-1]
 
@@ -192,7 +190,7 @@ SERVED = re.compile(
 )
 
 
-def not_served(config: Mapping[str, Any], architecture: str = "") -> str:
+def not_served(config: Json, architecture: str = "") -> str:
     """Return a line about what servers leave out of a PEFT folder, or "".
 
     Args:
@@ -221,12 +219,10 @@ def not_served(config: Mapping[str, Any], architecture: str = "") -> str:
 
 def _short(names: list[str]) -> list[str]:
     """Return names from the layer's number on, which peft finds under any prefix."""
-    return [name[name.index("layers.") :] if "layers." in name else name for name in names]
+    return [re.sub(r"^.*?(?=layers\.)", "", name) for name in names]
 
 
-def placed(
-    model: ModelConfig, family: str, get: Callable[[str], Tensor]
-) -> tuple[list[Placement], Callable[[str], Tensor]]:
+def placed(model: ModelConfig, family: str, get: Weights) -> tuple[list[Placement], Weights]:
     """Return the placements of a folder's tensors, and a function to our parameters.
 
     Args:
@@ -240,7 +236,7 @@ def placed(
             # B of experts is one parameter of ours, in another layout.
             (part,) = held.parts
             stacks[part.name] = held
-            parts.append(Placement(part.name, source.shape, (source,), rows=None))
+            parts.append(Placement(part.name, source.shape, (source,)))
         else:
             parts += [replace(part, sources=(source,)) for part in held.parts]
 
@@ -258,7 +254,7 @@ def write_peft(
     config: Json,
     model: ModelConfig,
     to: Destination,
-    get: Callable[[str], Tensor],
+    get: Weights,
     dtype: torch.dtype | None,
     base: str,
     keys: list[str],
@@ -292,13 +288,9 @@ def settings_of(path: Path) -> Json:
 
 def keys_of(path: Path) -> list[str]:
     """Return the arguments given to `write_peft`; none in a folder of another program."""
-    return [line for line in _header(path).get(KEYS, "").splitlines() if KEPT.match(line)]
-
-
-def _header(path: Path) -> dict[str, str]:
-    """Return the header entries of a folder's file of tensors."""
     with safe_open(path / PEFT_WEIGHTS, "pt") as file:
-        return file.metadata() or {}
+        header = file.metadata() or {}
+    return [line for line in header.get(KEYS, "").splitlines() if KEPT.match(line)]
 
 
 def spellings(path: Path, family: str) -> dict[str, str]:
@@ -344,9 +336,7 @@ UNREADABLE = {
 OF_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def read_peft(
-    path: Path, model: ModelConfig, family: str, options: Options, base: str
-) -> dict[str, Tensor]:
+def read_peft(path: Path, model: ModelConfig, family: str, options: Options, base: str) -> Tensors:
     """Return our parameters that a folder holds, by name.
 
     Raises:
@@ -355,8 +345,8 @@ def read_peft(
     """
     _check_options(path, options)
     names = spellings(path, family)
-    check_base(_header(path).get(BASE, ""), base, path)
     with safe_open(path / PEFT_WEIGHTS, "pt") as file:
+        check_base((file.metadata() or {}).get(BASE, ""), base, path)
         tensors = {ours: file.get_tensor(name) for ours, name in names.items()}
     return _ours(path, contents(model, family), tensors)
 
@@ -396,8 +386,8 @@ def _check_options(path: Path, options: Options) -> None:
         )
 
 
-def _ours(path: Path, contents: list[PeftTensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+def _ours(path: Path, contents: list[PeftTensor], tensors: Tensors) -> Tensors:
+    found: Tensors = {}
     _check_copies(path, contents, tensors)
     for held in contents:
         tensor = tensors.pop(held.name, None)
@@ -428,7 +418,7 @@ def _ours(path: Path, contents: list[PeftTensor], tensors: dict[str, Tensor]) ->
     return found
 
 
-def _check_copies(path: Path, contents: list[PeftTensor], tensors: dict[str, Tensor]) -> None:
+def _check_copies(path: Path, contents: list[PeftTensor], tensors: Tensors) -> None:
     """Check that the copies of an embedding and its tied head are one matrix.
 
     The one copy of a folder whose weights peft has tied is made two.

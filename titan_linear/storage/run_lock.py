@@ -3,9 +3,8 @@
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
 
 from titan_linear.storage.files import lock, open_own
 from titan_linear.storage.rundir import LOCK
@@ -16,30 +15,10 @@ class Unlockable(ValueError):
 
 
 @contextmanager
-def claimed(folder: str, checkpoints: Path | None = None) -> Iterator[None]:
-    """Lock the run's folder inside `with`, and its checkpoint folder if it lies elsewhere.
-
-    Another run with the same checkpoint.folder would mix its checkpoints with these. A disk
-    for checkpoints alone may have no locks. A start that is refused inside `with` leaves
-    nothing new behind.
-
-    Args:
-        checkpoints: a checkpoint folder outside of the run's folder.
-
-    Raises:
-        ValueError: another run holds a folder, or it cannot be written or locked.
-    """
-    with ExitStack() as held:
-        held.enter_context(lock_folder(folder))
-        if checkpoints:
-            with suppress(Unlockable):
-                held.enter_context(lock_folder(str(checkpoints.resolve()), "checkpoint.folder"))
-        yield
-
-
-@contextmanager
 def lock_folder(folder: str, key: str = "job.dump_folder") -> Iterator[None]:
     """Make the folder and lock it inside `with`, or until this process ends (`files.lock`).
+
+    A start that is refused inside `with` leaves nothing new behind.
 
     Raises:
         ValueError: another run holds the folder, or it cannot be written or locked.
@@ -47,45 +26,35 @@ def lock_folder(folder: str, key: str = "job.dump_folder") -> Iterator[None]:
     # Remember which paths are new, so that a refused start can remove them.
     path = Path(folder) / LOCK
     new = [made for made in (path, *path.parents) if not os.path.lexists(made)]
-    try:
+    with _refusing(folder, key):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open_own(path, "a+")
-    except OSError as error:
-        raise _unwritable(folder, key, error) from None
     with file:
-        if not _locks(file, folder, key, new):
+        try:
+            locked = lock(file)
+        except OSError as error:
+            _take_back(new)
+            raise Unlockable(
+                f"{key} = {folder!r} cannot be locked: {error.strerror}; use a folder on another file system, or "
+                "have this one mounted with POSIX locks"
+            ) from None
+        if not locked:
             file.seek(0)
             raise ValueError(
                 f"{key} = {folder!r} is in use by another run ({file.read().strip()}); wait for it, stop it, or use "
                 "another folder"
             )
         try:
-            _sign(file, folder, key)
+            # Write the holder's process into the lock.
+            with _refusing(folder, key):
+                file.truncate(0)
+                holder = f"process {os.getpid()} on {socket.gethostname()}\n"
+                os.write(file.fileno(), holder.encode())
             yield
         except (ValueError, SystemExit):
             # The start is refused.
             _take_back(new)
             raise
-
-
-def _locks(file: TextIO, folder: str, key: str, new: list[Path]) -> bool:
-    try:
-        return lock(file)
-    except OSError as error:
-        _take_back(new)
-        raise Unlockable(
-            f"{key} = {folder!r} cannot be locked: {error.strerror}; use a folder on another file system, or "
-            "have this one mounted with POSIX locks"
-        ) from None
-
-
-def _sign(file: TextIO, folder: str, key: str) -> None:
-    """Write the holder's process into the lock."""
-    try:
-        file.truncate(0)
-        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    except OSError as error:
-        raise _unwritable(folder, key, error) from None
 
 
 def _take_back(new: list[Path]) -> None:
@@ -95,8 +64,13 @@ def _take_back(new: list[Path]) -> None:
             path.rmdir() if path.is_dir() else path.unlink()
 
 
-def _unwritable(folder: str, key: str, error: OSError) -> ValueError:
-    where = f"{error.filename!r}: " if error.filename else ""
-    return ValueError(
-        f"{key} = {folder!r} cannot be written: {where}{error.strerror}; use another folder"
-    )
+@contextmanager
+def _refusing(folder: str, key: str) -> Iterator[None]:
+    """Raise ValueError for what the system refuses to write inside `with`."""
+    try:
+        yield
+    except OSError as error:
+        where = f"{error.filename!r}: " if error.filename else ""
+        raise ValueError(
+            f"{key} = {folder!r} cannot be written: {where}{error.strerror}; use another folder"
+        ) from None

@@ -3,10 +3,11 @@
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 from collections.abc import Mapping
-from importlib import metadata
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ from titan_linear import __version__
 from titan_linear.storage.files import write_whole
 from titan_linear.storage.rundir import RUN_MANIFEST
 
+PACKAGE = Path(__file__).parents[1]
+
 
 def write_manifest(
     folder: Path,
     *,
+    parameters: int,
     world_size: int,
     degrees: Mapping[str, int],
     implementations: Mapping[str, str],
@@ -27,6 +31,7 @@ def write_manifest(
     """Write manifest.json: software, hardware and mesh of this start of the run.
 
     Args:
+        parameters: number of parameters of the model.
         degrees: sizes of the mesh's dimensions, {"dp_replicate": 1, "dp_shard": 2, ...}.
         implementations: the implementation chosen for each op, {"chunk_kda": "triton",
             ...}.
@@ -37,7 +42,7 @@ def write_manifest(
             "titan_linear": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "triton": _version_of("triton"),
+            "triton": next((found.version for found in distributions(name="triton")), None),
             "cuda": torch.version.cuda,
         },
         "git": _git_commit(),
@@ -47,25 +52,18 @@ def write_manifest(
             "cores": os.cpu_count(),
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         },
+        "parameters": parameters,
         "world_size": world_size,
-        "degrees": dict(degrees),
-        "implementations": dict(implementations),
+        "degrees": degrees,
+        "implementations": implementations,
     }
     write_whole(folder / RUN_MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
-def _version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    found = re.search(r"(?m)^model name.*?:(.*)", info.read_text() if info.exists() else "")
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _git_commit() -> Any:
@@ -73,17 +71,17 @@ def _git_commit() -> Any:
 
     Returns None for an installed package or without git.
     """
-    package = Path(__file__).parents[1]
-    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+    if _git("ls-files", "--error-unmatch", "__init__.py") is None:
         return None
-    commit = _git(package, "rev-parse", "HEAD")
-    return commit and {"commit": commit, "dirty": bool(_git(package, "status", "--porcelain"))}
+    commit = _git("rev-parse", "HEAD")
+    return commit and {"commit": commit, "dirty": bool(_git("status", "--porcelain"))}
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def _git(*arguments: str) -> str | None:
+    """Run git in this package's folder and return its output, or None if that fails."""
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
+            ["git", *arguments], cwd=PACKAGE, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         # Git is missing, or this is not a repository.

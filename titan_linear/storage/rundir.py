@@ -15,9 +15,8 @@ Only rank 0 writes.
 """
 
 import json
-import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +24,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from titan_linear.config import Config, load_config
-from titan_linear.storage.files import parse_json, write_whole
+from titan_linear.storage.files import open_own, parse_json, write_whole
 
 T = TypeVar("T")
 CONFIG = "config.toml"
@@ -75,22 +74,23 @@ def checkpoints_of(run: Path) -> Path:
     return stored_config(run).checkpoint_folder
 
 
+def config_in(run: Path) -> Config:
+    """Return the configuration stored in the folder `run`."""
+    return load_config(["--job.config_file", str(run / CONFIG)])
+
+
 def stored_config(run: Path) -> Config:
     """Return the configuration stored by this folder's run, with the folder's present path.
 
     Without one, return the defaults.
     """
-    stored = (
-        load_config(["--job.config_file", str(run / CONFIG)])
-        if (run / CONFIG).is_file()
-        else Config()
-    )
+    stored = config_in(run) if (run / CONFIG).is_file() else Config()
     return stored.changed({"job.dump_folder": str(run)})
 
 
 def config_of(checkpoint: Path) -> Config:
     """Return the configuration of the run of a step-N folder (`config_path`)."""
-    return load_config(["--job.config_file", str(config_path(checkpoint))])
+    return config_in(config_path(checkpoint).parent)
 
 
 def config_path(checkpoint: Path) -> Path:
@@ -114,19 +114,15 @@ def cut_metrics(folder: str, step: int) -> None:
     Raises:
         ValueError: a line before the last is not a line of metrics.
     """
-    for name in LINES:
-        if (Path(folder) / name).exists():
-            _cut(Path(folder) / name, step)
-
-
-def _cut(path: Path, step: int) -> None:
-    text = path.read_text(encoding="utf-8")
-    *lines, _torn = text.split("\n")
-    kept = "".join(
-        f"{line}\n" for number, line in enumerate(lines, 1) if _step(path, number, line) <= step
-    )
-    if kept != text:
-        write_whole(path, kept)
+    paths = (Path(folder) / name for name in LINES)
+    for path in filter(Path.exists, paths):
+        text = path.read_text(encoding="utf-8")
+        *lines, _torn = text.split("\n")
+        kept = "".join(
+            f"{line}\n" for number, line in enumerate(lines, 1) if _step(path, number, line) <= step
+        )
+        if kept != text:
+            write_whole(path, kept)
 
 
 def last_step(metrics: Path) -> int:
@@ -146,20 +142,17 @@ def json_lines(path: Path, kind: type[T]) -> list[T]:
         raise ValueError(f"'{path}' has a line that no run writes ({error}); repair it") from None
 
 
-def json_line(value: Mapping[str, Any]) -> str:
-    """Return a line of a .jsonl file.
+def append_lines(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
+    """Append values to a .jsonl file, which is made if it does not exist.
 
     Numbers that are not finite become text, because JSON cannot express them.
     """
-    return json.dumps(_finite(value), allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(x) for key, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(x) for x in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open_own(path, "a") as file:
+        for value in values:
+            text = json.dumps(value)
+            finite = json.loads(text, parse_constant=lambda name: str(float(name)))
+            file.write(json.dumps(finite) + "\n")
 
 
 class MetricsLine(BaseModel):

@@ -63,7 +63,7 @@ def complete_steps(folder: Path) -> list[int]:
 
     Their contents are not read; see `verify`.
     """
-    return sorted(step for step, path in _step_folders(folder).items() if _is_complete(path))
+    return sorted(step for step, path in _step_folders(folder) if _is_complete(path))
 
 
 def find_step(folder: Path, load_step: int) -> int | None:
@@ -128,7 +128,7 @@ def set_steps_aside(folder: Path, step: int, why: str) -> None:
     A run's steps ascend, so the run has left these behind.
     """
     # Include their exports.
-    folders = [*_step_folders(folder).items(), *_step_folders(folder, "-hf").items()]
+    folders = _step_folders(folder) + _step_folders(folder, "-hf")
     set_aside(
         folder, sorted(path for number, path in folders if number >= step), why, "checkpoint: "
     )
@@ -141,7 +141,7 @@ def check_step(folder: Path, load_step: int) -> None:
         raise ValueError(
             f"checkpoint.load_step = {load_step}: there is no complete checkpoint of this step in '{folder}'; "
             + (
-                f"use one of {_list(steps)}, or -1 for the newest"
+                f"use one of {', '.join(map(str, steps))}, or -1 for the newest"
                 if steps
                 else "it has none: use -1 for a new start"
             )
@@ -182,7 +182,8 @@ def verify(path: Path) -> None:
     """
     others = [step for step in complete_steps(path.parent) if path.name != f"step-{step}"]
     remedy = "restore it from a copy, or " + (
-        f"use another step: checkpoint.load_step = {_list(others)} (for another run's: checkpoint.initial_load_path)"
+        f"use another step: checkpoint.load_step = {', '.join(map(str, others))} (for another run's: "
+        "checkpoint.initial_load_path)"
         if others
         else "start a new run in another job.dump_folder"
     )
@@ -215,20 +216,16 @@ def read_progress(path: Path) -> Progress:
     return read_json(path / PROGRESS, Progress, REMEDY)
 
 
-def _step_folders(folder: Path, suffix: str = "") -> dict[int, Path]:
-    return {
-        int(match[1]): path
+def _step_folders(folder: Path, suffix: str = "") -> list[tuple[int, Path]]:
+    return [
+        (int(match[1]), path)
         for path in folder.glob("step-*")
         if (match := re.fullmatch(rf"step-(0|[1-9]\d*){suffix}", path.name))
-    }
+    ]
 
 
 def _is_complete(path: Path) -> bool:
     return (path / STEP_MANIFEST).is_file()
-
-
-def _list(steps: list[int]) -> str:
-    return ", ".join(map(str, steps))
 
 
 def inspect(file: Path, stop: Event | None = None) -> list[int] | str:

@@ -1,7 +1,6 @@
 """Tensors of a step-N folder: how DCP names, writes and reads model and optimizer state."""
 
-from __future__ import annotations
-
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,14 @@ from titan_linear.storage.files import progress
 from titan_linear.storage.manifest import REMEDY, CheckpointReader, read_manifest
 from titan_linear.storage.step_folders import describe, weights_path
 
+# Maps a parameter's name to the whole tensor.
+Weights = Callable[[str], Tensor]
 # State of a model or an optimizer, by name.
 State = dict[str, Any]
 # `_compare` checks names, with better messages.
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
 # Parts of names that activation checkpointing and torch.compile add.
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 
 
 def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -42,7 +43,12 @@ def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None =
         ValueError: no complete checkpoint is found, or it is of another model.
     """
     chosen = on_rank_0(lambda: weights_path(path), group) if group else weights_path(path)
-    read_state(chosen, {"model": parameters_in(chosen, model)}, group)
+    # The checkpoint of a run with adapters holds what it trains, any other all but adapters.
+    parameters = saved_parameters(model)
+    if not lacks_base(chosen):
+        named = named_parameters(model)
+        parameters = {name: p for name, p in named.items() if not is_lora(name)}
+    read_state(chosen, {"model": parameters}, group)
 
 
 def check_weights(path: Path, model: nn.Module) -> None:
@@ -56,7 +62,7 @@ def check_weights(path: Path, model: nn.Module) -> None:
     _compare(path, CheckpointReader(path), {"model": saved_parameters(model)})
 
 
-def stored_weights(path: Path) -> Callable[[str], Tensor]:
+def stored_weights(path: Path) -> Weights:
     """Return a function from a name to the whole tensor of a step-N folder.
 
     A tensor is read when it is asked for, in one process.
@@ -128,33 +134,17 @@ def named_parameters(model: nn.Module) -> dict[str, Tensor]:
     records its place in the whole one.
     """
     state = get_model_state_dict(model)
-    first = {name for name, _ in model.named_parameters()}
+    first = dict(model.named_parameters())
     for name, _ in model.named_parameters(remove_duplicate=False):
         if name not in first:
-            del state[_plain(name)]
+            del state[WRAPPERS.sub("", name)]
     return {name: whole(model, name, tensor) for name, tensor in state.items()}
-
-
-def _plain(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def saved_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters to save: all, or with adapters only the trained ones."""
-    frozen = {_plain(name) for name in frozen_names(model)}
+    frozen = {WRAPPERS.sub("", name) for name in frozen_names(model)}
     return {name: p for name, p in named_parameters(model).items() if name not in frozen}
-
-
-def parameters_in(path: Path, model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's parameters that a step-N folder holds.
-
-    Of a run with adapters, it holds the trained ones; else all but adapters.
-    """
-    if lacks_base(path):
-        return saved_parameters(model)
-    return {name: p for name, p in named_parameters(model).items() if not is_lora(name)}
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[State, State]:

@@ -8,8 +8,6 @@ log p is exact under every split.
 verl's losses are means over data-parallel ranks, times their number; a session adds up.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -260,7 +258,7 @@ class TitanEngine(BaseEngine):
         # verl moves them to the host again.
         if self.is_param_offload_enabled:
             self.to(self.session.device.type, model=True, optimizer=False)
-        weights = self.session.weights(self.family)
+        weights = iter(self.session.weights(self.family))
         if self.origin.exports_whole:
             return weights, None
         if not base_sync_done:

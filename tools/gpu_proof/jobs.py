@@ -92,12 +92,6 @@ class Setting:
 # --- What must hold --------------------------------------------------------------------------------------------------
 
 
-def last_line(outputs: list[str]) -> Figure:
-    """A command that ends with 0 states what it has done in its last line."""
-    line = outputs[-1].strip().rpartition("\n")[2]
-    return Figure(line.strip("| ").replace(" | ", ", "))
-
-
 def resumed(before: Path, after: Path, outputs: list[str]) -> Figure:
     """The second start resumes from the save, and repeats what the first did after it.
 
@@ -240,7 +234,6 @@ def from_the_export(setting: Setting) -> list[Job]:
             "export",
             "convert to-hf of the KDA run",
             [f"{convert} to-hf @kda @exported"],
-            last_line,
             needs=("kda",),
         ),
         run(setting, "lora", "LoRA of the export", lora, gib=14, **exported),
@@ -249,21 +242,18 @@ def from_the_export(setting: Setting) -> list[Job]:
             "merge",
             "convert merge of the LoRA run",
             [f"{convert} merge @lora @merged-model"],
-            last_line,
             needs=("lora",),
         ),
         Job(
             "peft",
             "convert to-hf of the LoRA run",
             [f"{convert} to-hf @lora @peft"],
-            last_line,
             needs=("lora",),
         ),
         Job(
             "score-base",
             "score of the LoRA run's base",
             [f"{score} @exported -o @base {exact}"],
-            last_line,
             gib=14,
             **exported,
         ),
@@ -271,7 +261,6 @@ def from_the_export(setting: Setting) -> list[Job]:
             "score-lora",
             "score of the LoRA run",
             [f"{score} @lora -o @adapted {exact}"],
-            last_line,
             gib=14,
             needs=("lora",),
         ),
@@ -294,7 +283,6 @@ def from_the_export(setting: Setting) -> list[Job]:
             "evaluate",
             "evaluate: recall (MQAR) of the export",
             [f"titan_linear evaluate @exported --tasks mqar --lengths 256 {DOCUMENTS}"],
-            last_line,
             **exported,
         ),
     ]
@@ -310,13 +298,15 @@ def scored(setting: Setting) -> list[Job]:
     score = "titan_linear score @exported"
     needs = {"needs": ("export",)}
     return [
-        Job("behaviour", "score of prefix trees", [f"{score} {trees}"], last_line, **needs),
-        Job("teacher", "score of the likeliest tokens", [f"{score} {texts}"], last_line, **needs),
+        Job("behaviour", "score of prefix trees", [f"{score} {trees}"], **needs),
+        Job("teacher", "score of the likeliest tokens", [f"{score} {texts}"], **needs),
         run(setting, "policy", "policy on prefix trees", policy, gib=20, needs=("behaviour",)),
         run(setting, "distillation", "distillation", distillation, gib=12, needs=("teacher",)),
     ]
 
 
+# Jobs that make what keys of the doctor's lines name.
+NEEDED = {BEGUN: "export", POLICY: "behaviour", DISTILLATION: "teacher"}
 # Lines of the doctor: shipped file → its number of processes, its half of the proof (0: only with
 # --doctors), and keys that replace its folders.
 DOCTORS = {
@@ -331,6 +321,9 @@ DOCTORS = {
     "sft_qwen3_5_9b_32k": (1, 0, f"{ANSWERS} {DRAWN}"),
     "continue_hf": (1, 0, f"{DOCUMENTS} {BEGUN}"),
     "sft_chat": (1, 0, f"{ANSWERS} {BEGUN}"),
+    "lora_chat": (1, 0, f"{ANSWERS} {BEGUN}"),
+    "grpo": (1, 0, f"{TREES} {BEGUN} {POLICY}"),
+    "distil": (1, 0, f"{DOCUMENTS} --training.dataset_format=text {BEGUN} {DISTILLATION}"),
     "dpo": (1, 0, f"{PAIRS} {DPO} --adapter.enable=true"),
 }
 
@@ -346,10 +339,9 @@ def doctors(setting: Setting) -> list[Job]:
             f"doctor-{name.partition('_')[0]}" if part else f"doctor-{name}",
             f"doctor of {name}.toml",
             [f"titan_linear doctor {file} {batch} {keys} {small}"],
-            last_line,
             part=part,
             processes=processes,
-            needs=("export",) if BEGUN in keys else (),
+            needs=tuple(need for at, need in NEEDED.items() if at in keys),
             gib=DOCTOR_GIB if part else DOCTOR_GIB / 2,
             share=DOCTOR_SHARE if part else DOCTOR_SHARE / 2,
         )
@@ -365,7 +357,7 @@ def numbers(setting: Setting) -> list[Job]:
     names = "not torch" if setting.gpus else "test_kernels"
     sweep = f"pytest -p no:cacheprovider {tests} -m 'not long' -k '{names}'"
     return [
-        Job("sweep", "kernels against float64, NaN, a tree", [sweep], last_line, part=2, gib=24),
+        Job("sweep", "kernels against float64, NaN, a tree", [sweep], part=2, gib=24),
         rate(setting, "rate-kda", "kda/340M", "4096"),
         rate(setting, "rate-hybrid", "hybrid/1.3B", "one"),
     ]

@@ -45,12 +45,6 @@ def find_gpus() -> Gpus:
     return Gpus(kinds[0], names, min(map(float, mib)) / 1024, drivers[0])
 
 
-def installed(gpus: Gpus) -> dict[str, str]:
-    """Versions of what a proof runs on."""
-    packages = versions(("torch", "triton"))
-    return {"python": platform.python_version(), "driver": gpus.driver, **packages}
-
-
 # --- Reading, writing and showing ------------------------------------------------------------------------------------
 
 
@@ -79,7 +73,13 @@ def add(records: Records, gpus: Gpus, result: Result, at: str) -> None:
         "commit": at,
         "date": f"{datetime.now():%Y-%m-%d %H:%M}",
     }
-    records[gpus.key] = {"kind": gpus.kind, **installed(gpus), "lines": lines}
+    records[gpus.key] = {
+        "kind": gpus.kind,
+        "python": platform.python_version(),
+        "driver": gpus.driver,
+        **versions(("torch", "triton")),
+        "lines": lines,
+    }
 
 
 def write(records: Records, file: Path) -> None:

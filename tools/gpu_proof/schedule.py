@@ -34,6 +34,12 @@ class Figure(NamedTuple):
 Check = Callable[[list[str]], Figure]  # outputs of a job's commands → figure; raises Failed
 
 
+def last_line(outputs: list[str]) -> Figure:
+    """A command that ends with 0 states what it has done in its last line."""
+    line = outputs[-1].strip().rpartition("\n")[2]
+    return Figure(line.strip("| ").replace(" | ", ", "))
+
+
 @dataclass(frozen=True)
 class Kill:
     """SIGKILL to a job's first command and its workers, after a save and some steps that follow it.
@@ -77,7 +83,7 @@ class Job:
     name: str
     about: str
     commands: list[str]
-    check: Check
+    check: Check = last_line
     part: int = 1
     needs: tuple[str, ...] = ()
     gpus: int = 1
@@ -180,7 +186,6 @@ class Runner:
         begun = time.monotonic()
         outputs: list[str] = []
         log = ""
-        kill = job.kill
         passed = True
         try:
             for n, command in enumerate(job.commands):
@@ -188,11 +193,10 @@ class Runner:
                 file = self.folder / f"{job.name}.{n}.log"
                 process = self.start(argv, self.environment(job, gpus), file)
                 try:
-                    self._until_end(process, kill)
+                    self._until_end(process, None if n else job.kill)
                 finally:
                     outputs.append(file.read_text(errors="replace"))
                     log += f"$ python -m {shlex.join(argv)}\n{outputs[-1]}\n"
-                kill = None
             figure = job.check(outputs)
         except Failed as failed:
             figure = Figure(str(failed))

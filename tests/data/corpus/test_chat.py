@@ -128,8 +128,8 @@ def test_tokens_and_weights_are_those_of_transformers(folder, template, beside):
 
 
 def page_template():
-    """What docs/data.md offers."""
-    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    """What docs/conversations.md offers."""
+    page = (Path(__file__).parents[3] / "docs" / "conversations.md").read_text()
     lines = [line.removeprefix("    ") for line in page.splitlines() if line.startswith("    ")]
     return "\n".join(line for line in lines if line.lstrip().startswith(("{%-", "{{-")))
 
@@ -209,7 +209,7 @@ def test_calls_and_tools_that_a_template_does_not_write(folder, template):
     assert learnt(folder(template), record)[-1].count("arguments") == 2
     problem = (
         "the chat template does not write all 'tool_calls' of message 4; "
-        "take one that does (docs/data.md has one)"
+        "take one that does (docs/conversations.md has one)"
     )
     first = "{%- if message.tool_calls %}{{ message.tool_calls[0] | tojson }}"
     for writes in (

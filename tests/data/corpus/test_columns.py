@@ -187,7 +187,7 @@ def test_own_tokens_that_count_nothing_may_lack_columns(tmp_path):
     write_corpus(tmp_path / "c", [none, whole, none], ByteTokenizer(), columns=kinds)
     assert load_corpus(tmp_path / "c").columns["reference"].tolist() == [0, 0, -1, -1, 0, 0]
     wrong = (np.arange(2), {"weights": np.ones(2), "reference": np.full(2, 0.3)})
-    with refused("document 1: 'reference' is nowhere below 0"):
+    with refused("document 1: its column 'reference' is nowhere below 0"):
         write_corpus(tmp_path / "d", [whole, wrong], ByteTokenizer(), columns=kinds)
 
 
@@ -247,13 +247,15 @@ def test_pairs_stay_together_on_their_side_and_in_their_stream(tmp_path):
     streams = WholeStreams(sides[0], seq_len=32, seed=1, targets=Targets(group=2))
     seen, i = [], 0
     while len(seen) < 2 * len(kept[0]):  # two epochs
-        starts, lengths = streams.runs(i)
+        starts, lengths, *_ = streams.runs(i)
         seen += (np.searchsorted(corpus.offsets, starts, side="right") - 1).tolist()
         assert (
             lengths.sum() <= 32
             and streams[i].columns["document"][lengths.sum() - 2] == len(starts) - 1
         )
         i += 1
+    fresh = WholeStreams(sides[0], seq_len=32, seed=1, targets=Targets(group=2))
+    assert fresh.streams_in(2) == i
     for epoch in (seen[: len(kept[0])], seen[len(kept[0]) :]):
         assert (
             sorted(epoch) == kept[0].tolist() and (np.reshape(epoch, (-1, 2)) % 2 == [0, 1]).all()

@@ -192,7 +192,8 @@ def keys_of(folder, **keys):
     return load_config(argv_of(given))
 
 
-DPO = {"training.dataset_format": "preference", "loss.name": "dpo", "dpo.reference_free": "true"}
+DPO = {"loss.name": "dpo", "dpo.reference_free": "true"}
+PREFERENCES = DPO | {"training.dataset_format": "preference"}
 POLICY = {
     "training.dataset_format": "tokens",
     "training.dataset_columns": '["advantages", "behaviour"]',
@@ -218,8 +219,8 @@ def tree(length):
 @pytest.mark.parametrize(
     ("make", "fits", "tokens", "keys"),
     [
-        (pair, 62, 2, DPO),
-        (pair, 64, 70, DPO | SHARED),
+        (pair, 62, 2, PREFERENCES),
+        (pair, 64, 70, PREFERENCES | SHARED),
         (rolled_out, 128, 1, POLICY),
         (rolled_out, 128, 1, POLICY | SHARED),
         (tree, 126, 1, {"training.dataset_format": "tree"}),
@@ -239,7 +240,7 @@ def test_what_is_longer_than_a_stream(make, fits, tokens, keys, tmp_path, capsys
 
 def test_own_tokens_that_are_longer_than_a_stream(tmp_path):
     write_corpus(tmp_path / "a.jsonl", [np.arange(100)] * 2, ByteTokenizer(), pairs=True)
-    keys = {"training.dataset": "tokens", "loss.name": "dpo", "dpo.reference_free": "true"}
+    keys = DPO | {"training.dataset": "tokens"}
     with refused(
         r"training\.seq_len = 128: document 0 of .*a\.jsonl has 200 tokens with its other one"
     ):

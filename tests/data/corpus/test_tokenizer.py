@@ -31,7 +31,6 @@ def test_bytes_keep_invalid_utf8():
     tokenizer, data = build_tokenizer(None), bytes(range(256)) + b"\xff\xfe\xc3("
     ids = tokenizer.encode(data.decode("utf-8", "surrogateescape"))
     assert ids.tolist() == list(data)
-    assert tokenizer.decode_bytes(ids) == data
     tokenizer.decode(ids).encode("utf-8")  # printable: no surrogate is left
     # ends of documents and a padded vocabulary's ids
     assert tokenizer.decode([72, 256, 105, 999]) == "Hi"

@@ -73,6 +73,13 @@ def test_seeds_and_epochs_differ(make_corpus):
     assert len(orders) == 6
 
 
+@pytest.mark.parametrize("seq_len, streams", [(41, [0, 3, 6]), (50, [0, 3, 5]), (400, [0, 1, 1])])
+def test_epochs_follow_each_other_without_a_gap(make_corpus, seq_len, streams):
+    """An epoch has 123 tokens."""
+    of = packed(make_corpus(random_documents(LENGTHS)), seq_len=seq_len, seed=0)
+    assert [of.streams_in(epochs) for epochs in range(3)] == streams
+
+
 def test_one_pass_ends_with_padding(make_corpus):
     documents = random_documents(LENGTHS)
     streams = packed(make_corpus(documents), seq_len=50, seed=0, repeat=False)

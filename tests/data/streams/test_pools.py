@@ -172,7 +172,7 @@ def test_places_of_a_corpus_are_mixed():
     """A stretch of an epoch, a hundredth of a pool, has documents from all over the corpus."""
     corpus = simulated_corpus(1 << 22)
     line = Pooled(split_corpus(corpus, 0.0, "train"), seed=0)
-    documents, _ = line.around(0, line.num_tokens // 3, line.num_tokens // 3 + 1)
+    documents, _ = line.around(0, line.side.num_tokens // 3, line.side.num_tokens // 3 + 1)
     assert len(documents) == packing.POOL * split.BUNDLE
     tenths = np.bincount(documents[:164] * 10 >> 22, minlength=10)
     assert tenths.min() >= 3 and len(set(documents[:164] // split.BUNDLE)) > 60

@@ -19,8 +19,8 @@ the documents that it lacks, and is refused where they should have stopped the w
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from titan_linear.config import has_records
 from titan_linear.data.corpus.chat import Completions, Conversations, Ids, Preferences
 from titan_linear.data.corpus.columns import (
     WEIGHTS,
@@ -50,14 +51,8 @@ from titan_linear.data.corpus.corpus import (
     load_corpus,
     unfitting,
 )
-from titan_linear.data.corpus.sources import FIELD_SOURCES, Document, read_documents, source_files
-from titan_linear.data.corpus.tokenise import (
-    Encoder,
-    Tokens,
-    may_have_children,
-    tokenise,
-    worker_count,
-)
+from titan_linear.data.corpus.sources import Document, read_documents, source_files
+from titan_linear.data.corpus.tokenise import Encoder, may_have_children, tokenise, worker_count
 from titan_linear.data.corpus.tokenizer import Tokenizer
 from titan_linear.data.corpus.tree_records import (
     BACK,
@@ -79,6 +74,7 @@ from titan_linear.data.corpus.writing import (
 )
 from titan_linear.ops.layout.prefix_trees import PrefixTrees
 from titan_linear.storage.files import (
+    Json,
     Unreadable,
     default_cache_dir,
     lock,
@@ -89,8 +85,8 @@ from titan_linear.storage.files import (
     write_whole,
 )
 
-# Number of skipped bad documents that are named.
-_NAMED = 3
+# Number of reasons for which a skipped bad document is named.
+_NAMED = 10
 _SKIP = 'training.on_bad_document = "skip" (titan-linear corpus: --on-bad-document skip) counts and skips them'
 
 
@@ -113,6 +109,9 @@ class Texts:
         seq_len: maximum number of tokens of a unit that must lie in one stream: a pair, a
             document or a path of a tree. Longer units are bad documents; 0 allows any
             length.
+        max_length: maximum number of tokens of a document; 0 allows any. A longer one keeps
+            its beginning (truncation "right") or its end ("left"), or its record is left
+            out ("skip").
     """
 
     dataset: str
@@ -127,6 +126,8 @@ class Texts:
     share_prefixes: bool = False
     group_field: str = ""
     seq_len: int = 0
+    max_length: int = 0
+    truncation: str = "right"
 
     @cached_property
     def files(self) -> list[Path]:
@@ -166,35 +167,41 @@ class Texts:
 
         It is independent of paths and times. Reads all files.
         """
-        content = hashlib.blake2b(_encoded(json.dumps(self._how)), digest_size=16)
+        content = hashlib.blake2b(json.dumps(self._how).encode(), digest_size=16)
         try:
             for file in progress(self.files, f"reading {self.dataset}"):
-                content.update(_encoded(f"\n{file.suffix} {file.stat().st_size}\n"))
+                about = f"\n{file.suffix} {file.stat().st_size}\n"
+                content.update(about.encode("utf-8", "surrogateescape"))
                 add_file(file, content)
         except OSError as error:
             raise _unreadable(error) from error
         return content.hexdigest()
 
-    def documents(self, file: Path) -> Iterator[Document]:
-        """Yield the documents of one of the files."""
+    def documents(self) -> Iterator[Document]:
+        """Yield the documents of all files."""
         fields = list(self.columns)
         if self.group_field:
             fields.append(self.group_field)
-        return read_documents(self.dataset, file, self.text_field, self.dataset_format, fields)
+        how = self.text_field, self.dataset_format, fields
+        for number, file in enumerate(self.files):
+            for document in read_documents(self.dataset, file, *how):
+                yield document._replace(file=number)
 
     @property
     def _how(self) -> list[str | None]:
         """Return everything besides the files that determines the tokens."""
-        field_or_format = self.text_field if self.dataset in FIELD_SOURCES else None
+        field_or_format = self.text_field if has_records(self.dataset) else None
         if self.dataset_format != "text":
             field_or_format = self.encoder.fingerprint
-        how = [format_of(self.all_columns), self.dataset, field_or_format]
-        how.append(self.tokenizer.fingerprint)
+        tokenizer = self.tokenizer.fingerprint
+        how = [format_of(self.all_columns), self.dataset, field_or_format, tokenizer]
         how += [f"{name}, 2" for name in sorted(self.columns)]
         if self.share_prefixes:
             how.append(f"shared by {self.group_field}, 2")
         if self.seq_len:
             how.append(f"seq_len {self.seq_len}")
+        if self.max_length:
+            how.append(f"max_length {self.max_length} {self.truncation}")
         return how
 
     @property
@@ -210,7 +217,7 @@ class Texts:
                 stats.append((str(file), stat.st_size, stat.st_mtime_ns))
         except OSError as error:
             raise _unreadable(error) from error
-        return hashlib.sha256(_encoded(json.dumps([*self._how, stats]))).hexdigest()[:24]
+        return hashlib.sha256(json.dumps([*self._how, stats]).encode()).hexdigest()[:24]
 
 
 def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool = False) -> Corpus:
@@ -228,37 +235,37 @@ def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool
         ValueError: a bad path, a bad document (with file and line), a damaged corpus, or a
             corpus of another tokenizer.
     """
-    t = texts
-    # Find the folder, and build a missing cache.
-    if t.dataset == "tokens":
-        folder = Path(os.path.expanduser(t.path or "")).absolute()
+    paths = None
+    if texts.dataset == "tokens":
+        folder = Path(os.path.expanduser(texts.path or "")).absolute()
         if not folder.is_dir():
             raise ValueError(
-                f"{t.path_key} = {t.path!r}: no such folder; give a corpus's (titan-linear corpus writes one)"
+                f"{texts.path_key} = {texts.path!r}: no such folder; give a corpus's (titan-linear corpus writes one)"
             )
+        corpus = load_corpus(folder)
+        if with_paths:
+            paths = _paths_when_written(corpus)
     else:
-        folder = (cache_dir or default_cache_dir()) / f"{t.dataset}-{t.key}"
-        folder = _named(folder) or _build_cache(folder, t)
+        folder = (cache_dir or default_cache_dir()) / f"{texts.dataset}-{texts.key}"
+        folder = _named(folder) or _build_cache(folder, texts)
         with suppress(OSError):  # not permitted in a cache that others wrote for us
             # Record the last use.
             os.utime(lock_file(folder))
-    # Refuse a corpus of another tokenizer, or one that skipped documents where they must stop
-    # the work.
-    corpus = load_corpus(folder)
-    if t.dataset != "tokens":
-        corpus = replace(corpus, name=f"{t.path_key} = {t.path or t.dataset!r}")
-    if with_paths:
-        paths = _paths_when_written(corpus) if t.dataset == "tokens" else tuple(map(shown, t.files))
-        corpus = replace(corpus, paths=paths)
-    if corpus.info["tokenizer"]["fingerprint"] != t.tokenizer.fingerprint:
+        name = f"{texts.path_key} = {texts.path or texts.dataset!r}"
+        corpus = replace(load_corpus(folder), name=name)
+        if with_paths:
+            paths = tuple(map(shown, texts.files))
+        # Refuse a corpus without documents that must stop the work.
+        bad = corpus.info["source"].get("skipped_bad")
+        if bad and texts.on_bad_document == "stop":
+            raise ValueError(f"{corpus.info['source']['bad'][0]}; {_SKIP} ({bad:,} in all)")
+    if corpus.info["tokenizer"]["fingerprint"] != texts.tokenizer.fingerprint:
         raise ValueError(
-            f"{t.path_key} = {t.path!r}: written with tokenizer {corpus.info['tokenizer']['fingerprint']!r}, but "
-            f"model.tokenizer_path gives {t.tokenizer.fingerprint!r}; set the tokenizer that it was written with"
+            f"{texts.path_key} = {texts.path!r}: written with tokenizer {corpus.info['tokenizer']['fingerprint']!r}, "
+            f"but model.tokenizer_path gives {texts.tokenizer.fingerprint!r}; set the tokenizer that it was written "
+            "with"
         )
-    stops = t.dataset != "tokens" and t.on_bad_document == "stop"
-    if stops and (bad := corpus.info["source"].get("skipped_bad")):
-        raise ValueError(f"{corpus.info['source']['bad'][0]}; {_SKIP} ({bad:,} in all)")
-    return corpus
+    return replace(corpus, paths=paths)
 
 
 def cached_corpus(texts: Texts) -> Corpus | None:
@@ -327,11 +334,6 @@ def _paths_when_written(corpus: Corpus) -> tuple[str, ...] | None:
     return paths
 
 
-def _encoded(text: str) -> bytes:
-    """Return a text with paths in it as bytes."""
-    return text.encode("utf-8", "surrogateescape")
-
-
 def _unreadable(error: OSError) -> ValueError:
     return ValueError(
         f"{error.filename} cannot be read: {error.strerror}; leave it out, or give the permission"
@@ -374,14 +376,19 @@ def _same_texts(caches: Path, texts: Texts) -> Path | None:
     for info in caches.glob(f"{texts.dataset}-*/{INFO}"):
         # Skip caches that are damaged or written from tokens.
         with suppress(Unreadable, KeyError):
-            known[read_json(info, dict[str, Any], "")["texts"]] = info.parent
+            known[read_json(info, Json, "")["texts"]] = info.parent
     return known.get(texts.content) if known else None
 
 
 def _tokenise_into(folder: Path, texts: Texts) -> None:
     group, leaves = (1, texts.group) if texts.share_prefixes else (texts.group, 1)
-    new = Journal(texts.key, texts.content, columns=texts.all_columns, group=group, leaves=leaves)
-    journal = _resumable(folder, texts) or new
+    journal = _resumable(folder, texts) or Journal(
+        key=texts.key,
+        texts=texts.content,
+        columns=texts.all_columns,
+        group=group,
+        leaves=leaves,
+    )
     if journal.read:
         print(f"continuing where tokenising was stopped, after {journal.num_documents:,} documents")
     # Its processes end with the writing, however that ends.
@@ -391,7 +398,7 @@ def _tokenise_into(folder: Path, texts: Texts) -> None:
 
 def _resumable(folder: Path, texts: Texts) -> Journal | None:
     """Return an earlier writer's progress on the same texts, or None to begin anew."""
-    journal = read_journal(folder, texts.tokenizer.vocab_size)
+    journal = read_journal(folder)
     if journal is None or journal.key != texts.key:
         return None
     # It skipped a document that should now stop the work.
@@ -399,17 +406,14 @@ def _resumable(folder: Path, texts: Texts) -> Journal | None:
     return None if stops else journal
 
 
-def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], None, None]:
+def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[DocumentTokens], None, None]:
     """Yield the documents of each record that `journal` has not read.
 
     Documents of several records may come merged. Texts get their end token. Read and skipped
     records are counted in `journal`.
     """
-    # For each file that has been read: number of documents up to its end.
-    ends: deque[int] = deque()
     total = sum(file.stat().st_size for file in texts.files)
-    documents = islice(_read(texts, ends), journal.read, None)
-    journal.files_read = 0
+    documents = islice(texts.documents(), journal.read, None)
     doing = f"tokenising {texts.dataset}"
     bar = progress(None, doing, total, initial=journal.size, unit="B", unit_scale=True, smoothing=0)
     # A chat template runs in a worker (chat.py).
@@ -425,25 +429,21 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
                 parts = _parts(document, tokens, texts, journal)
             except Problem as error:
                 problem = str(error)
-            file_ended = ends and ends[0] <= journal.read
+            file_ended = document.file > journal.files_read
             apart = parts and not (held and _joins(held, document, parts, texts))
             if held and (file_ended or apart):
                 yield _trees(held, texts, journal)
                 held = []
             # Sizes of rows are fractions, whose sum may exceed the total.
             bar.update(min(document.size, total - bar.n))
-            while ends and ends[0] <= journal.read:
-                ends.popleft()
-                journal.files_read += 1
             # Count the record, then yield, hold or skip its documents.
+            journal.files_read = document.file
             journal.read += 1
             journal.size += document.size
             for name in document.unread:
                 journal.unread.setdefault(name, document.origin)
             if problem:
                 _meet_bad_document(f"{document.origin}: {problem}", texts, journal)
-            elif not parts:
-                journal.skipped_empty += 1
             elif texts.share_prefixes:
                 group = document.columns.get(texts.group_field)
                 held += [PendingDocument(document.origin, group, part) for part in parts]
@@ -474,7 +474,7 @@ def _parts(
     texts: Texts,
     journal: Journal,
 ) -> Sequence[DocumentTokens]:
-    """Return a record's documents; none if it is empty.
+    """Return a record's documents; none if it is empty or left out, which is counted.
 
     Raises:
         Problem: the record's.
@@ -486,6 +486,7 @@ def _parts(
         if not len(tokens):
             if any(map(str.isalnum, document.content)):
                 raise Problem("the tokenizer has no token for any of it")
+            journal.skipped_empty += 1
             return []
         end = np.array(texts.tokenizer.eos, dtype=tokens.dtype)
         tokens = DocumentTokens(np.append(tokens, end))
@@ -501,9 +502,31 @@ def _parts(
         parts = with_columns(parts, values, dtypes, texts.tokenizer, journal.widths)
     for part in parts:
         part.check()
-    if texts.seq_len:
+    if texts.max_length and any(len(part.tokens) > texts.max_length for part in parts):
+        journal.too_long += 1
+        parts = _truncated(parts, texts)
+    if texts.seq_len and parts:
         _check_length(parts, texts)
     return parts
+
+
+def _truncated(parts: Sequence[DocumentTokens], texts: Texts) -> list[DocumentTokens]:
+    """Return a record's documents with at most max_length tokens each, or none."""
+    if texts.truncation == "skip":
+        return []
+    longest = texts.max_length
+    kept = slice(longest) if texts.truncation == "right" else slice(-longest, None)
+    short = []
+    for part in parts:
+        columns = {name: column[kept] for name, column in part.columns.items()}
+        short.append(DocumentTokens(part.tokens[kept], columns))
+    # An answer may be cut off, or the difference between two.
+    answered = all(part.weights[1:].any() for part in short)
+    if not answered or (len(short) == 2 and np.array_equal(short[0].tokens, short[1].tokens)):
+        raise Problem(
+            f"nothing to learn is left in the {longest} tokens of training.max_length; raise it"
+        )
+    return short
 
 
 def _check_length(parts: Sequence[DocumentTokens], texts: Texts) -> None:
@@ -545,19 +568,6 @@ def _trees(
     return [] if pair and problems else trees_of(kept, pair)
 
 
-def _read(texts: Texts, ends: deque[int]) -> Iterator[Document]:
-    """Yield the documents of all files.
-
-    After each file, the number of documents so far is added to `ends`.
-    """
-    read = 0
-    for file in texts.files:
-        for document in texts.documents(file):
-            read += 1
-            yield document
-        ends.append(read)
-
-
 def _check_unchanged(key: str, texts: Texts) -> None:
     if texts.key != key:
         raise ValueError(f"files of {texts.path_key} changed while they were read; start again")
@@ -567,8 +577,13 @@ def _meet_bad_document(problem: str, texts: Texts, journal: Journal) -> None:
     if texts.on_bad_document == "stop":
         raise BadDocument(f"{problem}; {_SKIP}")
     journal.skipped_bad += 1
-    if len(journal.bad) < _NAMED:
+    # Problems with the same reason differ in their origins, numbers and quoted texts.
+    reason = re.sub(r"'[^']*'|\d[\d,.]*", "…", problem.partition(": ")[2])
+    if reason not in journal.reasons and len(journal.bad) < _NAMED:
         journal.bad.append(problem)
+        journal.reasons[reason] = 0
+    if reason in journal.reasons:
+        journal.reasons[reason] += 1
 
 
 def _same_file(folder: Path) -> Path:

@@ -60,6 +60,7 @@ from titan_linear.data.corpus.tokenizer import NAMED_TOKENS, HuggingFaceTokenize
 from titan_linear.storage.files import parse_json
 
 Record = Mapping[str, Any]
+Messages = list[Record]
 Ranges = list[tuple[int, int]]
 # Ranges of answers, with their weights.
 Answers = list[tuple[int, int, float]]
@@ -83,7 +84,7 @@ QUESTIONS += ("messages", "conversations", "conversation", "trajectory")
 # The JSON text of an object, quoted as a JSON string.
 _QUOTED = re.compile(r'"(\s|\\[nrt])*\{(\s|\\[nrt])*(\\"|\})')
 _ONE_QUESTION = "give all that stands before the answers once, as 'prompt'"
-_REMEDY = "put {% generation %} and {% endgeneration %} around answers in the chat template (docs/data.md)"
+_REMEDY = "put {% generation %} and {% endgeneration %} around answers in the chat template (docs/conversations.md)"
 
 
 class RecordEncoder(ABC):
@@ -192,7 +193,7 @@ class Preferences(RecordEncoder):
         return pair
 
 
-def _completions(answers: list[str], asked: set[str]) -> list[Record]:
+def _completions(answers: list[str], asked: set[str]) -> Messages:
     """Return two texts as completions.
 
     Without a question, they are dialogues that share their beginning, up to some line.
@@ -207,7 +208,7 @@ def _completions(answers: list[str], asked: set[str]) -> list[Record]:
     return [{"prompt": prompt, "completion": answer} for answer in answers]
 
 
-def _conversations(answers: list[Any], asked: Record) -> list[list[Record]]:
+def _conversations(answers: list[Any], asked: Record) -> list[Messages]:
     """Return two answers after the question, unless they already contain it.
 
     The messages with which both begin get weight 0.
@@ -229,7 +230,7 @@ def _conversations(answers: list[Any], asked: Record) -> list[list[Record]]:
     return chats
 
 
-def _as_messages(value: Any, role: str) -> list[Record]:
+def _as_messages(value: Any, role: str) -> Messages:
     """Return a list of messages, from a list, one message, or a text by this role."""
     if isinstance(value, str):
         value = {"role": role, "content": value}
@@ -256,7 +257,7 @@ class Conversations(RecordEncoder):
             raise ValueError(
                 f"{asked} takes a chat template, and the tokenizer has none; set model.tokenizer_path to a folder with "
                 "one (chat_template in tokenizer_config.json, or a chat_template.jinja beside tokenizer.json: "
-                "docs/data.md has an example), or train on 'completion'"
+                "docs/conversations.md has an example), or train on 'completion'"
             )
         self._tokenizer = tokenizer
         sources = tokenizer.chat_templates
@@ -274,11 +275,11 @@ class Conversations(RecordEncoder):
         )
         self.fingerprint = "messages-5-" + hashlib.sha256(content).hexdigest()[:32]
 
-    def prompt(self, messages: list[Record]) -> list[int]:
+    def prompt(self, messages: Messages) -> list[int]:
         """Return the tokens of `text`."""
         return self._tokenizer.encode(self.text(messages)).tolist()
 
-    def text(self, messages: list[Record], answered: bool = True) -> str:
+    def text(self, messages: Messages, answered: bool = True) -> str:
         """Return the text after which an answer follows.
 
         If not `answered`, more of the last message follows instead.
@@ -322,7 +323,7 @@ class Conversations(RecordEncoder):
     def _rendered(
         self,
         write: _Writer,
-        messages: list[Record],
+        messages: Messages,
         weights: list[float | None],
     ) -> tuple[str, Answers]:
         """Return a conversation's text, and its ranges to train on with their weights.
@@ -376,7 +377,7 @@ class _Writer(NamedTuple):
 
     def __call__(
         self,
-        messages: list[Record],
+        messages: Messages,
         program: jinja2.Template | None = None,
         **variables: Any,
     ) -> str:
@@ -394,7 +395,7 @@ class _Writer(NamedTuple):
             ) from error
 
 
-def _with_arguments(write: _Writer, messages: list[Record]) -> tuple[list[Record], str]:
+def _with_arguments(write: _Writer, messages: Messages) -> tuple[Messages, str]:
     """Return the messages and their text.
 
     Arguments of calls that are JSON text become objects if the template quotes or refuses
@@ -415,13 +416,13 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
     return {name: _parsed(value) if name == "arguments" else value for name, value in call.items()}
 
 
-def _check_all_written(write: _Writer, messages: list[Record], whole: str) -> None:
+def _check_all_written(write: _Writer, messages: Messages, whole: str) -> None:
     """Raise Problem if the text omits a tool, a call or a message, or contains marks.
 
     Something is omitted if the text is the same without it.
     """
 
-    def same(messages: list[Record], **variables: Any) -> bool:
+    def same(messages: Messages, **variables: Any) -> bool:
         with suppress(Problem):
             return write(messages, **variables) == whole
         return False
@@ -443,7 +444,7 @@ def _check_all_written(write: _Writer, messages: list[Record], whole: str) -> No
             unwritten.append(f"messages of the role {roles[i]!r}: message {i + 1}")
     if unwritten:
         raise Problem(
-            f"the chat template does not write all {unwritten[0]}; take one that does (docs/data.md has one)"
+            f"the chat template does not write all {unwritten[0]}; take one that does (docs/conversations.md has one)"
         )
 
 
@@ -522,7 +523,7 @@ def _are_objects(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(element, dict) for element in value)
 
 
-def _messages(record: Record) -> list[Record]:
+def _messages(record: Record) -> Messages:
     """Return a record's messages, as templates know them."""
     messages = record.get("messages")
     if messages is None:

@@ -7,7 +7,7 @@ token; without it all count 1. A record's weights multiply the weights of its co
 answers.
 """
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +32,8 @@ MOST_SUM = 1.01
 
 # For each column: its dtype, and the count of numbers for each token (0: no list).
 Kinds = Mapping[str, tuple[str, int]]
+# For each column: this count in earlier documents.
+Widths = dict[str, int]
 
 
 def check_kinds(kinds: Kinds, where: Any) -> None:
@@ -82,21 +84,18 @@ def with_columns(
     values: Mapping[str, Any],
     dtypes: Mapping[str, str],
     tokenizer: Tokenizer,
-    widths: MutableMapping[str, int],
+    widths: Widths,
 ) -> list[DocumentTokens]:
     """Return a record's documents with their columns.
 
     Args:
         dtypes: dtypes of the columns to read.
-        widths: count of numbers for each token in earlier documents, 0 for columns without
-            lists. The widths of this record are added.
+        widths: this record's widths are added.
 
     Raises:
         Problem: a value does not fit its document.
     """
-    made: list[tuple[ndarray, dict[str, ndarray]]] = []
-    for document in documents:
-        made.append((document.tokens, dict(document.columns)))
+    made = [(document.tokens, dict(document.columns)) for document in documents]
     for name, dtype in dtypes.items():
         of_each = values[name] if len(made) > 1 else [values[name]]
         if not isinstance(of_each, list) or len(of_each) != len(made):
@@ -113,7 +112,7 @@ def column_of(
     name: str,
     value: Any,
     tokens: int,
-    widths: MutableMapping[str, int],
+    widths: Widths,
     vocab_size: int,
 ) -> ndarray:
     """Return a column of a document, [tokens] or [tokens, width] float64.
@@ -158,9 +157,9 @@ def column_of(
     return column
 
 
-def check_width(name: str, column: ndarray, widths: MutableMapping[str, int]) -> None:
+def check_width(name: str, column: ndarray, widths: Widths) -> None:
     """Raise Problem if a column's width differs from earlier documents'."""
-    width = column.shape[1] if column.ndim == 2 else 0
+    width = sum(column.shape[1:])
     if widths.setdefault(name, width) != width:
         raise Problem(
             f"{name!r} has {width} numbers for a token, and {widths[name]} in documents before; "

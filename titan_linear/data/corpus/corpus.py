@@ -28,8 +28,6 @@ since (`verify_changed`). A damaged corpus is an error and is never rebuilt auto
 nothing that might be someone's only copy is deleted.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -45,8 +43,9 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from titan_linear.data.corpus.columns import WEIGHTS, check_kinds
-from titan_linear.data.corpus.sources import FIELD_SOURCES, TEXT_SOURCES
+from titan_linear.config import has_records
+from titan_linear.data.corpus.columns import WEIGHTS, Kinds, check_kinds
+from titan_linear.data.corpus.sources import TEXT_SOURCES
 from titan_linear.storage.files import (
     Json,
     Unreadable,
@@ -66,7 +65,7 @@ CRC_BLOCK = 1 << 24
 # Every process may look at this many documents.
 SMALL = 1 << 22
 # Names of cache folders, which we may remove.
-CACHE_NAME = re.compile(rf"({'|'.join(TEXT_SOURCES)})-[0-9a-f]{{24}}")
+CACHE_NAME = re.compile(r".+-[0-9a-f]{24}")
 TOKENS, OFFSETS, HASHES = FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
 # Names of the files about text files.
 FILE_ENDS = "files.bin"
@@ -152,7 +151,7 @@ class Corpus:
         source = self.info["source"] or {"dataset": "tokens", "skipped_empty": 0}
         skipped = answers = ""
         if empty := source["skipped_empty"]:
-            what = "texts" if source["dataset"] in FIELD_SOURCES else "files"
+            what = "texts" if has_records(source["dataset"]) else "files"
             skipped = f" ({empty:,} empty {what} skipped)"
         if WEIGHTS in self.columns:
             answers = f", {self.info['num_answer_tokens']:,} of them in answers"
@@ -162,8 +161,19 @@ class Corpus:
         ]
         # Warnings.
         if bad := source.get("skipped_bad"):
-            named = "; ".join([*source["bad"], "…"][:bad])
-            lines.append(f"warning: {bad:,} bad documents skipped: {named}")
+            # The first of each reason, and how many share it.
+            counts = [*source.get("reasons", {}).values()] or [1] * len(source["bad"])
+            named = []
+            for problem, count in zip(source["bad"], counts, strict=True):
+                named.append(problem + (f" ({count:,} such)" if count > 1 else ""))
+            if sum(counts) < bad:
+                named.append("…")
+            lines.append(f"warning: {bad:,} bad documents skipped: {'; '.join(named)}")
+        if too_long := source.get("too_long"):
+            lines.append(
+                f"{too_long:,} records are longer than training.max_length, and were cut or left out as "
+                "training.truncation has it"
+            )
         if unread := source.get("unread"):
             lines.append(
                 f"warning: fields that are not read: {unread}; training.dataset_columns reads those that a loss has, "
@@ -200,9 +210,6 @@ def load_corpus(folder: Path) -> Corpus:
         _check_size(folder / name, file["size"])
         if name in dtypes:
             files[name] = np.asarray(np.memmap(folder / name, dtypes[name], mode="r"))
-    columns = {}
-    for name, kind in info.get("columns", {}).items():
-        columns[name] = open_column(folder, name, *kind)
     corpus = Corpus(
         folder=folder,
         tokens=files[TOKENS],
@@ -211,25 +218,28 @@ def load_corpus(folder: Path) -> Corpus:
         info=info,
         name=str(folder),
         files=files.get(FILE_ENDS),
-        columns=columns,
+        columns=open_columns(folder, info.get("columns", {})),
     )
     # Check that offsets and files span the corpus in ascending order.
     count = corpus.num_documents
     offsets = corpus.offsets
     ends = corpus.files
-    if len(offsets) != count + 1 or not _spans(offsets, corpus.num_tokens):
+    if len(offsets) != count + 1 or (offsets[0], offsets[-1]) != (0, corpus.num_tokens):
         raise unfitting(folder / OFFSETS)
     if count <= SMALL:
         check_lengths(corpus, 0, count)
-    if ends is not None and (not _spans(ends, count) or _falls(ends)):
+    if ends is not None and ((ends[0], ends[-1]) != (0, count) or (np.diff(ends) < 0).any()):
         raise unfitting(folder / FILE_ENDS)
     return corpus
 
 
-def open_column(folder: Path, name: str, dtype: str, width: int, mode: Any = "r") -> ndarray:
-    """Map a column, [num_tokens], or with a width [num_tokens, width]."""
-    numbers = np.asarray(np.memmap(folder / column_file(name), dtype, mode=mode))
-    return numbers.reshape(-1, width) if width else numbers
+def open_columns(folder: Path, kinds: Kinds, mode: Any = "r") -> dict[str, ndarray]:
+    """Map columns, [num_tokens] each, or with a width [num_tokens, width]."""
+    columns = {}
+    for name, (dtype, width) in kinds.items():
+        numbers = np.asarray(np.memmap(folder / column_file(name), dtype, mode=mode))
+        columns[name] = numbers.reshape(-1, width) if width else numbers
+    return columns
 
 
 def format_of(columns: Iterable[str]) -> str:
@@ -247,10 +257,6 @@ def _check_size(path: Path, size: int) -> None:
         raise ValueError(
             f"{path} has {path.stat().st_size:,} bytes instead of {size:,}; {how_to_mend(path.parent)}"
         )
-
-
-def _spans(ends: ndarray, total: int) -> bool:
-    return ends[0] == 0 and ends[-1] == total
 
 
 def unfitting(path: Path) -> ValueError:
@@ -282,18 +288,6 @@ def read(numbers: ndarray, low: int, high: int) -> ndarray:
         offset = low * numbers.itemsize
         return np.fromfile(numbers.base.filename, numbers.dtype, high - low, offset=offset)
     return numbers[low:high]
-
-
-def _falls(numbers: ndarray) -> bool:
-    """Whether any number is less than the one before.
-
-    Numbers are checked in parts, as there may be 10⁹.
-    """
-    for low in range(0, len(numbers), SMALL - 1):
-        part = read(numbers, low, min(low + SMALL, len(numbers)))
-        if (part[1:] < part[:-1]).any():
-            return True
-    return False
 
 
 def verify_corpus(corpus: Corpus) -> None:
@@ -342,7 +336,7 @@ def verify_once(folder: Path, info: str, files: Mapping[str, Json]) -> None:
     verify_files(folder, files)
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(note, as_json(found))
+        write_json(note, found)
     except OSError as error:
         print(
             f"warning: {note} cannot be written ({error}), so the next start reads all of {folder} again; set "
@@ -380,8 +374,8 @@ def info_checksum(info: Json) -> int:
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
-def as_json(content: Any) -> str:
-    return json.dumps(content, indent=1)
+def write_json(path: Path, content: Any) -> None:
+    write_whole(path, json.dumps(content, indent=1))
 
 
 def how_to_mend(folder: Path) -> str:

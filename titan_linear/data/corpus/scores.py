@@ -22,13 +22,13 @@ from pydantic import BaseModel
 from titan_linear.data.corpus.columns import Kinds, check_kinds
 from titan_linear.data.corpus.corpus import (
     Corpus,
-    as_json,
     column_file,
     described,
-    open_column,
+    open_columns,
     verify_once,
+    write_json,
 )
-from titan_linear.storage.files import Json, read_json, sync, write_whole
+from titan_linear.storage.files import Json, read_json, sync
 
 SCORES = "scores.json"
 # Places in the corpus [n], then each column, [n] or [n, width].
@@ -68,7 +68,7 @@ def open_scores(folder: Path) -> tuple[Scores, dict[str, np.ndarray]]:
             "again, which goes on from there"
         )
     verify_once(folder, SCORES, scores.files)
-    return scores, {name: open_column(folder, name, *kind) for name, kind in scores.columns.items()}
+    return scores, open_columns(folder, scores.columns)
 
 
 def content_of_scores(folders: str) -> str:
@@ -131,14 +131,14 @@ def begin(folder: Path, scores: Scores, num_tokens: int) -> None:
                 os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
                 raise OSError(*error.args, file.name) from None
-    write_whole(folder / SCORES, as_json(scores.model_dump()))
+    write_json(folder / SCORES, scores.model_dump())
 
 
 def put(folder: Path, scores: Scores, rows: Iterable[Rows]) -> None:
     """Write these rows, which count once `keep` records them."""
-    columns = [open_column(folder, name, *kind, mode="r+") for name, kind in scores.columns.items()]
+    columns = open_columns(folder, scores.columns, "r+")
     for places, *numbers in rows:
-        for column, of_places in zip(columns, numbers):
+        for column, of_places in zip(columns.values(), numbers):
             column[places] = of_places
 
 
@@ -149,7 +149,7 @@ def keep(folder: Path, scores: Scores, end: int) -> None:
     names = map(column_file, scores.columns)
     files = {n: described(folder / n) for n in names if end == scores.streams}
     now = scores.model_copy(update={"next_stream": end, "files": files})
-    write_whole(folder / SCORES, as_json(now.model_dump()))
+    write_json(folder / SCORES, now.model_dump())
     sync(folder)
 
 

@@ -11,14 +11,14 @@
     arrow     the same, *.arrow in folders; a row is a document. A folder that Hugging Face's
               `datasets` saved is read in the order of its state.json
 
+Users' modules register further sources of records (`RecordSource`).
+
 A record (a line or a row) yields as document the text of one field or, in other formats,
 the conversation that several fields hold (chat.py). Files are read in the order of their
 sorted paths, so a corpus does not depend on the file system. The compression of a file of
 text or lines, or its being another kind of file, is detected from its first bytes, whatever
 its name.
 """
-
-from __future__ import annotations
 
 import bz2
 import codecs
@@ -31,24 +31,24 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
 
 from titan_linear.config.nesting import check_nesting
 from titan_linear.data.corpus.chat import ANSWER_WEIGHTS, QUESTIONS
+from titan_linear.registry import TABLES
 from titan_linear.storage.files import Json, read_json, shown
 
+Names = tuple[str, ...]
+
 TEXT_SOURCES = ("stdlib", "text", "jsonl", "parquet", "arrow")
-# Sources of records.
-FIELD_SOURCES = ("jsonl", "parquet", "arrow")
 # Required and optional fields of records that are conversations, by format.
 RECORD_FIELDS = {
     "messages": (("messages",), ("conversations", "system", "tools", "chat_template_kwargs")),
@@ -79,12 +79,19 @@ _LIKE_A_COLUMN = re.compile(
     "(^|_)(w[eight]{4}|advan|adv$|reward|mask|label|loss|logp|reference|behavi|teacher|train)"
 )
 
+
+def _open_zstd(raw: io.BufferedReader) -> io.BufferedReader:
+    # pyarrow brings zstd: Python has it from 3.14.
+    import pyarrow as pa
+
+    return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"))
+
+
 # First bytes of compressed text files, and how to open them; first bytes of other files,
 # and remedies.
-_COMPRESSED = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ\0": lzma.open}
+_COMPRESSED = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ\0": lzma.open, b"\x28\xb5\x2f\xfd": _open_zstd}
 _COMPRESSED |= {b"BZh%d1AY&SY" % size: bz2.open for size in range(1, 10)}
 _TWO_OBJECTS = re.compile(rb'\s*\{\s*"[^\n]*\}[ \t\r]*\n\s*\{\s*"')
-_ZSTD = b"\x28\xb5\x2f\xfd"
 _REWRITE_UTF_16 = "UTF-16; write it in UTF-8 (iconv -f UTF-16 -t UTF-8)"
 _NO_TEXT = {
     codecs.BOM_UTF16_LE: _REWRITE_UTF_16,
@@ -98,8 +105,7 @@ _NO_TEXT = {
 }
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """A text, or a record of several fields, and its origin.
 
     Bytes of a text file that are not UTF-8 become surrogate escapes.
@@ -113,20 +119,21 @@ class Document:
     # What is wrong with it; then it has no content.
     problem: str = ""
     # Values for its tokens (columns.py).
-    columns: Json = field(default_factory=dict)
+    columns: Json = {}
     # Unread fields that are named like columns or weights.
     unread: Sequence[str] = ()
+    # Number of the source's files before its own.
+    file: int = 0
 
 
-@dataclass(frozen=True)
-class _Fields:
+class _Fields(NamedTuple):
     """The fields of a record that make a document."""
 
-    needed: tuple[str, ...]
-    optional: tuple[str, ...] = ()
+    needed: Names
+    optional: Names = ()
     is_text: bool = True
     remedy: str = ""
-    columns: tuple[str, ...] = ()
+    columns: Names = ()
 
     def document(
         self,
@@ -199,6 +206,28 @@ def _reading(names: Collection[str]) -> str:
     )
 
 
+@dataclass(frozen=True)
+class RecordSource:
+    """A kind of files with records, registered as a value of training.dataset.
+
+    What applies to jsonl applies to it: fields, formats, columns.
+    """
+
+    chosen_by = "training.dataset"
+    name: str
+    # Ends of the names of files that are read in folders.
+    suffixes: Names
+    # Yields the records of a file, in order. ValueError: the file cannot be read.
+    read: Callable[[Path], Iterable[Json]]
+
+    def __call__(self, file: Path, fields: _Fields) -> Iterator[Document]:
+        size = file.stat().st_size
+        for number, record in enumerate(self.read(file), 1):
+            yield fields.document(record, f"{shown(file)}, record {number}", size)
+            # The first record counts the whole file as read.
+            size = 0
+
+
 class _File(BaseModel):
     filename: str
 
@@ -232,23 +261,24 @@ def source_files(
             f"{path_key} is empty: training.dataset = {dataset!r} needs a file, a folder or globs"
         )
     # Expand each path or glob.
-    suffixes = SUFFIXES[dataset]
+    suffixes = _suffixes(dataset)
     files: set[Path] = set()
-    for pattern in [dataset_path] if os.path.exists(dataset_path) else dataset_path.split(","):
-        if not pattern.strip():
+    patterns = [dataset_path] if os.path.exists(dataset_path) else dataset_path.split(",")
+    for pattern in map(str.strip, patterns):
+        if not pattern:
             raise ValueError(
                 f"{path_key} = {dataset_path!r}: nothing stands beside a comma; leave the comma out"
             )
-        found = _expand(pattern.strip(), dataset)
+        found = _expand(pattern, dataset)
         if not found:
-            path = Path(os.path.expanduser(pattern.strip()))
+            path = Path(os.path.expanduser(pattern))
             here = "" if path.is_absolute() else f" in {os.getcwd()}"
             what = "nothing"
             if os.path.exists(path) or glob.has_magic(pattern):
                 what = f"no {suffixes[0]} file".replace("  ", " ")
                 what += ", compressed or not," if suffixes[1:] else ""
             raise ValueError(
-                f"{path_key} = {dataset_path!r}: {what} is at {pattern.strip()!r}{here}; "
+                f"{path_key} = {dataset_path!r}: {what} is at {pattern!r}{here}; "
                 "give a file, a folder or globs (separated by commas)"
             )
         files.update(found)
@@ -277,13 +307,6 @@ def read_documents(
     Raises:
         ValueError: naming a file that cannot be read.
     """
-    readers = {
-        "stdlib": _read_text,
-        "text": _read_text,
-        "jsonl": _read_jsonl,
-        "parquet": _read_parquet,
-        "arrow": _read_arrow,
-    }
     fields = _Fields((text_field,), columns=(*columns,))
     if dataset_format != "text":
         remedy = "rename the field, or set training.dataset_format (titan-linear corpus: --format)"
@@ -294,7 +317,7 @@ def read_documents(
             columns = ()
         fields = _Fields(needed, optional, False, remedy, (*columns,))
     try:
-        yield from readers[dataset](file, fields)
+        yield from SOURCES[dataset](file, fields)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         # All but the first come from damaged compressed files.
         why = getattr(error, "strerror", None) or error
@@ -304,6 +327,10 @@ def read_documents(
 
 
 # --- finding files -----------------------------------------------------------------------------------------------
+
+
+def _suffixes(dataset: str) -> Names:
+    return SUFFIXES.get(dataset) or SOURCES[dataset].suffixes
 
 
 def _stdlib_files() -> list[Path]:
@@ -326,7 +353,7 @@ def _stdlib_files() -> list[Path]:
 
 def _walk(
     folder: Path,
-    suffixes: tuple[str, ...],
+    suffixes: Names,
     skip: Set[str] = frozenset(),
     *,
     follow: bool = True,
@@ -377,7 +404,7 @@ def _expand(pattern: str, dataset: str) -> list[Path]:
     files = [match for match in matches if not match.is_dir()]
     if not files:
         for match in matches:
-            files += _walk(match, SUFFIXES[dataset])
+            files += _walk(match, _suffixes(dataset))
     if dataset == "text":
         return files
 
@@ -428,17 +455,17 @@ def _as_saved(files: Set[Path], path_key: str) -> list[Path]:
 
 def _listed(state: Path) -> list[Path]:
     saved = read_json(state, _Saved, "save the dataset again")
-    names = [file.filename for file in saved.files]
+    paths = [state.parent / file.filename for file in saved.files]
     if saved.indices:
         raise ValueError(
             f"{state}: the dataset is a selection of rows; save its flatten_indices() instead"
         )
-    for name in names:
-        if not (state.parent / name).is_file():
+    for path in paths:
+        if not path.is_file():
             raise ValueError(
-                f"{state.parent / name} is missing: state.json lists it; restore it, or save it again"
+                f"{path} is missing: state.json lists it; restore it, or save it again"
             )
-    return [state.parent / name for name in names]
+    return paths
 
 
 # --- reading them ------------------------------------------------------------------------------------------------
@@ -487,22 +514,13 @@ def _line(line: bytes, origin: str, size: float, fields: _Fields) -> Document:
     return fields.document(record, origin, size)
 
 
-@contextmanager
-def _decompressed(raw: io.BufferedReader) -> Iterator[io.BufferedReader]:
-    head = raw.peek(len(_ZSTD))
-    if head.startswith(_ZSTD):
-        # pyarrow brings zstd: Python has it from 3.14.
-        import pyarrow as pa
-
-        with io.BufferedReader(pa.CompressedInputStream(raw, "zstd")) as lines:
-            yield lines
-        return
+def _decompressed(raw: io.BufferedReader) -> Any:
+    """Return the open file, or a reader of what is compressed in it."""
+    head = raw.peek(1)
     for begin, opened in _COMPRESSED.items():
         if head.startswith(begin):
-            with opened(raw) as lines:
-                yield lines
-            return
-    yield raw
+            return opened(raw)
+    return raw
 
 
 def _check_kind(file: Path, head: bytes, wanted: str) -> None:
@@ -521,8 +539,7 @@ def _read_parquet(file: Path, fields: _Fields) -> Iterator[Document]:
         with pq.ParquetFile(file) as table:
             names = table.schema_arrow.names
             batches = table.iter_batches(batch_size=ROWS, columns=_columns(file, names, fields))
-            size = file.stat().st_size / max(table.metadata.num_rows, 1)
-            yield from _rows(file, names, batches, size, fields)
+            yield from _rows(file, names, batches, table.metadata.num_rows, fields)
     except pa.ArrowException as error:
         raise ValueError(
             f"{file}: not a whole parquet file: {error}; leave it out, or write it again"
@@ -544,8 +561,7 @@ def _read_arrow(file: Path, fields: _Fields) -> Iterator[Document]:
             table = open_table(source).read_all()
             names = table.column_names
             batches = _sound(table.select(_columns(file, names, fields)))
-            size = file.stat().st_size / max(table.num_rows, 1)
-            yield from _rows(file, names, batches, size, fields)
+            yield from _rows(file, names, batches, table.num_rows, fields)
     except pa.ArrowException as error:
         raise ValueError(
             f"{file}: not a whole arrow file: {error}; leave it out, or write it again"
@@ -601,9 +617,10 @@ def _rows(
     file: Path,
     names: list[str],
     batches: Iterable[Any],
-    size: float,
+    num_rows: int,
     fields: _Fields,
 ) -> Iterator[Document]:
+    size = file.stat().st_size / max(num_rows, 1)
     records = chain.from_iterable(_records(batch, fields) for batch in batches)
     for number, record in enumerate(records, 1):
         origin = f"{shown(file)}, row {number}"
@@ -660,3 +677,15 @@ def _as_in_json(value: Any, kind: Any) -> Any:
     if not isinstance(value, str | int | float):
         raise ValueError(f"JSON has no {kind}; cast it to text or a number")
     return value
+
+
+# Readers by value of training.dataset. Folders of tokens have none (corpus.py).
+SOURCES: dict[str, Any] = TABLES[RecordSource.chosen_by]
+SOURCES.update(
+    stdlib=_read_text,
+    text=_read_text,
+    jsonl=_read_jsonl,
+    parquet=_read_parquet,
+    arrow=_read_arrow,
+    tokens=None,
+)

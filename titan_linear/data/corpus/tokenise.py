@@ -34,6 +34,8 @@ TOO_LATE = (
 # Finished blocks per worker that may wait for an earlier one.
 AHEAD = 4
 Block = list[Document]
+# Our end of each worker's pipe → the worker.
+Workers = dict[Connection, multiprocessing.Process]
 Encoder = Tokenizer | RecordEncoder
 # Of a text, [n] int64, or of a conversation.
 Tokens = np.ndarray | DocumentTokens
@@ -70,8 +72,7 @@ def tokenise(
         for block in blocks:
             yield from _of_all(block, _encode(encoder, _contents(block)))
         return
-    # Our end of each worker's pipe → the worker.
-    workers: dict[Connection, multiprocessing.Process] = {}
+    workers: Workers = {}
     try:
         _start(workers, encoder, num_workers)
         for block, encoded in _in_order(list(workers), blocks):
@@ -166,9 +167,7 @@ def _in_order(
             following += 1
 
 
-def _start(
-    workers: dict[Connection, multiprocessing.Process], encoder: Encoder, num_workers: int
-) -> None:
+def _start(workers: Workers, encoder: Encoder, num_workers: int) -> None:
     """Start workers and add them to `workers`.
 
     A Ctrl-C meanwhile is raised once all have started.

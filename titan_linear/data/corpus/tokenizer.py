@@ -73,6 +73,9 @@ _NO_SPACE = {
     "prepend_scheme": "never",
     "add_prefix_space": False,
 }
+# The tokenizer.json of bytes: a byte-level BPE without merges, whose vocabulary has the
+# letters by which GPT-2's encoding writes bytes.
+_BYTES = Path(__file__).with_name("bytes.json").read_bytes()
 # Maximum number of characters made of one; real tokenizers make some tens.
 _GROWTH = 10_000
 GENERATION = "generation_config.json"
@@ -159,10 +162,10 @@ class ByteTokenizer(Tokenizer):
     """
 
     vocab_size = 257
-    eos_id: int | None = 256
-    end_ids: frozenset[int] = frozenset({256})
-    bos_id: int | None = None
-    first_ids: list[int] = []
+    eos_id = 256
+    end_ids = frozenset({256})
+    bos_id = None
+    first_ids = []
     fingerprint = "bytes-257"
     summary = "tokenizer: none, bytes are tokens (model.tokenizer_path)"
 
@@ -174,16 +177,10 @@ class ByteTokenizer(Tokenizer):
     def continuing(self) -> ByteTokenizer:
         return self
 
-    def decode_bytes(self, ids: Iterable[int], end: bytes = b"") -> bytes:
-        """Return the exact bytes: the inverse of `encode` for any input.
-
-        `end` stands in place of other tokens.
-        """
-        return b"".join(bytes([i]) if i < 256 else end for i in map(int, ids))
-
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        end = _USUAL_EOS[0] if special else ""
-        return self.decode_bytes(ids, end.encode()).decode("utf-8", "replace")
+        end = _USUAL_EOS[0].encode() if special else b""
+        data = b"".join(bytes([i]) if i < 256 else end for i in map(int, ids))
+        return data.decode("utf-8", "replace")
 
     def hugging_face_files(self) -> dict[str, bytes]:
         """Return files for transformers.
@@ -191,42 +188,8 @@ class ByteTokenizer(Tokenizer):
         The end token's name in a text gives its bytes, here and in transformers
         (split_special_tokens).
         """
-        name = _USUAL_EOS[0]
-        eos = {
-            "id": self.eos_id,
-            "content": name,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-        }
-        eos |= {"normalized": False, "special": True}
-        # A byte-level BPE without merges.
-        byte_level = {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": False,
-            "use_regex": False,
-        }
-        model = {
-            "type": "BPE",
-            "vocab": {letter: byte for byte, letter in _byte_letters().items()},
-            "merges": [],
-        }
-        content = {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [eos],
-            "normalizer": None,
-            "pre_tokenizer": byte_level,
-            "post_processor": None,
-            "decoder": byte_level,
-            "model": model,
-        }
-        return {
-            TOKENIZER: json_bytes(content),
-            SETTINGS: _settings({"split_special_tokens": True}, name),
-        }
+        settings = _settings({"split_special_tokens": True}, _USUAL_EOS[0])
+        return {TOKENIZER: _BYTES, SETTINGS: settings}
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -255,6 +218,7 @@ class HuggingFaceTokenizer(Tokenizer):
         adds_tokens = self._tokenizer.num_special_tokens_to_add(is_pair=False) > 0
         content = json.loads(data)
         self._added = content.get("added_tokens") or []
+        self._special = [token["content"] for token in self._added if token.get("special")]
         # A part that writes n characters for some makes at most n + 1 of each; one that
         # writes bytes as letters, 4.
         growth = math.prod(
@@ -282,7 +246,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.first_ids = [x for x in self._tokenizer.encode("").ids if x == self.bos_id]
         # A post-processor would also move the places of tokens.
         self._tokenizer.post_processor = None
-        self.eos_id = _find_eos(file, self._settings, self._added, vocabulary)
+        self.eos_id = self._find_eos(vocabulary)
         # The end of generated texts is in generation_config.json, else in the model's
         # config.json.
         settings = _read_object(file.with_name("config.json"))
@@ -293,6 +257,18 @@ class HuggingFaceTokenizer(Tokenizer):
         self.fingerprint = (
             "hf-" + hashlib.sha256(data + f"eos={self.eos_id}".encode()).hexdigest()[:32]
         )
+
+    def _find_eos(self, vocabulary: dict[str, int]) -> int | None:
+        eos = _name_of(self._settings.get("eos_token"))
+        if eos is not None:
+            if eos not in vocabulary:
+                raise ValueError(
+                    f"model.tokenizer_path: eos_token {eos!r} of {SETTINGS} or {SPECIAL} is not in the vocabulary of "
+                    f"{self._file}; name one that is"
+                )
+            return vocabulary[eos]
+        usual = [name for name in _USUAL_EOS if name in self._special and name in vocabulary]
+        return vocabulary[usual[0]] if usual else None
 
     @property
     def summary(self) -> str:
@@ -390,7 +366,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
         The end token need not be a special one.
         """
-        special = [token["content"] for token in self._added if token.get("special")]
+        special = self._special
         return tuple(special) if self._end in (None, *special) else (*special, self._end)
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
@@ -440,9 +416,8 @@ def build_tokenizer(path: str | None, key: str = "model.tokenizer_path") -> Toke
     if not file.is_file():
         raise ValueError(f"{key} = {path!r}: {file} does not exist; {_instead(file.parent)}")
     # The folder may be one that we wrote.
-    own = ByteTokenizer()
-    if _read(file) == own.hugging_face_files()[TOKENIZER]:
-        return own
+    if _read(file) == _BYTES:
+        return ByteTokenizer()
     return HuggingFaceTokenizer(file)
 
 
@@ -564,34 +539,3 @@ def _settings(kept: Json, eos: str | None) -> bytes:
         "clean_up_tokenization_spaces": False,
     }
     return json_bytes({**kept, **forced})
-
-
-def _find_eos(
-    file: Path,
-    settings: Json,
-    added: list[Json],
-    vocabulary: dict[str, int],
-) -> int | None:
-    eos = _name_of(settings.get("eos_token"))
-    if eos is not None:
-        if eos not in vocabulary:
-            raise ValueError(
-                f"model.tokenizer_path: eos_token {eos!r} of {SETTINGS} or {SPECIAL} is not in the vocabulary of "
-                f"{file}; name one that is"
-            )
-        return vocabulary[eos]
-    special = {token["content"] for token in added if token.get("special")}
-    usual = [name for name in _USUAL_EOS if name in special and name in vocabulary]
-    return vocabulary[usual[0]] if usual else None
-
-
-def _byte_letters() -> dict[int, str]:
-    """Return the letters by which byte-level vocabularies write bytes (GPT-2's encoding).
-
-    A printable byte of Latin-1 stands for itself. The others map, in order, to the code
-    points from 256 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    codes = dict(zip(others, range(256, 512)))
-    return {byte: chr(codes.get(byte, byte)) for byte in (*printable, *others)}

@@ -20,9 +20,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from titan_linear.data.corpus.chat import Ids, Record, RecordEncoder
-from titan_linear.data.corpus.columns import BACK, WEIGHTS, DocumentTokens, Problem, with_columns
+from titan_linear.data.corpus.columns import (
+    BACK,
+    WEIGHTS,
+    DocumentTokens,
+    Problem,
+    Widths,
+    with_columns,
+)
 from titan_linear.data.corpus.tokenizer import Tokenizer
 
 SHARE = "share"
@@ -62,7 +70,7 @@ class TreeEncoder(RecordEncoder):
         node: Any,
         place: str,
         back: int,
-        widths: dict[str, int],
+        widths: Widths,
     ) -> Iterator[DocumentTokens]:
         """Yield a node and the nodes below it, depth first.
 
@@ -73,9 +81,13 @@ class TreeEncoder(RecordEncoder):
         children = node.get("children") if isinstance(node, dict) else 0
         if not isinstance(children, list | None):
             raise Problem(f"{place} is not an object, or its 'children' are not a list; correct it")
-        ids = self._tokens(node, place, root=back == 0, leaf=not children)
+        try:
+            ids = self._tokens(node, root=back == 0, leaf=not children)
+            columns = self._columns(node, ids, widths)
+        except Problem as problem:
+            raise Problem(f"{place}: {problem}") from None
         offsets = np.append(back, np.ones(len(ids) - 1, dtype=np.int64))
-        yield DocumentTokens(ids, {**self._columns(node, place, ids, widths), BACK: offsets})
+        yield DocumentTokens(ids, {**columns, BACK: offsets})
         # Children continue this node's last token, each one behind the nodes of the others.
         back = 1
         for n, child in enumerate(children or []):
@@ -83,42 +95,28 @@ class TreeEncoder(RecordEncoder):
                 yield below
                 back += len(below.tokens)
 
-    def _columns(
-        self,
-        node: dict[str, Any],
-        place: str,
-        ids: np.ndarray,
-        widths: dict[str, int],
-    ) -> Mapping[str, np.ndarray]:
+    def _columns(self, node: Record, ids: ndarray, widths: Widths) -> Mapping[str, ndarray]:
         """Return the node's columns, except omitted ones."""
         names = [name for name in (WEIGHTS, *self.columns) if node.get(name) is not None]
         dtypes = {name: self.columns.get(name, "<f4") for name in names}
         counted = DocumentTokens(ids, {WEIGHTS: np.ones(len(ids), dtype=np.float32)})
-        try:
-            (made,) = with_columns([counted], node, dtypes, self._tokenizer, widths)
-        except Problem as problem:
-            raise Problem(f"{place}: {problem}") from None
+        (made,) = with_columns([counted], node, dtypes, self._tokenizer, widths)
         missing = [name for name in self.columns if name not in (WEIGHTS, *names)]
         if missing and made.weights.any():
-            raise Problem(
-                f"{place} has no {missing[0]!r} for tokens that count; give it, or 'weights': 0"
-            )
+            raise Problem(f"no {missing[0]!r} for tokens that count; give it, or 'weights': 0")
         return made.columns
 
-    def _tokens(self, node: dict[str, Any], place: str, root: bool, leaf: bool) -> np.ndarray:
+    def _tokens(self, node: Record, root: bool, leaf: bool) -> ndarray:
         text = node.get("text")
         ids = node.get("tokens")
         if not isinstance(text, str | None) or (text is None) == (ids is None):
-            raise Problem(f"{place} must have either 'text' or 'tokens'; give one")
+            raise Problem("it must have either 'text' or 'tokens'; give one")
         if text is not None:
             tokenizer = self._tokenizer if root else self._continuing
             ids = tokenizer.encode(text).tolist() + self._tokenizer.eos * leaf
         if ids == []:
-            raise Problem(f"{place}: it is empty")
-        try:
-            return self._ids.encode({"tokens": ids}).tokens
-        except Problem as problem:
-            raise Problem(f"{place}: {problem}") from None
+            raise Problem("it is empty")
+        return self._ids.encode({"tokens": ids}).tokens
 
 
 def _joined(nodes: Sequence[DocumentTokens], names: Iterable[str]) -> DocumentTokens:
@@ -133,7 +131,7 @@ def _joined(nodes: Sequence[DocumentTokens], names: Iterable[str]) -> DocumentTo
     return DocumentTokens(np.concatenate([node.tokens for node in nodes]), columns)
 
 
-def shared(a: np.ndarray, b: np.ndarray) -> int:
+def shared(a: ndarray, b: ndarray) -> int:
     """Return the number of tokens that two documents share.
 
     Each keeps at least one for itself.

@@ -13,20 +13,19 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
-from numpy import ndarray
+from pydantic import BaseModel
 
 from titan_linear.data.corpus.columns import (
     WEIGHTS,
     DocumentTokens,
     Problem,
     check_kinds,
-    column_of,
+    with_columns,
 )
 from titan_linear.data.corpus.corpus import (
     FILE_ENDS,
@@ -37,19 +36,21 @@ from titan_linear.data.corpus.corpus import (
     PATHS,
     TOKENS,
     add_file,
-    as_json,
     column_file,
     described,
     format_of,
     info_checksum,
+    write_json,
 )
 from titan_linear.data.corpus.tokenise import Tokens
 from titan_linear.data.corpus.tokenizer import Tokenizer
-from titan_linear.storage.files import Json, lock, open_own, read_json, shown, sync, write_whole
+from titan_linear.storage.files import Json, lock, open_own, read_json, shown, sync
 
 # Seconds of tokenising that a kill costs.
 JOURNAL_SECONDS = 5.0
 JOURNAL = "journal.json"
+# Open files by name.
+Files = dict[str, IO[bytes]]
 _OURS = {*FILES, FILE_ENDS, PATHS, INFO, JOURNAL}
 
 
@@ -80,16 +81,16 @@ def write_corpus(
     with locked(folder):
         if folder.exists():
             raise ValueError(f"{folder} exists already; choose another folder")
-        each = ([document] for document in documents)
-        write_into(folder, each, tokenizer, Journal(columns=dict(columns), group=1 + pairs))
+        journal = Journal(columns=dict(columns), group=1 + pairs)
+        each = ([_checked(document, tokenizer, journal)] for document in documents)
+        write_into(folder, each, tokenizer, journal)
 
 
 class BadDocument(ValueError):
     """A document stops the work. The user may then choose to skip such documents."""
 
 
-@dataclass
-class Journal:
+class Journal(BaseModel):
     """Progress of writing a corpus.
 
     As JSON, it is the journal of the files in <folder>.tmp.
@@ -105,19 +106,22 @@ class Journal:
     size: float = 0.0
     skipped_empty: int = 0
     skipped_bad: int = 0
-    # The problems of the first few.
-    bad: list[str] = field(default_factory=list)
+    # For each of the first few reasons: how often it occurred, and its first problem.
+    reasons: dict[str, int] = {}
+    bad: list[str] = []
+    # Records with a document longer than Texts.max_length.
+    too_long: int = 0
     # Unread fields that are named like columns, and where each first occurs.
-    unread: dict[str, str] = field(default_factory=dict)
+    unread: dict[str, str] = {}
     # Documents written.
     num_documents: int = 0
     num_tokens: int = 0
     # Tokens with a weight above 0.
     num_answer_tokens: int = 0
     # Name → dtype.
-    columns: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, str] = {}
     # Name → count of numbers for each token; 0 for one number without a list.
-    widths: dict[str, int] = field(default_factory=dict)
+    widths: dict[str, int] = {}
     # Documents that belong together.
     group: int = 1
     # Documents that belong together in one tree.
@@ -128,6 +132,8 @@ class Journal:
     files_read: int = 0
     # Files among these whose ends are in files.bin.
     num_files: int = 0
+    # Bytes that count in each file of the folder.
+    sizes: dict[str, int] = {}
 
 
 def temporary_folder(folder: Path) -> Path:
@@ -154,7 +160,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def write_into(
     folder: Path,
-    documents: Iterator[Sequence[Tokens]],
+    documents: Iterator[Sequence[DocumentTokens]],
     tokenizer: Tokenizer,
     journal: Journal,
     dataset: str | None = None,
@@ -174,15 +180,15 @@ def write_into(
         temporary.mkdir(parents=True)
     try:
         # corpus.json comes last; its folder then gets its name.
-        content = _write_arrays(temporary, documents, tokenizer, journal)
+        fingerprint = _write_arrays(temporary, documents, tokenizer, journal)
         names = _names(journal)
         source = None
         if dataset:
-            write_whole(temporary / PATHS, as_json(list(map(shown, texts))))
+            write_json(temporary / PATHS, list(map(shown, texts)))
             names.append(PATHS)
             source = _source(dataset, len(texts), journal)
         files = {name: described(temporary / name) for name in names}
-        write_whole(temporary / INFO, as_json(_info(content, tokenizer, source, files, journal)))
+        write_json(temporary / INFO, _info(fingerprint, tokenizer, source, files, journal))
         (temporary / JOURNAL).unlink(missing_ok=True)
         sync(temporary)
         os.rename(temporary, folder)
@@ -198,40 +204,48 @@ def write_into(
 
 
 def _info(
-    content: Json,
+    fingerprint: str,
     tokenizer: Tokenizer,
     source: Json | None,
     files: dict[str, Json],
     journal: Journal,
 ) -> Json:
     """Return the content of corpus.json."""
-    info = {"format": format_of(journal.columns), **content}
-    info["tokenizer"] = {
-        "fingerprint": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-        "eos": tokenizer.eos_id,
+    info = {
+        "format": format_of(journal.columns),
+        "num_documents": journal.num_documents,
+        "num_tokens": journal.num_tokens,
+        "num_answer_tokens": journal.num_answer_tokens,
+        "num_ended": journal.num_ended,
+        "dtype": _dtype(tokenizer.vocab_size),
+        "fingerprint": fingerprint,
+        "tokenizer": {
+            "fingerprint": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+            "eos": tokenizer.eos_id,
+        },
+        "source": source,
+        "files": files,
+        "group": journal.group,
+        "leaves": journal.leaves,
+        "columns": {name: [kind, journal.widths[name]] for name, kind in journal.columns.items()},
+        "texts": journal.texts,
     }
-    info |= {"source": source, "files": files}
-    # Entries that only some corpora have.
-    if journal.group > 1:
-        info["group"] = journal.group
-    if journal.leaves > 1:
-        info["leaves"] = journal.leaves
-    if journal.columns:
-        columns = journal.columns.items()
-        info["columns"] = {name: [dtype, journal.widths[name]] for name, dtype in columns}
-    if journal.texts:
-        info["texts"] = journal.texts
     return {**info, "checksum": info_checksum(info)}
 
 
 def _source(dataset: str, files: int, journal: Journal) -> Json:
     """Return the value of "source" in corpus.json."""
-    source: Json = {"dataset": dataset, "files": files, "skipped_empty": journal.skipped_empty}
-    source["unread"] = journal.unread
-    if journal.bad:
-        source |= {"skipped_bad": journal.skipped_bad, "bad": journal.bad}
-    return source
+    return {
+        "dataset": dataset,
+        "files": files,
+        "skipped_empty": journal.skipped_empty,
+        "skipped_bad": journal.skipped_bad,
+        "reasons": journal.reasons,
+        "bad": journal.bad,
+        "too_long": journal.too_long,
+        "unread": journal.unread,
+    }
 
 
 def _remove_remains(temporary: Path) -> None:
@@ -247,26 +261,25 @@ def _remove_remains(temporary: Path) -> None:
 
 def _write_arrays(
     folder: Path,
-    documents: Iterator[Sequence[Tokens]],
+    documents: Iterator[Sequence[DocumentTokens]],
     tokenizer: Tokenizer,
     journal: Journal,
-) -> Json:
+) -> str:
     """Continue the files of `_names` after the content that counts.
 
-    Returns the counts, dtype and fingerprint for corpus.json.
+    Returns the content's fingerprint.
     """
-    dtype = _dtype(tokenizer.vocab_size)
     content = hashlib.sha256()
     with ExitStack() as stack:
-        files = _open_arrays(folder, dtype, journal, stack)
+        files = _open_arrays(folder, journal, stack)
         add_file(folder / HASHES, content)
         journaled = time.monotonic()
         for together in documents:
             for document in together:
                 content.update(_write_document(document, files, tokenizer, journal))
             if journal.key and time.monotonic() - journaled >= JOURNAL_SECONDS:
-                _sync_files(files)
-                write_whole(folder / JOURNAL, as_json(asdict(journal)))
+                _sync_files(files, journal)
+                write_json(folder / JOURNAL, journal.model_dump())
                 journaled = time.monotonic()
         # Check the counts, and complete the files.
         if not journal.num_documents:
@@ -275,39 +288,31 @@ def _write_arrays(
             raise ValueError(
                 f"{journal.num_documents:,} documents for {folder} are no pairs; give each its other one"
             )
-        if FILE_ENDS in files:
-            files[FILE_ENDS].write(_file_ends(journal))
-        _sync_files(files)
-    counts = {"num_documents": journal.num_documents, "num_tokens": journal.num_tokens}
-    counts["dtype"] = dtype
-    if WEIGHTS in journal.columns:
-        if not journal.num_answer_tokens:
-            raise ValueError(f"no token of {folder} has a weight above 0; give some")
-        counts |= {"num_answer_tokens": journal.num_answer_tokens, "num_ended": journal.num_ended}
+        _write_file_ends(files, journal)
+        _sync_files(files, journal)
+    if WEIGHTS in journal.columns and not journal.num_answer_tokens:
+        raise ValueError(f"no token of {folder} has a weight above 0; give some")
     for name in sorted(journal.columns):
         add_file(folder / column_file(name), content)
-    return {**counts, "fingerprint": content.hexdigest()[:32]}
+    return content.hexdigest()[:32]
 
 
 def _write_document(
-    document: Tokens,
-    files: dict[str, BinaryIO],
+    document: DocumentTokens,
+    files: Files,
     tokenizer: Tokenizer,
     journal: Journal,
 ) -> bytes:
     """Add a document to all files but corpus.json, and return its hash."""
-    ids, columns = document if isinstance(document, tuple) else DocumentTokens(document)
-    ids = _checked(np.asarray(ids), journal.num_documents, tokenizer.vocab_size)
-    added = _columns(DocumentTokens(ids, columns), tokenizer, journal)
-    for name, rows in added.items():
-        files[column_file(name)].write(rows)
+    ids = document.tokens
+    for name in journal.columns:
+        files[column_file(name)].write(_rows(name, document, journal))
     # Count answer tokens, and answers that end in the end token.
-    if WEIGHTS in added:
-        counted = np.flatnonzero(np.frombuffer(added[WEIGHTS], journal.columns[WEIGHTS]))
+    if WEIGHTS in journal.columns:
+        counted = np.flatnonzero(document.weights)
         journal.num_answer_tokens += len(counted)
         journal.num_ended += int(len(counted) > 0 and ids[counted[-1]] == tokenizer.eos_id)
-    if FILE_ENDS in files:
-        files[FILE_ENDS].write(_file_ends(journal))
+    _write_file_ends(files, journal)
     # Nothing is copied if the type fits already.
     data = np.ascontiguousarray(ids, dtype=_dtype(tokenizer.vocab_size)).data
     digest = hashlib.blake2b(data, digest_size=8).digest()
@@ -319,67 +324,61 @@ def _write_document(
     return digest
 
 
-def _checked(ids: ndarray, n: int, vocab_size: int) -> ndarray:
-    """Return the tokens of document n, [n], after checking them."""
+def _rows(name: str, document: DocumentTokens, journal: Journal) -> bytes:
+    """Return what a document adds to a column's file.
+
+    A document whose tokens count nothing may lack the column, and then has zeros.
+    """
+    dtype = journal.columns[name]
+    column = document.columns.get(name)
+    lacking = len(document.tokens)
+    rows = b""
+    if column is not None:
+        # Earlier documents may all have lacked the column.
+        lacking = 0 if name in journal.widths else journal.num_tokens
+        journal.widths[name] = sum(column.shape[1:])
+        rows = column.astype(dtype).tobytes()
+    if name not in journal.widths:
+        return rows
+    return np.zeros((lacking, max(journal.widths[name], 1)), dtype).tobytes() + rows
+
+
+def _checked(document: Tokens, tokenizer: Tokenizer, journal: Journal) -> DocumentTokens:
+    """Return the document that follows in a journal, after checking it."""
+    tokens, columns = document if isinstance(document, tuple) else DocumentTokens(document)
+    ids = np.asarray(tokens)
+    said = f"document {journal.num_documents}"
     if not ids.size:
-        raise ValueError(f"document {n} has no tokens; leave it out")
+        raise ValueError(f"{said} has no tokens; leave it out")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(
-            f"document {n} is {ids.dtype} {list(ids.shape)}; give its tokens as integers [n]"
+            f"{said} is {ids.dtype} {list(ids.shape)}; give its tokens as integers [n]"
         )
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        raise ValueError(
-            f"document {n} has tokens outside the vocabulary, 0 to {vocab_size - 1}; leave them out"
-        )
-    return ids
-
-
-def _columns(document: DocumentTokens, tokenizer: Tokenizer, journal: Journal) -> dict[str, bytes]:
-    """Return what a document adds to each column's file.
-
-    A document whose tokens count nothing may lack columns.
-    """
-    said = f"document {journal.num_documents}"
-    n = len(document.tokens)
-    columns = {**document.columns}
-    widths = journal.widths
-    checked = {}
-    added = {}
+    last = tokenizer.vocab_size - 1
+    if ids.min() < 0 or ids.max() > last:
+        raise ValueError(f"{said} has tokens outside the vocabulary, 0 to {last}; leave them out")
     if undeclared := columns.keys() - journal.columns:
         raise ValueError(
             f"{said} has a column {min(undeclared)!r}; name it in columns, or leave it out"
         )
-    if (missing := journal.columns.keys() - columns) and np.any(document.weights):
+    dtypes = {name: journal.columns[name] for name in columns}
+    widths = {**journal.widths}
+    try:
+        (checked,) = with_columns([DocumentTokens(ids)], columns, dtypes, tokenizer, widths)
+        checked.check()
+    except Problem as problem:
+        raise ValueError(f"{said}: its column {problem}") from None
+    if (missing := journal.columns.keys() - columns) and checked.weights.any():
         raise ValueError(f"{said} has no column {min(missing)!r}, which columns names; give it")
-    # Missing columns are zeros.
-    for name in missing & widths.keys():
-        zeros = np.zeros((n, max(widths[name], 1)))
-        columns[name] = zeros if widths[name] else zeros[:, 0]
-    for name in columns:
-        dtype = journal.columns[name]
-        is_new = name not in widths
-        try:
-            column = column_of(name, columns[name], n, widths, tokenizer.vocab_size)
-        except Problem as problem:
-            raise ValueError(f"{said}: its column {problem}") from None
-        checked[name] = column.astype(dtype)
-        # Earlier documents, none of whose tokens counted, lacked the column.
-        before = np.zeros((journal.num_tokens * is_new, max(widths[name], 1)), dtype)
-        added[name] = before.tobytes() + checked[name].tobytes()
-    # A record was checked where its line is known.
-    if not journal.key:
-        try:
-            DocumentTokens(document.tokens, checked).check()
-        except Problem as problem:
-            raise ValueError(f"{said}: {problem}") from None
-    return added
+    return checked
 
 
-def _file_ends(journal: Journal) -> bytes:
-    """Return what to add to files.bin for files that have been read to their ends since."""
-    ends = np.full(journal.files_read - journal.num_files, journal.num_documents, dtype="<i8")
-    journal.num_files = journal.files_read
-    return ends.tobytes()
+def _write_file_ends(files: Files, journal: Journal) -> None:
+    """Add to files.bin the text files that have been read to their ends since."""
+    if FILE_ENDS in files:
+        ends = np.full(journal.files_read - journal.num_files, journal.num_documents, dtype="<i8")
+        files[FILE_ENDS].write(ends.tobytes())
+        journal.num_files = journal.files_read
 
 
 def _dtype(vocab_size: int) -> str:
@@ -392,48 +391,33 @@ def _names(journal: Journal) -> list[str]:
     return [*names, FILE_ENDS] if journal.texts else names
 
 
-def _sizes(journal: Journal, dtype: str) -> dict[str, int]:
-    """Return the number of bytes that count in each file of `_names`."""
-    sizes = {
-        TOKENS: journal.num_tokens * np.dtype(dtype).itemsize,
-        OFFSETS: 8 * (journal.num_documents + 1),
-        HASHES: 8 * journal.num_documents,
-        FILE_ENDS: 8 * (journal.num_files + 1),
-    }
-    for name, kind in journal.columns.items():
-        numbers = max(journal.widths[name], 1) if name in journal.widths else 0
-        sizes[column_file(name)] = journal.num_tokens * np.dtype(kind).itemsize * numbers
-    return {name: sizes[name] for name in _names(journal)}
-
-
-def _open_arrays(
-    folder: Path,
-    dtype: str,
-    journal: Journal,
-    stack: ExitStack,
-) -> dict[str, BinaryIO]:
+def _open_arrays(folder: Path, journal: Journal, stack: ExitStack) -> Files:
     """Open the files of `_names` at their ends, cut to the content that counts."""
-    files: Json = {}
-    for name, size in _sizes(journal, dtype).items():
+    files: Files = {}
+    for name in _names(journal):
         files[name] = stack.enter_context(open_own(folder / name, "ab"))
-        # This extends new offsets.bin and files.bin, which begin with 0, to 8 zeros.
-        files[name].truncate(size)
+        # New offsets.bin and files.bin begin with 0, which is 8 zeros.
+        begin = 8 if name in (OFFSETS, FILE_ENDS) else 0
+        files[name].truncate(journal.sizes.get(name, begin))
     return files
 
 
-def read_journal(folder: Path, vocab_size: int) -> Journal | None:
+def read_journal(folder: Path) -> Journal | None:
     """Return an earlier writer's progress, if the files that it wrote still exist."""
     temporary = temporary_folder(folder)
     try:
         journal = read_json(temporary / JOURNAL, Journal, "")
-        sizes = _sizes(journal, _dtype(vocab_size))
-        whole = all((temporary / name).stat().st_size >= size for name, size in sizes.items())
-    except (OSError, ValueError):
+        for name in _names(journal):
+            if (temporary / name).stat().st_size < journal.sizes[name]:
+                return None
+    except (OSError, LookupError, ValueError):
         return None
-    return journal if whole else None
+    return journal
 
 
-def _sync_files(files: dict[str, BinaryIO]) -> None:
-    for file in files.values():
+def _sync_files(files: Files, journal: Journal) -> None:
+    """Have everything so far on disk, where it counts."""
+    for name, file in files.items():
         file.flush()
         os.fsync(file.fileno())
+        journal.sizes[name] = os.fstat(file.fileno()).st_size

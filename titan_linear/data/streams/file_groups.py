@@ -54,7 +54,7 @@ class FileGroups:
         """
         name, own = self.streams.source(i)
         source = self.streams.sources[name]
-        starts, lengths = source.runs(own)
+        starts, lengths, *_ = source.runs(own)
         # The file of each document that the stream holds.
         files = np.searchsorted(self._edges[name][1:], starts, side="right")
         groups = np.append(self._groups[name][files], len(self.names) - 1)

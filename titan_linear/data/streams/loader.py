@@ -4,8 +4,6 @@ torchdata's threads read batches ahead. They share the memory-mapped corpus and 
 orders, and nothing is copied between processes.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Iterator

@@ -19,12 +19,12 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from titan_linear.data.streams.packing import Length, PackedStreams, Stream
+from titan_linear.data.streams.packing import Length, PackedStreams, Stream, draws
 
 # Least number of streams in a cycle.
 CYCLE = 256
@@ -81,13 +81,11 @@ class MixedStreams:
         # Translate each change of length from the mixture's stream indices to each source's
         # own.
         if lengths:
-            own: dict[str, list[Length]] = {name: [] for name in sources}
-            for length in lengths:
-                before = self._given(length.start)
-                for name in sources:
-                    own[name].append(Length(before.get(name, 0), length.seq_len))
+            before = [self._given(length.start) for length in lengths]
             for name, streams in sources.items():
-                self.sources[name] = streams.of_lengths(own[name])
+                starts = [given.get(name, 0) for given in before]
+                own = [Length(start, length.seq_len) for start, length in zip(starts, lengths)]
+                self.sources[name] = streams.of_lengths(own)
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -174,7 +172,7 @@ class Interleaving:
         exact = [Fraction(str(weight)) for weight in weights]
         common = math.lcm(*(weight.denominator for weight in exact))
         counts = [int(weight * common) for weight in exact]
-        self.sums = [sum(counts[:n]) for n in range(len(counts) + 1)]
+        self.sums = list(accumulate(counts, initial=0))
         self.end = self.sums[-1] if finite else None
         # Number of streams in which each source has at least one.
         least = -(-self.sums[-1] // min(counts))
@@ -218,10 +216,8 @@ class Interleaving:
         turns = np.subtract(self._at_edge(cycle + 1), self._at_edge(cycle))
         order = np.repeat(np.arange(len(turns)), turns)
         # Sort by a random draw for each turn, keyed by seed, cycle and start.
-        key = np.array([self.seed % 2**64, cycle], dtype=np.uint64)
-        counter = np.array([0, 0, 1, self.start], dtype=np.uint64)
-        draws = np.random.Philox(key=key, counter=counter).random_raw(len(order))
-        return order[np.argsort(draws, kind="stable")]
+        places = draws(self.seed, cycle, len(order), use=(0, 1, self.start))
+        return order[np.argsort(places, kind="stable")]
 
 
 Streams = PackedStreams | MixedStreams

@@ -29,7 +29,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy import ndarray
@@ -47,28 +47,13 @@ ROUNDS = 8
 POOLS_KEPT = 8
 
 
-class DocumentOrder(Protocol):
-    """Documents laid end to end, epoch after epoch."""
-
-    # Number of tokens in one epoch.
-    num_tokens: int
-
-    def around(self, epoch: int, first: int, last: int) -> tuple[ndarray, ndarray]:
-        """Find documents [n] int64 of an epoch that hold its tokens [first, last).
-
-        They follow each other in the epoch, and there may be more than necessary. Also
-        returns where each document ends in the epoch, [n] int64.
-        """
-
-
-class InPlace:
+class InPlace(NamedTuple):
     """One epoch of a side, in the corpus's order."""
 
-    def __init__(self, side: Side):
-        self.side = side
-        self.num_tokens = side.num_tokens
+    side: Side
 
     def around(self, epoch: int, first: int, last: int) -> tuple[ndarray, ndarray]:
+        """Find documents as `Pooled.around` does."""
         assert epoch == 0, epoch
         low, high = np.searchsorted(self.side.ends[1:], [first, last - 1], side="right")
         documents = self.side.documents(np.arange(low, high + 1))
@@ -86,29 +71,30 @@ class Pooled:
     def __init__(self, side: Side, seed: int):
         self.side = side
         self.seed = seed
-        self.num_tokens = side.num_tokens
         # Two epochs, since a stream can lie across an edge between them.
         self._ends = lru_cache(maxsize=2)(self._pool_ends)
         self._kept = lru_cache(maxsize=POOLS_KEPT)(self._pool)
 
     def around(self, epoch: int, first: int, last: int) -> tuple[ndarray, ndarray]:
+        """Find documents [n] int64 of an epoch that hold its tokens [first, last).
+
+        They follow each other in the epoch, and there may be more than necessary. Also
+        returns where each document ends in the epoch, [n] int64.
+        """
         ends = self._ends(epoch)
         low, high = np.searchsorted(ends, [first, last - 1], side="right")
-        documents = []
-        document_ends = []
-        for pool in range(low, high + 1):
-            order, lengths = self._kept(epoch, int(pool))
-            documents.append(order)
-            document_ends.append(ends[pool] - lengths.sum() + np.cumsum(lengths))
-        return np.concatenate(documents), np.concatenate(document_ends)
+        pools = [self._kept(epoch, int(pool)) for pool in range(low, high + 1)]
+        orders, lengths = zip(*pools)
+        begin = ends[low] - lengths[0].sum()
+        return np.concatenate(orders), begin + np.cumsum(np.concatenate(lengths))
 
     def _pool(self, epoch: int, pool: int) -> tuple[ndarray, ndarray]:
         """Return a pool's documents in their order [n], and their lengths [n]."""
         documents = self.side.documents(self._bundles(epoch, pool * POOL, (pool + 1) * POOL))
         groups = documents.reshape(-1, self.side.corpus.group)
         # Sort groups by a random draw each; documents that belong together stay together.
-        draws = _draws(self.seed, epoch, len(groups), stream=pool + 1)
-        order = groups[np.argsort(draws, kind="stable")].ravel()
+        places = draws(self.seed, epoch, len(groups), use=(pool + 1, 0, 0))
+        order = groups[np.argsort(places, kind="stable")].ravel()
         return order, document_lengths(self.side.corpus, order)
 
     def _pool_ends(self, epoch: int) -> ndarray:
@@ -124,7 +110,7 @@ class Pooled:
     def _bundles(self, epoch: int, first: int, last: int) -> ndarray:
         """Return the bundles at places [first, last) of this epoch, [n] int64."""
         count = self.side.num_bundles
-        return permuted(np.arange(first, min(last, count)), count, _draws(self.seed, epoch, ROUNDS))
+        return permuted(np.arange(first, min(last, count)), count, draws(self.seed, epoch, ROUNDS))
 
 
 def permuted(places: ndarray, count: int, keys: ndarray) -> ndarray:
@@ -140,10 +126,10 @@ def permuted(places: ndarray, count: int, keys: ndarray) -> ndarray:
     """
     bits = (count - 1).bit_length()
     values = _network(places.astype(np.uint64), bits, keys)
-    outside = np.flatnonzero(values >= np.uint64(count))
+    outside = np.flatnonzero(values >= count)
     while len(outside):
         values[outside] = _network(values[outside], bits, keys)
-        outside = outside[values[outside] >= np.uint64(count)]
+        outside = outside[values[outside] >= count]
     return values.astype(np.int64)
 
 
@@ -152,9 +138,9 @@ def _network(values: ndarray, bits: int, keys: ndarray) -> ndarray:
 
     Each round changes one part of the bits by a function of the other.
     """
-    below = np.uint64(bits // 2)
-    low_mask = np.uint64((1 << bits // 2) - 1)
-    high_mask = np.uint64((1 << bits - bits // 2) - 1)
+    below = bits // 2
+    low_mask = (1 << below) - 1
+    high_mask = (1 << bits - below) - 1
     high = values >> below
     low = values & low_mask
     for i, key in enumerate(keys):
@@ -167,16 +153,16 @@ def _network(values: ndarray, bits: int, keys: ndarray) -> ndarray:
 
 def _scrambled(values: ndarray, key: np.uint64) -> ndarray:
     """Return 32 well-mixed bits of each value and the key (multipliers of splitmix64)."""
-    mixed = (values ^ key) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(29)
-    mixed *= np.uint64(0x94D049BB133111EB)
-    return mixed >> np.uint64(32)
+    mixed = (values ^ key) * 0xBF58476D1CE4E5B9
+    mixed ^= mixed >> 29
+    mixed *= 0x94D049BB133111EB
+    return mixed >> 32
 
 
-def _draws(seed: int, epoch: int, count: int, stream: int = 0) -> ndarray:
-    """Return [count] uint64 random draws, independent for different values of `stream`."""
+def draws(seed: int, epoch: int, count: int, use: Sequence[int] = (0, 0, 0)) -> ndarray:
+    """Return [count] uint64 random draws, independent for different values of `use`."""
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
-    counter = np.array([0, stream, 0, 0], dtype=np.uint64)
+    counter = np.array([0, *use], dtype=np.uint64)
     return np.random.Philox(key=key, counter=counter).random_raw(count)
 
 
@@ -221,8 +207,19 @@ class Targets:
     group: int = 0
 
 
-@dataclass(frozen=True)
-class Length:
+class Runs(NamedTuple):
+    """Documents of a stream as runs of the corpus's tokens, one after the other."""
+
+    starts: ndarray  # [n] int64, places in the corpus's tokens
+    lengths: ndarray  # [n] int64
+    # The token that follows the last run in its document, else IGNORE.
+    next_token: int = IGNORE
+    # Parents of runs that continue other runs, as in `PrefixTrees`. Runs without an entry
+    # continue none.
+    parents: Sequence[int] = ()
+
+
+class Length(NamedTuple):
     """Number of tokens per stream, `seq_len`, from stream `start` on."""
 
     start: int
@@ -253,7 +250,7 @@ class PackedStreams:
         self.corpus = side.corpus
         self.targets = targets
         self.repeat = repeat
-        self.line: DocumentOrder = Pooled(side, seed) if repeat else InPlace(side)
+        self.line: Pooled | InPlace = Pooled(side, seed) if repeat else InPlace(side)
         # Number of tokens in one epoch.
         self.num_tokens = side.num_tokens
         self._set_lengths([Length(0, seq_len)])
@@ -272,6 +269,10 @@ class PackedStreams:
         self._begin = [0]
         for length, following in pairwise(lengths):
             self._begin.append(self._begin[-1] + (following.start - length.start) * length.seq_len)
+
+    def streams_in(self, epochs: int) -> int:
+        """Return the number of streams that together hold this many epochs."""
+        return -(-epochs * self.num_tokens // self.seq_len)
 
     def place(self, i: int) -> tuple[int, int]:
         """Return the first token of stream i in the line, and the number of its tokens."""
@@ -295,38 +296,23 @@ class PackedStreams:
     def __len__(self) -> int:
         if self.repeat:
             raise TypeError("repeated streams have no end")
-        return -(-self.num_tokens // self.seq_len)
+        return self.streams_in(1)
 
     def __getitem__(self, i: int) -> Stream:
         i = operator.index(i)
         if i < 0 or (not self.repeat and i >= len(self)):
             raise IndexError(f"stream {i}")
         _, seq_len = self.place(i)
-        return self._stream(seq_len, *self._parts(i))
+        return self._stream(seq_len, self.runs(i))
 
     def padding(self) -> Stream:
         """Return a stream of padding only, for ranks that have fewer streams than others."""
         none = np.zeros(0, dtype=np.int64)
-        return self._stream(self.seq_len, none, none, IGNORE)
+        return self._stream(self.seq_len, Runs(none, none))
 
-    def _stream(
-        self,
-        seq_len: int,
-        starts: ndarray,
-        lengths: ndarray,
-        next_token: int,
-        parents: Sequence[int] = (),
-    ) -> Stream:
-        """Build a stream from runs of the corpus's tokens, and fill it with padding.
-
-        Padding is one document of zeros.
-
-        Args:
-            starts, lengths: the runs' places in the corpus's tokens.
-            next_token: the token that follows the last run in its document, else IGNORE.
-            parents: parents of runs that continue other runs, as in `PrefixTrees`. Runs without
-                an entry continue none.
-        """
+    def _stream(self, seq_len: int, runs: Runs) -> Stream:
+        """Build a stream, and fill it with padding, which is one document of zeros."""
+        starts, lengths, next_token, parents = runs
         end = lengths.sum()
         # Padding is a last run, with token 0.
         if end < seq_len:
@@ -360,14 +346,6 @@ class PackedStreams:
             columns["document"] = np.roll(numbers, -1)
         return Stream(tokens, labels, edges.astype(np.int32), trees.positions, columns)
 
-    def _parts(self, i: int) -> tuple[Any, ...]:
-        """Return the arguments of `_stream` after `seq_len` for stream i."""
-        start, seq_len = self.place(i)
-        stop = start + seq_len
-        if not self.repeat:
-            stop = min(stop, self.num_tokens)
-        return self._runs(start, stop)
-
     def _weighted(self, weights: ndarray, trees: PrefixTrees) -> dict[str, ndarray]:
         """Return the column of label weights [T], divided according to `targets.normalise`."""
         if self.targets.normalise == "token":
@@ -379,19 +357,12 @@ class PackedStreams:
         counts = np.add.reduceat(weights > 0, edges[:-1], dtype=np.int64)
         return {"weights": weights / np.repeat(np.maximum(counts, 1), np.diff(edges))}
 
-    def runs(self, i: int) -> tuple[ndarray, ndarray]:
-        """Return the documents of stream i as runs of the corpus's tokens.
-
-        Returns where each begins [n], and the number of its tokens in the stream [n].
-        """
-        return self._parts(i)[:2]
-
-    def _runs(self, start: int, stop: int) -> tuple[ndarray, ndarray, int]:
-        """Return the line's [start, stop) as runs of corpus.tokens, one per document.
-
-        Returns where each run begins [n] and its length [n]. Also returns the token that
-        follows in the last run's document, or IGNORE if the document ends there.
-        """
+    def runs(self, i: int) -> Runs:
+        """Return the documents of stream i."""
+        start, seq_len = self.place(i)
+        stop = start + seq_len
+        if not self.repeat:
+            stop = min(stop, self.num_tokens)
         starts = []
         lengths = []
         while start < stop:
@@ -413,4 +384,4 @@ class PackedStreams:
         next_token = IGNORE
         if end < self.corpus.offsets[documents[-1] + 1]:
             next_token = int(self.corpus.tokens[end])
-        return np.concatenate(starts), np.concatenate(lengths), next_token
+        return Runs(np.concatenate(starts), np.concatenate(lengths), next_token)

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from titan_linear.data.corpus.tokenizer import Tokenizer
 from titan_linear.data.streams.packing import IGNORE, Stream
@@ -45,7 +46,7 @@ class TaskSample(NamedTuple):
     number: int
 
 
-def rows_of(tokens: Sequence[int] | np.ndarray, answer: int = NONE, begin: int = 0) -> np.ndarray:
+def rows_of(tokens: Sequence[int] | ndarray, answer: int = NONE, begin: int = 0) -> ndarray:
     """Return a row for each token, [n] TOKEN. The answer begins at `begin`."""
     rows = np.full(len(tokens), NONE, TOKEN)
     rows["token"] = tokens
@@ -62,7 +63,7 @@ class Prompts:
     """
 
     samples: Sequence[TaskSample]
-    prompt: Callable[[TaskSample], np.ndarray]
+    prompt: Callable[[TaskSample], ndarray]
     seq_len: int
 
     def __post_init__(self) -> None:
@@ -123,11 +124,11 @@ class Questions:
         self.around = around
         self.encode = tokenizer.continuing().encode_batch
 
-    def prompt(self, sample: TaskSample) -> np.ndarray:
+    def prompt(self, sample: TaskSample) -> ndarray:
         rng = random.Random(f"{self.seed} {sample.task} {sample.length} {sample.number}")
         if sample.task == LOSS:
             return rows_of(self._document(rng, sample.length), 0, 1)
-        question = TASKS[sample.task](Draw(rng), self._text(rng), sample.depth)
+        question = TASKS[sample.task](Draw(rng, self._text(rng), sample.depth))
         # The question and the answers have fixed tokens; the context fills the rest of the
         # length.
         begin, end = self.around
@@ -137,7 +138,7 @@ class Questions:
         context = self._context(question, sample, len(before) + len(after) + len(answers))
         return np.concatenate([rows_of(np.concatenate([before, *context, after])), answers])
 
-    def _answer(self, number: int, lead: str, text: str, others: list[str]) -> np.ndarray:
+    def _answer(self, number: int, lead: str, text: str, others: list[str]) -> ndarray:
         """Return the rows of an answer's lead and of its own tokens."""
         # Tokens of the lead, of the answer, and of the other answers.
         before, *texts = self.encode([lead, text, *others])
@@ -151,7 +152,7 @@ class Questions:
         rows["others"][place, : len(differing)] = differing
         return np.concatenate([rows_of(before), rows])
 
-    def _context(self, question: Question, sample: TaskSample, fixed: int) -> list[np.ndarray]:
+    def _context(self, question: Question, sample: TaskSample, fixed: int) -> list[ndarray]:
         """Return the needles between pieces of the context, with as many tokens as remain."""
         depths = sorted(question.needles)
         needles = self.encode([needle for _, needle in depths])
@@ -189,7 +190,7 @@ class Questions:
 
     # --- The text ----------------------------------------------------------------------------------------------------
 
-    def _documents(self, rng: random.Random) -> Iterator[np.ndarray]:
+    def _documents(self, rng: random.Random) -> Iterator[ndarray]:
         """Yield the tokens of each document, beginning at a random bundle."""
         first = rng.randrange(self.side.num_bundles)
         corpus = self.side.corpus
@@ -204,7 +205,7 @@ class Questions:
                 text = self.tokenizer.decode(tokens[at : at + DECODED].tolist())
                 yield from PIECE.findall(text)
 
-    def _document(self, rng: random.Random, length: int) -> np.ndarray:
+    def _document(self, rng: random.Random, length: int) -> ndarray:
         for tokens in self._documents(rng):
             if len(tokens) >= length:
                 return tokens[:length]

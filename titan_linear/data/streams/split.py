@@ -13,15 +13,13 @@ once and kept in a file next to the token caches, which all processes of a machi
         int64 [2, bundles + 1]: to train on, held out; then a CRC-32
 """
 
-from __future__ import annotations
-
 import math
 import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy import ndarray
@@ -37,8 +35,7 @@ SPAN = 512
 SPLITS = ("train", "validation")
 
 
-@dataclass(frozen=True, eq=False)
-class Side:
+class Side(NamedTuple):
     """The documents of a corpus that are trained on, or the documents held out."""
 
     corpus: Corpus
@@ -84,12 +81,12 @@ def split_corpus(corpus: Corpus, holdout: float, split: str) -> Side:
     return Side(corpus, holdout, split, ends)
 
 
-def _threshold(holdout: float) -> np.uint64:
+def _threshold(holdout: float) -> int:
     """Return the hash below which documents are held out.
 
     The top 53 bits of a hash decide, because a float64 holds as many.
     """
-    return np.uint64(math.ceil(holdout * 2**53) << 11)
+    return math.ceil(holdout * 2**53) << 11
 
 
 def _better_holdout(hashes: ndarray, split: str) -> str:
@@ -111,7 +108,7 @@ def _better_holdout(hashes: ndarray, split: str) -> str:
 # --- Sums ------------------------------------------------------------------------------------------------------------
 
 
-def _ends(corpus: Corpus, threshold: np.uint64) -> ndarray:
+def _ends(corpus: Corpus, threshold: int) -> ndarray:
     """Return the tokens before each bundle on each side, [2, bundles + 1] int64.
 
     Row 0 counts the documents to train on, row 1 the documents held out.
@@ -150,7 +147,7 @@ def _num_bundles(corpus: Corpus) -> int:
     return -(-corpus.num_documents // BUNDLE)
 
 
-def _sums(corpus: Corpus, threshold: np.uint64) -> ndarray:
+def _sums(corpus: Corpus, threshold: int) -> ndarray:
     count = corpus.num_documents
     bundles = _num_bundles(corpus)
     ends = np.zeros((2, bundles + 1), dtype=np.int64)

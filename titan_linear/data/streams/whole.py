@@ -23,9 +23,13 @@ import numpy as np
 from numpy import ndarray
 
 from titan_linear.data.corpus.tree_records import BACK, SHARE
-from titan_linear.data.streams.packing import IGNORE, PackedStreams, Targets, document_lengths
+from titan_linear.data.streams.packing import PackedStreams, Runs, Targets, document_lengths
 from titan_linear.data.streams.split import Side
 from titan_linear.ops.layout.prefix_trees import PrefixTrees
+
+# A tree, or a run of its leaves, in one stream: the document, the first leaf, one after the
+# last leaf, and the number of tokens.
+Unit = tuple[int, ...]
 
 
 class WholeStreams(PackedStreams):
@@ -42,26 +46,29 @@ class WholeStreams(PackedStreams):
         self._laid = lru_cache(maxsize=2)(self._lay)
         self._lock = Lock()
 
-    def __len__(self) -> int:
-        if self.repeat:
-            return super().__len__()
-        _, edges = self._laid(0)
-        return len(edges) - 1
+    def streams_in(self, epochs: int) -> int:
+        with self._lock:
+            while len(self._ends) <= epochs:
+                self._lay_next()
+            return self._ends[epochs]
 
     def _documents(self, i: int) -> ndarray:
         """Return the documents of stream i."""
         with self._lock:
             while self._ends[-1] <= i:
-                _, edges = self._laid(len(self._ends) - 1)
-                self._ends.append(self._ends[-1] + len(edges) - 1)
+                self._lay_next()
             epoch = bisect_right(self._ends, i) - 1
             order, edges = self._laid(epoch)
         place = i - self._ends[epoch]
         return order[edges[place] : edges[place + 1]]
 
-    def _parts(self, i: int) -> tuple[Any, ...]:
+    def _lay_next(self) -> None:
+        _, edges = self._laid(len(self._ends) - 1)
+        self._ends.append(self._ends[-1] + len(edges) - 1)
+
+    def runs(self, i: int) -> Runs:
         documents = self._documents(i)
-        return self.corpus.offsets[documents], document_lengths(self.corpus, documents), IGNORE
+        return Runs(self.corpus.offsets[documents], document_lengths(self.corpus, documents))
 
     def _lay(self, epoch: int) -> tuple[ndarray, list[int]]:
         """Return the epoch's documents in order, and where each stream begins among them.
@@ -109,8 +116,8 @@ class TreeStreams(WholeStreams):
             f"{computed:,} tokens are computed again"
         )
 
-    def _parts(self, i: int) -> tuple[Any, ...]:
-        """Return the nodes of stream i as runs of the corpus's tokens, and their parents."""
+    def runs(self, i: int) -> Runs:
+        """Return the nodes of stream i as runs, with their parents."""
         starts = []
         lengths = []
         parents: list[int] = []
@@ -125,7 +132,7 @@ class TreeStreams(WholeStreams):
             above = trees.parents[held]
             renumbered = len(parents) + np.searchsorted(held, above)
             parents += np.where(above < 0, -1, renumbered).tolist()
-        return np.concatenate(starts), np.concatenate(lengths), IGNORE, parents
+        return Runs(np.concatenate(starts), np.concatenate(lengths), parents=parents)
 
     def _weighted(self, weights: ndarray, trees: PrefixTrees) -> dict[str, ndarray]:
         """Multiply each token's weight by the number of documents that contain it.
@@ -153,7 +160,7 @@ class TreeStreams(WholeStreams):
         returns where each stream begins, and where the last one ends.
         """
         order, _ = self.line.around(epoch, 0, self.num_tokens)
-        units: list[tuple[int, ...]] = []
+        units: list[Unit] = []
         lengths = document_lengths(self.corpus, order)
         for document, tokens in zip(order.tolist(), lengths.tolist()):
             whole = (document, 0, tokens, tokens)
@@ -161,7 +168,7 @@ class TreeStreams(WholeStreams):
         laid = np.array(units)
         return laid, self._filled(laid[:, 3])
 
-    def _cut(self, document: int) -> list[tuple[int, ...]]:
+    def _cut(self, document: int) -> list[Unit]:
         """Split a tree into runs of leaves whose trees have at most `seq_len` tokens each.
 
         The runs together have as few tokens as possible. Among equal ways, the first runs
@@ -193,7 +200,7 @@ class TreeStreams(WholeStreams):
             run_end[first] = first + 1 + costs.argmin()
             fewest[first] = costs.min() - begins[first]
         # Follow the best run ends from the first leaf.
-        units: list[tuple[int, ...]] = []
+        units: list[Unit] = []
         first = 0
         while first < len(ends):
             last = run_end[first]

@@ -6,13 +6,11 @@ trimmed to the keys that determine the model.
 """
 
 from titan_linear.models.families import (
-    bamba,
     falcon_h1,
     fla,
     granite_h,
     kimi,
     lfm2,
-    lfm2_moe,
     ling,
     minimax,
     nemotron_h,
@@ -22,6 +20,7 @@ from titan_linear.models.families import (
     rwkv7,
 )
 from titan_linear.models.families.layout import Family, read_family
+from titan_linear.registry import TABLES, register
 
 # Tables of config.json, by architecture.
 _KEYS = {
@@ -32,11 +31,11 @@ _KEYS = {
     "KimiLinearForCausalLM": kimi.KEYS,
     "BailingHybridForCausalLM": ling.KEYS,
     "NemotronHForCausalLM": nemotron_h.KEYS,
-    "GraniteMoeHybridForCausalLM": granite_h.KEYS,
-    "BambaForCausalLM": bamba.KEYS,
+    "GraniteMoeHybridForCausalLM": granite_h.GRANITE,
+    "BambaForCausalLM": granite_h.BAMBA,
     "FalconH1ForCausalLM": falcon_h1.KEYS,
-    "Lfm2ForCausalLM": lfm2.KEYS,
-    "Lfm2MoeForCausalLM": lfm2_moe.KEYS,
+    "Lfm2ForCausalLM": lfm2.LFM2,
+    "Lfm2MoeForCausalLM": lfm2.LFM2_MOE,
     "MiniMaxForCausalLM": minimax.KEYS,
     "RWKV7ForCausalLM": rwkv7.KEYS,
     "KDAForCausalLM": fla.FLA_KDA,
@@ -44,6 +43,6 @@ _KEYS = {
     "TitanLinearForCausalLM": remote.KEYS,
 }
 _TOKENIZERS = dict.fromkeys(("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), qwen.TOKENIZER)
-FAMILIES: dict[str, Family] = {
-    name: read_family(name, keys, _TOKENIZERS.get(name)) for name, keys in _KEYS.items()
-}
+FAMILIES: dict[str, Family] = TABLES[Family.chosen_by]
+for _name, _keys in _KEYS.items():
+    register(read_family(_name, _keys, _TOKENIZERS.get(_name)))

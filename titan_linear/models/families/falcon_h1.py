@@ -3,8 +3,6 @@
 Constant factors scale most projections.
 """
 
-from __future__ import annotations
-
 from titan_linear.models.families.keys import (
     COMMON,
     HEAD_DIM,

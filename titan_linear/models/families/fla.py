@@ -6,8 +6,6 @@ The folders that we write also open without that library, with this package inst
 modeling_titan_linear.py (see remote.py).
 """
 
-from __future__ import annotations
-
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.families.keys import (
     Json,

@@ -1,11 +1,15 @@
-"""Granite 4 hybrids: Mamba-2 or attention, then experts and a shared MLP.
+"""Granite 4 hybrids and Bamba: Mamba-2 or attention, then experts and a shared MLP.
 
-Some have the MLP alone. Constant factors scale embedding, branches and logits.
+Bamba and some Granite models have the MLP alone. In Granite models, constant factors scale
+embedding, branches and logits. In Bamba, half of each head has positions.
 """
 
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.families.keys import (
     COMMON,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN_DIM,
     MAMBA2_DIMS,
     TIME_STEP_LIMIT,
     UNGROUPED,
@@ -76,7 +80,7 @@ def _write_positions(attention: Attention) -> Json:
 ATTENTION = Part(
     Attention, *UNGROUPED, Row(_read_scale, _write_scale), Row(_read_positions, _write_positions)
 )
-KEYS = table(
+GRANITE = table(
     "granitemoehybrid",
     *COMMON,
     written(position_embedding_type="nope"),
@@ -109,5 +113,29 @@ KEYS = table(
         logits_divisor=("logits_scaling", 1.0),
     ),
     only("position_embedding_type", None, "nope", "rope"),
+    EXPAND,
+)
+
+
+# --- Bamba ------------------------------------------------------------------------------
+
+
+def _write_indices(model: ModelConfig) -> Json:
+    """Write the indices of softmax layers: transformers derives the layer types from them."""
+    indices = [i for i, layer in enumerate(model.layers) if not layer.mixers[0].linear]
+    return {"attn_layer_indices": indices}
+
+
+BAMBA = table(
+    "bamba",
+    *COMMON,
+    only("mlp_bias mamba_proj_bias", False),
+    HIDDEN_DIM,
+    layer_types(
+        Part(Attention, HEADS, rope(1e4, 0.5), HEAD_DIM),
+        MAMBA2,
+        lambda key, i: i in (key("attn_layer_indices", None) or []),
+        _write_indices,
+    ),
     EXPAND,
 )

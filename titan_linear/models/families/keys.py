@@ -6,25 +6,25 @@ key, for whatever a family supports and our modules do not. Keys are written in 
 the rows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig, mistake, mixers_of
+from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig, mixers_of
 from titan_linear.models.mixers import Attention, Mamba2
 from titan_linear.models.rope import USES, RopeScaling
 
 Json = dict[str, Any]
+# A key, or (key, default).
+Name = str | tuple[str, object]
 
 
+@dataclass
 class Keys:
     """A config.json whose errors name the key at fault."""
 
-    def __init__(self, config: Json):
-        self.config = config
+    config: Json
 
     def __call__(self, key: str, *default: object) -> Any:
         if key in self.config or default:
@@ -104,7 +104,7 @@ def table(model_type: str, *rows: Row, **fixed: object) -> Part:
     return Part(ModelConfig, written(model_type=model_type), *rows, **fixed)
 
 
-def plain(**names: str | tuple[str, object]) -> Row:
+def plain(**names: Name) -> Row:
     """Map our options to their keys: ours = key, or (key, default).
 
     A key without a default is required. If a string has several names, the first that
@@ -113,13 +113,13 @@ def plain(**names: str | tuple[str, object]) -> Row:
     return _by_name(0, names)
 
 
-def overruled(**names: str | tuple[str, object]) -> Row:
+def overruled(**names: Name) -> Row:
     """Do the same as `plain`, but write the last name."""
     return _by_name(-1, names)
 
 
 # `place` is the index of the name that is written.
-def _by_name(place: int, names: dict[str, str | tuple[str, object]]) -> Row:
+def _by_name(place: int, names: dict[str, Name]) -> Row:
     keys = {ours: (name,) if isinstance(name, str) else name for ours, name in names.items()}
 
     def read(key: Keys, spellings: str, *default: object) -> object:
@@ -234,9 +234,7 @@ def share_of_width(key: Keys) -> int:
     return key("hidden_size") // key("num_attention_heads")
 
 
-def names_of_model(
-    norm_eps: str | tuple[str, object], num_layers: str | tuple[str, object] = "num_hidden_layers"
-) -> Row:
+def names_of_model(norm_eps: Name, num_layers: Name = "num_hidden_layers") -> Row:
     return plain(
         vocab_size="vocab_size",
         dim="hidden_size",
@@ -373,9 +371,3 @@ def shortest(layers: list[MixerOptions]) -> tuple[MixerOptions, ...]:
     while any(layer != layers[i % n] for i, layer in enumerate(layers)):
         n += 1
     return tuple(layers[:n])
-
-
-def check_values(model: ModelConfig) -> None:
-    """Raise ValueError if no model can have the values of config.json."""
-    if wrong := mistake(model):
-        raise ValueError(f"config.json gives {wrong}; fetch it again")

@@ -1,7 +1,5 @@
 """Kimi-Linear: Kimi Delta Attention, and latent attention without positions, with experts."""
 
-from __future__ import annotations
-
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.families.keys import (
     COMMON,
@@ -66,10 +64,9 @@ LATENT = (
 
 # Layers without experts: listed by type, or the first ones.
 def _dense_layers(key: Keys, first_sparse: int) -> tuple[int, ...]:
-    layers = key("num_hidden_layers")
     first = key("first_k_dense_replace", first_sparse)
     types = key("mlp_layer_types", None) or [
-        "dense" if i < first else "sparse" for i in range(layers)
+        "dense" if i < first else "sparse" for i in range(key("num_hidden_layers"))
     ]
     return tuple(i for i, kind in enumerate(types) if kind == "dense")
 

@@ -1,15 +1,23 @@
-"""LFM2: gated short convolutions and attention, each followed by a SwiGLU."""
+"""LFM2: gated short convolutions and attention, each followed by a SwiGLU.
 
+In LFM2-MoE, experts follow in all but the first layers.
+"""
+
+from collections.abc import Callable
 from functools import partial
 
+from titan_linear.models.config import ModelConfig
 from titan_linear.models.families.keys import (
     HEADS,
+    HIDDEN_DIM,
     USUAL,
+    Json,
     Keys,
     Part,
     Row,
     always,
     derived,
+    experts,
     layer_types,
     overruled,
     plain,
@@ -36,7 +44,6 @@ def _hidden_dim(key: Keys) -> int:
     return -(-int(key("block_ffn_dim_multiplier", 1.0) * int(2 * given / 3)) // multiple) * multiple
 
 
-write_types = partial(write_layer_types, linear="conv")
 CONVOLUTION = Part(
     ShortConv,
     derived(channels=lambda key: key("hidden_size")),
@@ -50,10 +57,17 @@ COMMON = (
     *USUAL,
 )
 NORM_EPS = plain(norm_eps=("norm_eps", 1e-5))
-KEYS = table(
+
+
+def _layer_types(is_full: Callable[[Keys, int], bool]) -> Row:
+    write = partial(write_layer_types, linear="conv")
+    return layer_types(ATTENTION, CONVOLUTION, is_full, write, conv="linear_attention")
+
+
+LFM2 = table(
     "lfm2",
     *COMMON,
-    layer_types(ATTENTION, CONVOLUTION, _is_full, write_types, conv="linear_attention"),
+    _layer_types(_is_full),
     NORM_EPS,
     derived(hidden_dim=_hidden_dim),
     Row(
@@ -63,4 +77,44 @@ KEYS = table(
         }
     ),
     always("conv_bias", False),
+)
+
+# --- With experts -----------------------------------------------------------------------
+
+
+def _has_experts(key: Keys) -> bool:
+    return key("num_dense_layers", 2) < key("num_hidden_layers")
+
+
+def _read_dense_layers(key: Keys) -> Json:
+    return {"dense_layers": tuple(range(key("num_dense_layers", 2)))} if _has_experts(key) else {}
+
+
+def _write_dense_layers(model: ModelConfig) -> Json:
+    """Write the number of layers without experts, which come first."""
+    return {"num_dense_layers": len(model.dense_layers) if model.moe else model.num_layers}
+
+
+LFM2_MOE = table(
+    "lfm2_moe",
+    *COMMON,
+    NORM_EPS,
+    always("conv_bias", False),
+    # transformers has no model without layer_types.
+    _layer_types(lambda key, layer: key("layer_types")[layer] == "full_attention"),
+    HIDDEN_DIM,
+    Row(_read_dense_layers, _write_dense_layers),
+    experts(
+        _has_experts,
+        plain(
+            num_experts="num_experts",
+            top_k="num_experts_per_tok",
+            hidden_dim="moe_intermediate_size",
+            normalise=("norm_topk_prob", True),
+            scale=("routed_scaling_factor", 1.0),
+            selection_bias=("use_expert_bias", True),
+        ),
+        score="sigmoid",
+        normalise_eps=1e-6,
+    ),
 )

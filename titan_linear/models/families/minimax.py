@@ -3,8 +3,6 @@
 A branch adds to its normalized input.
 """
 
-from __future__ import annotations
-
 from titan_linear.models.families.keys import (
     COMMON,
     HEAD_DIM,
@@ -36,13 +34,14 @@ def _of_all(ours: str, factor: str) -> Row:
     return Row(read, lambda model: dict.fromkeys(names, getattr(model, ours)))
 
 
-def _head_dim(key: Keys) -> int:
-    return HEAD_DIM.read(key)["head_dim"]
-
-
 # The number of rotated channels, in place of a share.
+def _read_rotary_dim(key: Keys) -> Json:
+    head_dim = HEAD_DIM.read(key)["head_dim"]
+    return key.rope(1e6, key("rotary_dim", head_dim) / head_dim)
+
+
 ROTARY_DIM = Row(
-    lambda key: key.rope(1e6, key("rotary_dim", _head_dim(key)) / _head_dim(key)),
+    _read_rotary_dim,
     lambda attention: {"rotary_dim": int(attention.head_dim * attention.rotary_fraction)},
 )
 LIGHTNING = Part(Lightning, plain(heads="num_attention_heads"), HEAD_DIM)

@@ -60,7 +60,8 @@ ATTENTION = Part(
     either("kv_heads", "num_key_value_heads", lambda key: key("num_attention_heads")),
     rope_theta=None,
 )
-EXPERTS_KEYS = (
+EXPERTS = experts(
+    lambda key: MoEConfig.name in _kinds(key),
     plain(
         num_experts="n_routed_experts",
         top_k="num_experts_per_tok",
@@ -81,6 +82,9 @@ EXPERTS_KEYS = (
     changed(
         "latent_dim", "moe_latent_size", lambda size: size or 0, lambda size: size or None, None
     ),
+    score="sigmoid",
+    selection_bias=True,
+    activation="relu2",
 )
 
 
@@ -130,13 +134,7 @@ KEYS = table(
     only("sliding_window quantization_config", None),
     mixer(MAMBA2),
     mixer(ATTENTION),
-    experts(
-        lambda key: MoEConfig.name in _kinds(key),
-        *EXPERTS_KEYS,
-        score="sigmoid",
-        selection_bias=True,
-        activation="relu2",
-    ),
+    EXPERTS,
     one_branch=True,
     activation="relu2",
 )

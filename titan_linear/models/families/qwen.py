@@ -119,8 +119,16 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-_SPLIT = {"type": "Split", "pattern": {"Regex": _WORDS}, "behavior": "Isolated", "invert": False}
-_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+# Offsets in the text do not change the tokens.
+ANY_OFFSETS = {"trim_offsets": None}
+_SPLIT = {
+    "type": "Split",
+    "pattern": {"Regex": _WORDS},
+    "behavior": "Isolated",
+    "invert": False,
+    **ANY_OFFSETS,
+}
+_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False, **ANY_OFFSETS}
 _PLAIN = (
     "dropout",
     "unk_token",
@@ -140,10 +148,7 @@ def _is_qwens(tokenizer: Json) -> bool:
     model = tokenizer["model"]
     special = {token["content"] for token in tokenizer.get("added_tokens") or []}
     before = tokenizer.get("pre_tokenizer") or {}
-    parts = [
-        {k: v for k, v in part.items() if k != "trim_offsets"}
-        for part in before.get("pretokenizers") or []
-    ]
+    parts = [part | ANY_OFFSETS for part in before.get("pretokenizers") or []]
     return (
         tokenizer.get("normalizer") == {"type": "NFC"}
         and parts == [_SPLIT, _LEVEL]

@@ -1,8 +1,8 @@
 """Sequence mixers, with one or two of a kind in each file.
 
 A file has the options, the module, initial values, the cache, the sizes of ops, and how
-heads are split. A new mixer takes a file here and a line in MIXERS; docs/adding_a_mixer.md
-contains a complete example.
+heads are split. A new mixer takes a file here and its name in the list below;
+docs/adding_a_mixer.md contains a complete example.
 """
 
 from titan_linear.models.config import MixerOptions
@@ -13,7 +13,8 @@ from titan_linear.models.mixers.mamba2 import Mamba2
 from titan_linear.models.mixers.mla import MLA
 from titan_linear.models.mixers.rwkv7 import RWKV7
 from titan_linear.models.mixers.short_conv import ShortConv
+from titan_linear.registry import TABLES, register
 
-MIXERS: dict[str, type[MixerOptions]] = {
-    kind.name: kind for kind in (KDA, GDN, Mamba2, RWKV7, Lightning, ShortConv, Attention, MLA)
-}
+MIXERS: dict[str, type[MixerOptions]] = TABLES[MixerOptions.chosen_by]
+for _kind in (KDA, GDN, Mamba2, RWKV7, Lightning, ShortConv, Attention, MLA):
+    register(_kind)
