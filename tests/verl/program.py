@@ -96,7 +96,7 @@ def sft(folder: Path, out: Path, keys: list[str]) -> dict[str, object]:
     contents = "checkpoint.save_contents=[model,optimizer,extra,hf_model]"
     first = fitted(sft_config(folder, keys, places, contents))
     saved = out / "checkpoints" / "global_step_5"
-    again = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"]
+    again = [places, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"]
     return {"first": first, "resumed": fitted(sft_config(folder, keys, *again))}
 
 
@@ -195,9 +195,11 @@ def on_policy(folder: Path, keys: list[str]) -> dict[str, object]:
     for mode in LOSSES:
         worker = worker_of(folder, keys)
         batch = part_of(worker, folder)
-        tu.assign_non_tensor(batch, return_model_output=True)
+        alone = part_of(worker, folder)
+        # The same micro-batches as in the update.
+        tu.assign_non_tensor(alone, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
         with worker.engine.eval_mode():
-            logp = worker.engine.infer_batch(batch.clone())["model_output"]["log_probs"]
+            logp = worker.engine.infer_batch(alone)["model_output"]["log_probs"]
         mask = batch["response_mask"]
         old = torch.zeros(mask.shape, dtype=torch.float64)
         for row, (numbers, length) in enumerate(zip(logp.unbind(), mask.sum(1).tolist())):

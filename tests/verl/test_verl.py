@@ -223,7 +223,7 @@ def test_adapters_are_sent_alone_and_can_be_disabled(updates):
             "r": "4",
         }
         if found["same"] is not None:
-            assert found["same"] and found["change"] > 1e-4
+            assert found["same"] and found["change"] > 1e-6
 
 
 def test_what_is_not_computed_is_refused(updates):

@@ -371,7 +371,7 @@ def temperature_of(data: TensorDict) -> float:
         raise ValueError(
             "multi_modal_inputs: the engine titan_linear trains language models alone; leave images out"
         )
-    temperatures = torch.as_tensor(data["temperature"]).unique().tolist()
+    temperatures = torch.as_tensor(data["temperature"], dtype=torch.float64).unique().tolist()
     if len(temperatures) > 1:
         raise ValueError(
             f"temperature = {temperatures}: a batch must have one temperature; set rollout.temperature for all"
