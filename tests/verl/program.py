@@ -166,6 +166,10 @@ def plain(metrics: dict | None) -> dict[str, object]:
     }
 
 
+def rows_of(output: TensorDict | None, name: str) -> list[list[float]] | None:
+    return None if output is None else [row.tolist() for row in output[name].unbind()]
+
+
 def ppo(folder: Path, out: Path, keys: list[str]) -> dict[str, object]:
     found: dict[str, object] = {}
     for mode in LOSSES:
@@ -177,10 +181,8 @@ def ppo(folder: Path, out: Path, keys: list[str]) -> dict[str, object]:
         metrics = updated(worker, part_of(worker, folder), mode)
         found[mode] = {
             "metrics": plain(metrics),
-            "scores": None
-            if scores is None
-            else [x.tolist() for x in scores["log_probs"].unbind()],
-            "entropy": None if scores is None else [x.tolist() for x in scores["entropy"].unbind()],
+            "scores": rows_of(scores, "log_probs"),
+            "entropy": rows_of(scores, "entropy"),
             "weights": dict(worker.engine.get_per_tensor_param()[0]),
         }
     found["own"] = on_policy(folder, keys)
@@ -280,7 +282,8 @@ def workers(folder: Path, out: Path, keys: list[str]) -> dict[str, object]:
     tu.assign_non_tensor(batch, mini_batch_size=4, epochs=1, seed=1, compute_loss=True)
     output = actor.update_actor(batch)
     return {
-        "scores": None if scores is None else [x.tolist() for x in scores["log_probs"].unbind()],
+        "scores": rows_of(scores, "log_probs"),
+        "entropy": rows_of(scores, "entropy"),
         "metrics": plain(None if output is None else tu.get(output, "metrics")),
         "weights": dict(actor.actor.engine.get_per_tensor_param()[0]),
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -80,10 +82,7 @@ def test_ten_steps_of_verls_sft_trainer_equal_transformers_on_one_process(texts,
     got = found["first"]["weights"]
     assert set(got) == set(weights)
     for name, tensor in weights.items():
-        torch.testing.assert_close(got[name], tensor, rtol=0, atol=2e-4)
-    print(max(abs(s["loss"] - n[0]) / n[0] for s, n in zip(steps, numbers)))
-    print(max(abs(s["grad_norm"] - n[1]) / n[1] for s, n in zip(steps, numbers)))
-    print(max((got[name] - x).abs().max().item() for name, x in weights.items()))
+        torch.testing.assert_close(got[name], tensor, rtol=0, atol=2e-5)
 
 
 def test_a_run_resumes_from_its_checkpoint_with_the_same_numbers(texts):
@@ -95,6 +94,7 @@ def test_a_run_resumes_from_its_checkpoint_with_the_same_numbers(texts):
 
 def test_a_checkpoint_has_the_model_as_a_folder(texts):
     found, out = texts
+    assert (out / "checkpoints/global_step_10/huggingface/config.json").is_file()
     saved = load_file(out / "checkpoints/global_step_10/huggingface/model.safetensors")
     weights = found["first"]["weights"]
     assert set(saved) == set(weights)
@@ -152,57 +152,77 @@ def gspo(logp: list[Tensor], old: list[Tensor], advantages: list[Tensor]) -> Ten
     return torch.stack(losses).mean()
 
 
-@pytest.mark.parametrize("loss", [vanilla, gspo])
-def test_an_update_of_an_actor_equals_a_program_in_float64(loss, updates, folder, tmp_path):
+class Update(NamedTuple):
+    """One update of all weights."""
+
+    loss: float
+    norm: float
+    # Under Hugging Face's names.
+    weights: dict[str, Tensor]
+    # Of each sequence before it: log p of the response, and all entropies.
+    scores: list[tuple[Tensor, Tensor]]
+
+
+def updated_alone(loss, folder, to) -> Update:
+    """An update by plain PyTorch in float64, a sequence at a time."""
     data = torch.load(folder / "rollout.pt")
     model, origin = decoder(folder)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-2, betas=(0.9, 0.999), eps=1e-2, weight_decay=0
     )
-    numbers = responses(model, data)
+    scores = responses(model, data)
     lengths = data["response_mask"].sum(1).tolist()
-    cut = {
-        name: [row[:length] for row, length in zip(data[name], lengths, strict=True)]
+    old, advantages = (
+        [row[:length] for row, length in zip(data[name], lengths, strict=True)]
         for name in ("old_log_probs", "advantages")
-    }
-    value = loss([logp for logp, _ in numbers], cut["old_log_probs"], cut["advantages"])
+    )
+    value = loss([logp for logp, _ in scores], old, advantages)
     value.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    # Under Hugging Face's names.
-    to = tmp_path / "moved"
     write_folder(to, origin.model, origin.family(), model.get_parameter, dtype=torch.float64)
-    want = load_file(to / "model.safetensors")
-    check_scores(updates, loss.__name__, numbers)
-    for rank in updates:
-        found = rank[loss.__name__]
-        if metrics := found["metrics"]:
-            print(loss.__name__, metrics)
-            assert metrics["loss"] == pytest.approx([value.item()], rel=1e-6)
-            assert metrics["grad_norm"] == pytest.approx([norm.item()], rel=1e-9)
-            assert sum(metrics["actor/pg_loss"]) == pytest.approx(value.item(), rel=1e-6)
-        print(max((found["weights"][name] - x).abs().max().item() for name, x in want.items()))
-        torch.testing.assert_close(found["weights"], want, rtol=0, atol=1e-9)
+    return Update(value.item(), norm.item(), load_file(to / "model.safetensors"), scores)
 
 
-def check_scores(updates, name, numbers):
-    """Log p of the responses and entropies of both ranks, as verl's trainer collects them."""
-    found = [rank[name] for rank in updates if rank[name]["scores"] is not None]
-    scores = [row for rank in found for row in rank["scores"]]
-    entropies = [row for rank in found for row in rank["entropy"]]
-    assert len(scores) == len(numbers)
-    for row, entropy, (logp, of_all) in zip(scores, entropies, numbers, strict=True):
-        assert row[-len(logp) - 1 : -1] == pytest.approx(logp.tolist(), rel=1e-9)
-        assert entropy[:-1] == pytest.approx(of_all.tolist(), rel=1e-9)
+def check_update(ranks, want):
+    """The first rank of each cp group has metrics; every rank, the weights."""
+    metrics = [rank["metrics"] for rank in ranks if rank["metrics"]]
+    assert metrics
+    for numbers in metrics:
+        # verl keeps the loss in float32.
+        assert numbers["loss"] == pytest.approx([want.loss], rel=1e-6)
+        assert numbers["grad_norm"] == pytest.approx([want.norm], rel=1e-12)
+        assert sum(numbers["actor/pg_loss"]) == pytest.approx(want.loss, rel=1e-12)
+    for rank in ranks:
+        torch.testing.assert_close(rank["weights"], want.weights, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", [vanilla, gspo])
+def test_an_update_of_an_actor_equals_a_program_in_float64(loss, updates, folder, tmp_path):
+    want = updated_alone(loss, folder, tmp_path / "moved")
+    ranks = [rank[loss.__name__] for rank in updates]
+    check_scores(ranks, want.scores)
+    check_update(ranks, want)
+
+
+def check_scores(ranks, want):
+    """Log p of the responses and entropies, as verl's trainer collects them."""
+    scores = [row for rank in ranks for row in rank["scores"] or []]
+    entropies = [row for rank in ranks for row in rank["entropy"] or []]
+    assert len(scores) == len(entropies) == len(want)
+    for row, entropy, (logp, of_all) in zip(scores, entropies, want, strict=True):
+        assert row[-len(logp) - 1 : -1] == pytest.approx(logp.tolist(), rel=1e-12)
+        assert entropy[:-1] == pytest.approx(of_all.tolist(), rel=1e-12)
         assert row[-1] == entropy[-1] == 0
 
 
 def test_an_update_on_its_own_weights_has_a_kl_of_exactly_0(updates):
-    for rank in updates:
-        for metrics in rank["own"].values():
-            if metrics:
-                assert set(metrics["actor/ppo_kl"]) == {0.0}
-                assert set(metrics["actor/pg_clipfrac"]) == {0.0}
+    for loss in ("vanilla", "gspo"):
+        found = [rank["own"][loss] for rank in updates if rank["own"][loss]]
+        assert found
+        for metrics in found:
+            assert set(metrics["actor/ppo_kl"]) == set(metrics["actor/pg_clipfrac"]) == {0.0}
+            assert metrics["grad_norm"][0] > 0
 
 
 def test_weights_have_the_names_and_values_of_the_folder(updates, folder):
@@ -222,8 +242,11 @@ def test_adapters_are_sent_alone_and_can_be_disabled(updates):
             "task_type": "TaskType.CAUSAL_LM",
             "r": "4",
         }
-        if found["same"] is not None:
-            assert found["same"] and found["change"] > 1e-6
+    # Ranks that have outputs.
+    compared = [rank["adapters"] for rank in updates if rank["adapters"]["same"] is not None]
+    assert compared
+    for found in compared:
+        assert found["same"] and found["change"] > 1e-6
 
 
 def test_what_is_not_computed_is_refused(updates):
@@ -237,9 +260,9 @@ def test_what_is_not_computed_is_refused(updates):
         assert "training.nothing" in refused["key"]
 
 
-def test_verls_workers_are_built_from_its_configuration(python, folder, tmp_path, updates):
-    """The reference model scores, and the actor is updated, as by the worker alone."""
-    for alone, rank in zip(updates, run(python, "workers", folder, tmp_path / "out", *CP)):
-        if rank["scores"] is not None and alone["vanilla"]["scores"] is not None:
-            for row, want in zip(rank["scores"], alone["vanilla"]["scores"]):
-                assert row == pytest.approx(want, rel=1e-12)
+def test_verls_workers_are_built_from_its_configuration(python, folder, tmp_path):
+    """The reference model scores, and the actor is updated, as the program does."""
+    want = updated_alone(vanilla, folder, tmp_path / "moved")
+    ranks = run(python, "workers", folder, tmp_path / "out", *CP)
+    check_scores(ranks, want.scores)
+    check_update(ranks, want)
