@@ -19,7 +19,7 @@ LAYERS = (
     ("data", "losses"),
     ("step",),
     ("run",),
-    ("hooks",),
+    ("hooks", "verl"),
     ("planner", "proof"),
     ("commands",),
     ("train",),

@@ -35,7 +35,7 @@ from titan_linear.proof.definitions import missing
 from titan_linear.proof.subject import narrowed
 from titan_linear.run.session import Session, mesh
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/extending.md").read_text("utf-8")
 FILES = {
     "__init__": "# Extending",
