@@ -31,6 +31,8 @@ from tests.transformers.workers import (
     leaks,
     sharded,
     trained,
+    vision_model,
+    with_images,
 )
 from titan_linear.transformers import context_parallel
 from titan_linear.transformers.functions import FAMILIES
@@ -188,11 +190,30 @@ def test_language_model_of_a_vision_class(model):
     for name, p in model.model.named_parameters():
         inside = whole.model.language_model.get_parameter(name)
         assert torch.equal(gradient(inside), gradient(p)), name
-    with (
-        pytest.raises(ValueError, match=r"batch has \['pixel_values'\]"),
-        context_parallel(whole) as cp,
-    ):
-        cp.cut(batch() | {"pixel_values": torch.zeros(1)})
+
+
+def test_images(worlds):
+    """Two rows with an image each: loss and every gradient of transformers alone, the vision tower's too."""
+    for found in worlds(2).run(with_images, LAYOUTS):
+        assert max(found.values())[0] < 1e-9
+
+
+def test_images_that_cannot_be_cut(model):
+    pixels = {"pixel_values": torch.zeros(1)}
+    rows = {"input_ids": batch()["input_ids"]}
+    with context_parallel(model) as cp:
+        with pytest.raises(ValueError, match=r"batch has \['pixel_values'\], but the model has"):
+            cp.cut(rows | pixels)
+        with pytest.raises(ValueError, match=r"batch has \['pixel_values'\], which cannot be cut"):
+            cp.cut(batch() | pixels)
+
+
+def test_texts_of_a_vision_class():
+    """Qwen's processor gives types of tokens to texts, too."""
+    model = vision_model()
+    rows = {"input_ids": batch()["input_ids"], "labels": batch()["labels"]}
+    types = {"mm_token_type_ids": torch.zeros_like(rows["input_ids"])}
+    assert trained(model, inputs=rows | types)["loss"] == trained(model, inputs=rows)["loss"]
 
 
 # --- What is refused ----------------------------------------------------------------------

@@ -19,6 +19,14 @@ def test_four_ranks_train_like_one(worlds, tmp_path):
         assert ((weights - one[2]).norm() / one[2].norm()).item() < 1e-5
         assert evaluation == pytest.approx(one[3], rel=1e-5)
         assert (weights == four[0][2]).all()
+    # FSDP2 as accelerate does it on GPUs
+    for norms, losses, weights, evaluation in worlds(2).run(
+        trainer, str(tmp_path / "2"), 2, 4, True
+    ):
+        assert norms == pytest.approx(one[0], rel=1e-5)
+        assert losses == pytest.approx(one[1], rel=1e-5)
+        assert ((weights - one[2]).norm() / one[2].norm()).item() < 1e-5
+        assert evaluation == pytest.approx(one[3], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -33,3 +41,9 @@ def test_options_that_need_whole_rows(options, reason, tmp_path):
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(ValueError, match=reason):
         CPTrainer(build("LFM2"), args, **options)
+
+
+def test_no_predictions(tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match="predict: a rank has logits of a part of each row"):
+        CPTrainer(build("LFM2"), args).predict([])

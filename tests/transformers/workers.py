@@ -9,8 +9,17 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate.state import DistributedType, PartialState
 from torch.distributed.fsdp import fully_shard
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from torch.distributed.tensor import DTensor
+from transformers import (
+    DataCollatorWithFlattening,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
 
 from tests.models import hf_models
 from titan_linear.transformers import ContextParallelMixin, context_parallel
@@ -22,6 +31,11 @@ class CPTrainer(ContextParallelMixin, Trainer):
 
 BOUNDS = [0, 37, 38, 101, 121]  # a document of one token; a length that no number of ranks divides
 IGNORE = -100
+FSDP2 = {
+    "fsdp_version": 2,
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "transformer_layer_cls_to_wrap": ["Qwen3_5DecoderLayer"],
+}
 
 
 class Wide:
@@ -156,7 +170,7 @@ def different_batches(rank, world_size):
     return None
 
 
-def trainer(rank, world_size, folder, degree, accumulation):
+def trainer(rank, world_size, folder, degree, accumulation, fsdp=False):
     """Weights and gradient norms after some steps of transformers' Trainer, and the loss of its evaluation."""
     os.environ |= {"ACCELERATE_USE_CPU": "true"}
     draw = torch.Generator().manual_seed(4)
@@ -174,7 +188,12 @@ def trainer(rank, world_size, folder, degree, accumulation):
         save_strategy="no",
         disable_tqdm=True,
         prediction_loss_only=True,
+        fsdp=fsdp,
+        fsdp_config=FSDP2 if fsdp else None,
     )
+    # On CPUs accelerate would take DDP.
+    if fsdp and args.device.type == "cpu":
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     hf = build("Qwen3.5, tied").float().train()
     run = CPTrainer(
         hf,
@@ -187,8 +206,14 @@ def trainer(rank, world_size, folder, degree, accumulation):
     run.train()
     norms = [line["grad_norm"] for line in run.state.log_history if "grad_norm" in line]
     losses = [line["loss"] for line in run.state.log_history if "loss" in line]
-    weights = torch.cat([p.detach().double().flatten() for p in hf.parameters()])
-    return norms, losses, weights, run.evaluate()["eval_loss"]
+    evaluation = run.evaluate()["eval_loss"]
+    weights = torch.cat([whole(p.detach()).double().flatten() for p in run.model.parameters()])
+    assert isinstance(next(run.model.parameters()), DTensor) == fsdp
+    return norms, losses, weights, evaluation
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def sharded(rank, world_size):
@@ -205,6 +230,72 @@ def sharded(rank, world_size):
     dist.all_reduce(loss.detach())
     found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     return errors(found | {"loss": loss.detach()}, want)
+
+
+def vision_model():
+    """A small Qwen3.5 with images, in float64."""
+    text = build("Qwen3.5, tied").config.to_dict()
+    sizes = dict(depth=1, hidden_size=32, num_heads=2, intermediate_size=32)
+    width = dict(out_hidden_size=text["hidden_size"])
+    vision = sizes | width | dict(patch_size=4, num_position_embeddings=64)
+    torch.manual_seed(0)
+    config = Qwen3_5Config(
+        text_config=text, vision_config=vision, image_token_id=5, tie_word_embeddings=True
+    )
+    return Qwen3_5ForConditionalGeneration(config).double().eval()
+
+
+def images(model) -> list[dict[str, torch.Tensor]]:
+    """Rows [1, T] with an image each, of 4 and of 2 tokens, as Qwen's processor makes them."""
+    draw = torch.Generator().manual_seed(7)
+    config = model.config.vision_config
+    width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    rows = []
+    for length, grid in ((37, (1, 4, 4)), (22, (1, 2, 4))):
+        patches, count = grid[1] * grid[2], grid[1] * grid[2] // config.spatial_merge_size**2
+        tokens = torch.randint(6, hf_models.VOCAB, (1, length), generator=draw)
+        tokens[:, 9 : 9 + count] = model.config.image_token_id
+        is_image = (tokens == model.config.image_token_id).long()
+        pixels = torch.randn(patches, width, generator=draw, dtype=torch.float64)
+        rows.append(
+            {
+                "input_ids": tokens,
+                "labels": tokens.masked_fill(is_image == 1, IGNORE),
+                "mm_token_type_ids": is_image,
+                "pixel_values": pixels,
+                "image_grid_thw": torch.tensor([grid]),
+            }
+        )
+    return rows
+
+
+def with_images(rank, world_size, layouts):
+    """For each layout: the largest relative difference to transformers alone, a call for each row."""
+    model = vision_model()
+    rows = images(model)
+    width = max(row["input_ids"].shape[1] for row in rows)
+    inputs = {}
+    for name in rows[0]:
+        columns = [row[name] for row in rows]
+        if name in ("input_ids", "labels", "mm_token_type_ids"):
+            fill = IGNORE if name == "labels" else 0
+            columns = [F.pad(x, (0, width - x.shape[1]), value=fill) for x in columns]
+        inputs[name] = torch.cat(columns)
+    lengths = torch.tensor([[row["input_ids"].shape[1]] for row in rows])
+    inputs["attention_mask"] = (torch.arange(width) < lengths).long()
+    results = {}
+    with in_float64(model):
+        count = sum(row["labels"][:, 1:].ne(IGNORE).sum() for row in rows)
+        losses = [model(**row, use_cache=False, num_items_in_batch=count).loss for row in rows]
+        sum(losses).backward()
+        theirs = {name: gradient(p) for name, p in model.named_parameters()}
+        theirs["loss"] = sum(losses).detach()
+        for layout in layouts:
+            found = errors(trained(model, dist.group.WORLD, layout, inputs), theirs)
+            results[layout] = max((error, name) for name, error in found.items())
+            visual = [g.norm().item() for name, g in theirs.items() if ".visual." in name]
+            assert len(visual) > 10 and min(visual) > 0
+    return results
 
 
 def row(draw):

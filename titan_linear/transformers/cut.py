@@ -14,6 +14,9 @@ KEYS = {"input_ids", "labels", "shift_labels", "loss_weights", "position_ids", "
 # position_ids imply these.
 IMPLIED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 SETTINGS = {"num_items_in_batch", "use_cache"}
+# Read from whole rows, before their embeddings are cut.
+IMAGES = {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"}
+IMAGES |= {"mm_token_type_ids"}
 
 
 class PackedStream(NamedTuple):
@@ -21,11 +24,23 @@ class PackedStream(NamedTuple):
 
     columns: dict[str, Tensor]  # [T] each; labels and weights lie at the token that predicts them
     cu_seqlens: Tensor  # [N+1] int32, on the CPU
+    real: Tensor  # [B, T] bool, tokens of the rows that are in the stream
 
     def count(self) -> Tensor:
         """Return the divisor of the loss: the number of labels, or the sum of their weights."""
         labelled = self.columns["shift_labels"] != IGNORE
         return (labelled * self.columns.get("shift_weights", 1)).sum()
+
+    def lay(self, x: Tensor) -> Tensor:
+        """Lay the rows [B, T, D] as the stream [1, T, D], with zeros in its padding."""
+        tokens = x[self.real]
+        missing = len(self.columns["input_ids"]) - len(tokens)
+        return F.pad(tokens, (0, 0, 0, missing)).unsqueeze(0)
+
+
+def real_tokens(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return which tokens [B, T] of the rows are not padding."""
+    return batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
 
 
 def pack(batch: Mapping[str, Tensor], multiple: int = 1) -> PackedStream:
@@ -37,10 +52,9 @@ def pack(batch: Mapping[str, Tensor], multiple: int = 1) -> PackedStream:
     Raises:
         ValueError: a key or shape that cannot be cut, or padding anywhere but on the right.
     """
-    ids = batch["input_ids"]
     _check(batch)
     # Find the documents, and drop the rows' padding.
-    real = batch.get("attention_mask", torch.ones_like(ids)).bool()
+    ids, real = batch["input_ids"], real_tokens(batch)
     if (real[:, 1:] & ~real[:, :-1]).any():
         raise ValueError(
             "attention_mask has padding on the left or between tokens, which would enter states; "
@@ -64,13 +78,15 @@ def pack(batch: Mapping[str, Tensor], multiple: int = 1) -> PackedStream:
     for name, column in columns.items():
         columns[name] = F.pad(column, (0, missing), value=FILL[name])
     edges = [0, *ends.tolist(), length + missing]
-    return PackedStream(columns, torch.tensor(edges, dtype=torch.int32))
+    return PackedStream(columns, torch.tensor(edges, dtype=torch.int32), real)
 
 
 def _check(batch: Mapping[str, Tensor]) -> None:
+    if "input_ids" not in batch:
+        raise ValueError(f"batch has {sorted(batch)} without input_ids, whose documents are cut")
     shape = batch["input_ids"].shape
-    implied = IMPLIED if "position_ids" in batch else set()
-    if unknown := set(batch) - KEYS - SETTINGS - implied:
+    allowed = KEYS | SETTINGS | (IMPLIED if "position_ids" in batch else IMAGES)
+    if unknown := set(batch) - allowed:
         raise ValueError(
             f"batch has {sorted(unknown)}, which cannot be cut; use {sorted(KEYS)}, with documents "
             "by position_ids that begin again"

@@ -11,15 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan_linear.ops import (
-    CPContext,
-    attention,
-    causal_conv1d,
-    chunk_gated_delta_rule,
-    chunk_kda,
-    chunk_simple_gla,
-    chunk_ssd,
-)
+from titan_linear import ops
 
 
 def in_context(*names: str) -> Callable:
@@ -27,7 +19,7 @@ def in_context(*names: str) -> Callable:
 
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
-        def call(*args: Any, cp_context: CPContext | None = None, **kwargs: Any) -> Any:
+        def call(*args: Any, cp_context: ops.CPContext | None = None, **kwargs: Any) -> Any:
             if cp_context is None:
                 raise ValueError(
                     "a layer was called without cp_context: call model(**cp.cut(batch)), and give "
@@ -49,7 +41,7 @@ def _wide(x: Tensor, like: Tensor) -> Tensor:
 @in_context("weight", "bias", "activation")
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
     """Convolve x [1, D, T] with weight [D, W]."""
-    y, _ = causal_conv1d(x.transpose(1, 2), weight, bias, **options)
+    y, _ = ops.causal_conv1d(x.transpose(1, 2), weight, bias, **options)
     return y.transpose(1, 2)
 
 
@@ -66,7 +58,7 @@ def delta_rule(op: Callable) -> Callable:
 @in_context("D", "dt_bias", "dt_softplus", "dt_limit")
 def state_space(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any) -> Tensor:
     """Run Mamba-2's recurrence on x [1, T, heads, P]."""
-    y, _ = chunk_ssd(x, dt, _wide(A, x), B, C, **options)
+    y, _ = ops.chunk_ssd(x, dt, _wide(A, x), B, C, **options)
     return y.contiguous()
 
 
@@ -75,37 +67,29 @@ def not_fused(*_: Any, **__: Any) -> None:
 
 
 @in_context("hidden_states")
-def lightning_attention(layer: nn.Module, hidden_states: Tensor, cp_context: CPContext) -> Any:
+def lightning_attention(layer: nn.Module, hidden_states: Tensor, cp_context: ops.CPContext) -> Any:
     """Replace `MiniMaxLightningAttention.forward`: linear attention with one decay per head."""
     qkv = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(-1, (-1, 3 * layer.head_dim))
     q, k, v = qkv.split(layer.head_dim, dim=-1)
     decay = _wide(-layer.slope_rate.flatten(), v)
-    o, _ = chunk_simple_gla(q, k, v, g_gamma=decay, scale=1.0, cp_context=cp_context)
+    o, _ = ops.chunk_simple_gla(q, k, v, g_gamma=decay, scale=1.0, cp_context=cp_context)
     gate = layer.output_gate(hidden_states).sigmoid()
     return layer.out_proj(gate * layer.norm(o.flatten(2))), None
 
 
 @in_context("scaling")
-def softmax_attention(
-    _: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: None,
-    cp_context: CPContext,
-    scaling: float,
-) -> Any:
-    """Attend within documents: [1, H, T, D] -> [1, T, H, D]."""
+def softmax_attention(_: nn.Module, *states: Any, cp_context: ops.CPContext, scaling: float) -> Any:
+    """Attend within documents: query, key and value [1, H, T, D], and no mask -> [1, T, H, D]."""
     # Under autocast, rotary embeddings leave queries and keys wider than values.
-    q, k, v = (x.transpose(1, 2).to(value.dtype) for x in (query, key, value))
-    return attention(q, k, v, scale=scaling, cp_context=cp_context), None
+    q, k, v = (x.transpose(1, 2).to(states[2].dtype) for x in states[:3])
+    return ops.attention(q, k, v, scale=scaling, cp_context=cp_context), None
 
 
 # --- Functions to replace in a family's modeling file -------------------------------------
 
 CONVOLUTION = {"causal_conv1d_fn": convolution}
-GATED_DELTA = CONVOLUTION | {"torch_chunk_gated_delta_rule": delta_rule(chunk_gated_delta_rule)}
-KIMI_DELTA = CONVOLUTION | {"chunk_kimi_delta_attention": delta_rule(chunk_kda)}
+GATED_DELTA = CONVOLUTION | {"torch_chunk_gated_delta_rule": delta_rule(ops.chunk_gated_delta_rule)}
+KIMI_DELTA = CONVOLUTION | {"chunk_kimi_delta_attention": delta_rule(ops.chunk_kda)}
 MAMBA = CONVOLUTION | {
     "mamba2_chunk_scan": state_space,
     "mamba2_split_conv1d_scan_combined": not_fused,

@@ -1,5 +1,7 @@
 """Context parallelism for `transformers.Trainer`."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ class ContextParallelMixin:
     """
 
     args: Any  # transformers.TrainingArguments
+    accelerator: Any
 
     def __init__(
         self,
@@ -35,10 +38,10 @@ class ContextParallelMixin:
         context_parallel_layout: str = "zigzag",
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
         self.cp_degree = context_parallel_degree
         self.cp_layout = context_parallel_layout
         self.cp_group = None
+        super().__init__(*args, **kwargs)
         if self.args.world_size % context_parallel_degree:
             raise ValueError(
                 f"context_parallel_degree = {context_parallel_degree} must divide the number of "
@@ -52,6 +55,12 @@ class ContextParallelMixin:
                 f"{', '.join(refused) or 'n_gpu or average_tokens_across_devices'}: the loss is a mean "
                 "over all ranks' labels, and a rank has a part of each row; leave it at the default"
             )
+        # TRL divides its count of tokens by this.
+        self._tp_size = context_parallel_degree
+
+    def get_tp_size(self) -> int:
+        """Return the number of ranks that have the same batch, by transformers' name."""
+        return self.cp_degree
 
     def get_train_dataloader(self) -> Any:
         return self._by_group(super().get_train_dataloader())
@@ -61,32 +70,52 @@ class ContextParallelMixin:
 
     def _by_group(self, loader: Any) -> Any:
         # accelerate's loaders have a shard per rank; here each group has one.
+        groups = self.args.world_size // self.cp_degree
         for shard in (loader.batch_sampler, loader.dataset):
             if hasattr(shard, "process_index"):
-                shard.num_processes = self.args.world_size // self.cp_degree
+                shard.num_processes = groups
                 shard.process_index = self.args.process_index // self.cp_degree
+                # A lone group need not be given samples twice to have as many batches as others.
+                shard.even_batches = groups > 1
         return loader
 
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
-        # Labels on all ranks; each group's are counted once.
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
+        # Labels, or their weights, on all ranks; each group's are counted once.
+        if not all("labels" in batch for batch in batch_samples):
+            return None
         items = sum(pack(batch).count() for batch in batch_samples).to(device)
         if self.args.world_size > 1:
             dist.all_reduce(items)
         return items / self.cp_degree
 
-    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Tensor:
-        with context_parallel(model, self.cp_group, self.cp_layout) as self.cp:
-            return super().training_step(model, *args, **kwargs)
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self._whole_rows():
+            return super().training_step(*args, **kwargs)
 
-    def prediction_step(
-        self, model: Any, inputs: Any, loss_only: bool, *args: Any, **kwargs: Any
-    ) -> Any:
-        if not loss_only:
-            raise ValueError("a rank has logits of a part of each row; use prediction_loss_only")
-        with context_parallel(model, self.cp_group, self.cp_layout) as self.cp:
-            return super().prediction_step(model, inputs, loss_only, *args, **kwargs)
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._whole_rows():
+            return super().prediction_step(*args, **kwargs)
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the Trainer's loss of this rank's part; the mean over ranks is one process's."""
-        cut = self.cp.cut({**inputs, "num_items_in_batch": kwargs["num_items_in_batch"]})
-        return super().compute_loss(model, cut, *args, **kwargs)
+    def predict(self, *_: Any, **__: Any) -> None:
+        raise ValueError("predict: a rank has logits of a part of each row; use evaluate")
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.gather_function = self._gather
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _gather(self, losses: Tensor) -> Tensor:
+        # Ranks of a group have the same losses. Samples that fill up the last batch do not count.
+        ranks = self.accelerator.gather(losses).unflatten(0, (-1, self.cp_degree, len(losses)))
+        state = self.accelerator.gradient_state
+        filled = state.end_of_dataloader and state.remainder > 0
+        return ranks[:, 0].flatten()[: state.remainder if filled else None]
+
+    @contextmanager
+    def _whole_rows(self) -> Iterator[None]:
+        # DPO may have a model of its own for references.
+        models = self.model, getattr(self, "ref_model", None)
+        with ExitStack() as stack:
+            for model in filter(None, models):
+                cp = context_parallel(model, self.cp_group, self.cp_layout, whole_rows=True)
+                stack.enter_context(cp)
+            yield
