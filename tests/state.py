@@ -12,8 +12,8 @@ from unittest.mock import patch
 
 import torch
 
+from titan_linear.config.registry import TABLES
 from titan_linear.models.presets import MODELS
-from titan_linear.registry import TABLES
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 

@@ -12,14 +12,14 @@ ROOT = Path(__file__).parents[1]
 
 # From the bottom. A module imports from lower layers, and from its own room: a file or a folder named here.
 LAYERS = (
-    ("ops", "registry"),
-    ("config", "models", "transformers"),
+    ("ops", "config"),
+    ("models", "transformers"),
     ("distributed",),
     ("storage",),
     ("data", "losses"),
     ("step",),
     ("run",),
-    ("hooks",),
+    ("hooks", "verl"),
     ("planner", "proof"),
     ("commands",),
     ("train",),

@@ -13,7 +13,7 @@ PUBLIC = {
     "Session": "run.session",
     "mesh": "run.session",
     "load": "run.reading",
-    "register": "registry",
+    "register": "config.registry",
 }
 
 

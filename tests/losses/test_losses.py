@@ -284,13 +284,10 @@ def test_gradients_of_what_losses_may_read():
     )
 
 
-def swapped(parts, streams, i):
-    starts, lengths, following = parts(streams, i)
-    return (
-        starts.reshape(-1, 2)[:, ::-1].ravel(),
-        lengths.reshape(-1, 2)[:, ::-1].ravel(),
-        following,
-    )
+def swapped(runs, streams, i):
+    of_stream = runs(streams, i)
+    starts, lengths = (x.reshape(-1, 2)[:, ::-1].ravel() for x in of_stream[:2])
+    return of_stream._replace(starts=starts, lengths=lengths)
 
 
 def a_token_late(get, streams, i):
@@ -313,7 +310,7 @@ def of_this_rank(counts, batch):
 FAULTS = {
     "pairs swapped": (
         WholeStreams,
-        "_parts",
+        "runs",
         swapped,
         data.targets,
         r"pairs: .* \d > 0 \(stream 0\)",

@@ -138,7 +138,11 @@ CHATS = {
     "model.name": "qwen3.5",
     "model.flavor": "0.8B",
 }
-OF_TOKENS = {"training.dataset_format": "tokens", "loss.scores": ""}
+OF_TOKENS = {
+    "training.dataset": "jsonl",
+    "training.dataset_format": "tokens",
+    "loss.scores": "",
+}
 SMALL_QWEN = {"model.name": "qwen3.5", "model.flavor": "0.8B"}
 ROLLOUTS = {
     "training.dataset_path": "{rollouts}",

@@ -17,6 +17,7 @@ from titan_linear.config import Optimizer, Parallelism
 from titan_linear.data import IGNORE
 from titan_linear.distributed.options import SessionOptions
 from titan_linear.losses import build_loss
+from titan_linear.losses.function import FunctionLoss
 from titan_linear.models.config import LoraConfig
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
@@ -158,6 +159,88 @@ def test_log_probabilities_of_whole_documents_are_on_every_rank(split, worlds):
             torch.testing.assert_close(logp, logprobs(model, i, 0.7).detach())
 
 
+def by_tempered_function(rank, world_size, split):
+    """Loss, norm and the entropies that the function got, at temperature 0.7."""
+    session = session_of(**split)
+    got = {}
+    for i, batch in zip(*mine(session), strict=True):
+
+        def function(logp, entropy, i=i):
+            got[i] = logp.detach(), entropy.detach()
+            return function_of(BOUNDS[i])(logp) + 0 * entropy.sum()
+
+        session.forward_backward(batch, FunctionLoss(function, 0.7, entropy=True))
+        alone = session.logprobs_and_entropy(batch, temperature=0.7)
+        torch.testing.assert_close(alone, got[i], rtol=0, atol=0)
+        torch.testing.assert_close(
+            session.logprobs(batch, temperature=0.7, whole=True), got[i][0], rtol=0, atol=0
+        )
+    return *session.step(lr=0.1)[:2], got
+
+
+def entropy_of(model, i, temperature):
+    bounds = torch.tensor(BOUNDS[i], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in bounds.diff()])
+    logits = model(tokens_of(i)[None], BatchPlan(positions, cu_seqlens=bounds))[0]
+    p = (logits / temperature).softmax(-1)
+    return -(p * p.log()).sum(-1).masked_fill(labels_of(tokens_of(i), BOUNDS[i]) == IGNORE, 0)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_function_at_a_temperature_is_exact_and_gets_entropies(split, worlds):
+    model = initialised(MODEL, dtype=torch.float64)
+    loss = sum(function_of(BOUNDS[i])(logprobs(model, i, 0.7)) for i in range(2))
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for got_loss, got_norm, got in worlds(2).run(by_tempered_function, SPLITS[split]):
+        assert got_loss == pytest.approx(loss.item(), rel=1e-10)
+        assert got_norm == pytest.approx(norm.item(), rel=1e-10)
+        for i, (_, entropy) in got.items():
+            torch.testing.assert_close(entropy, entropy_of(model, i, 0.7).detach())
+
+
+def discarding(rank, world_size):
+    """Norms of a step, where before it another was discarded, and everything moved away and back."""
+    norms = []
+    for discard in (False, True):
+        session = session_of()
+        _, batches = mine(session)
+        if discard:
+            session.forward_backward(batches[1], function_of(BOUNDS[1]))
+            session.zero_grad()
+            session.to(torch.device("cpu"))
+            session.to(session.device)
+            with refused("forward_backward first"):
+                session.step(lr=0.1)
+        for _ in range(2):
+            session.forward_backward(batches[0], function_of(BOUNDS[0]))
+            norms.append(session.step(lr=0.1).grad_norm)
+    return norms
+
+
+def test_gradients_can_be_discarded(worlds):
+    ((first, second, third, fourth),) = worlds(1).run(discarding)
+    assert (first, second) == (third, fourth)
+
+
+@pytest.mark.cuda
+def test_everything_moves_to_the_host_and_back():
+    """With copies in the compute dtype: nothing is left on the device, and the next step is the same."""
+    norms, left = [], []
+    for moves in (False, True):
+        options = SessionOptions(compute_dtype=torch.bfloat16)
+        session = Session(MODEL, mesh(), options, optimizer=OPTIMIZER)
+        session.initialise(seed=0)
+        for _ in range(2):
+            session.forward_backward(session.cut(tokens_of(0)))
+            norms.append(session.step(lr=0.1).grad_norm)
+            if moves:
+                session.to(torch.device("cpu"))
+                left += [p.device.type for p in session.model.parameters()]
+                session.to(session.device)
+    assert norms[:2] == norms[2:] and set(left) == {"cpu"}
+
+
 def norm_after_scores(rank, world_size, split, scores):
     """The gradient norm of a step, before which log p are read or not."""
     session = session_of(**split)
@@ -296,6 +379,8 @@ def refusing(rank, world_size):
     session.forward_backward(batch, build_loss("cross_entropy"))
     with refused("needs tokens = session.count"):
         session.forward_backward(batch)
+    with refused("set the entropy's coefficient"):
+        session.forward_backward(batch, FunctionLoss(lambda logp, h: logp - 0.1 * h, entropy=True))
 
 
 def test_what_does_not_fit_is_refused(worlds):

@@ -80,8 +80,9 @@ def main(argv: list[str]) -> int:
 
 
 def checked(path: str, keys: list[str]) -> tuple[Origin, Node]:
-    """Return the origin that reads these weights, and this node."""
+    """Return the origin that reads these weights, and this node; say what is read."""
     origin = Origin.reading(Path(path), keys)
+    print(f"reading {origin.title}")
     node = this_node()
     world_size = node.count * node.processes
     check_config(origin.config, world_size)

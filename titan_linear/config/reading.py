@@ -20,6 +20,7 @@ else:
     import tomli as tomllib
 
 from titan_linear.config.nesting import check_depth, check_nesting
+from titan_linear.config.registry import TABLES, import_custom
 from titan_linear.config.schema import (
     KEYS,
     PRINT,
@@ -30,7 +31,6 @@ from titan_linear.config.schema import (
     Training,
     keys_with,
 )
-from titan_linear.registry import TABLES, import_custom
 
 # Tables of TOML.
 Tables = dict[str, Any]

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
 
-from titan_linear.registry import TABLES
+from titan_linear.config.registry import TABLES
 
 
 class KeyRule(Enum):

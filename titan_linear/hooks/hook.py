@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from titan_linear.config import Config
-from titan_linear.registry import TABLES
+from titan_linear.config.registry import TABLES
 from titan_linear.run.session import Session
 from titan_linear.step.feed import FeedStats
 from titan_linear.step.optimizer import Moment

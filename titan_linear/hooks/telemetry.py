@@ -340,4 +340,4 @@ def _window_tokens(tokens: int) -> int:
 
 def _unit(parameter: str) -> str:
     """Map layers.3.mixer.q_proj.weight to layers.3, and head.norm.weight to head."""
-    return re.match(r"layers\.\d+|[^.]+", parameter)[0]
+    return re.findall(r"layers\.\d+|[^.]+", parameter)[0]

@@ -8,12 +8,12 @@ split.
 """
 
 from titan_linear.config import Section
+from titan_linear.config.registry import TABLES
 from titan_linear.losses.cross_entropy import CrossEntropyLoss
 from titan_linear.losses.distillation import DistillationLoss
 from titan_linear.losses.dpo import DPOLoss
 from titan_linear.losses.loss import LossFunction
 from titan_linear.losses.policy import PolicyLoss
-from titan_linear.registry import TABLES
 
 LOSSES: dict[str, type[LossFunction]] = TABLES[LossFunction.chosen_by]
 LOSSES.update(

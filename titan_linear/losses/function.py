@@ -6,6 +6,7 @@ a second pass, which is linear in log p: gradients are exact however tokens are 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,21 +16,32 @@ from titan_linear.ops.cross_entropy import ChunkedLogits, LogitStatistics
 from titan_linear.ops.exchange.stream import gather_stream, take_fragments
 
 
+@dataclass(frozen=True)
 class FunctionLoss(LossFunction):
     # Maps log p [T] of the micro-batch's labels to a scalar, or to terms to add up.
-    keys: Callable[[Tensor], Tensor]
+    keys: Callable[..., Tensor]
+    # Divides the logits.
+    temperature: float = 1.0
+    # Whether the function also gets the entropy [T] of each label's distribution, for
+    # reports: its gradient must be 0.
+    entropy: bool = False
     reads_twice = True
 
     def __call__(self, logits: ChunkedLogits, batch: LocalBatch) -> Tensor:
         labels = batch.labels.flatten()
         context = batch.context
+        logits = tempered(logits, self.temperature)
         # First pass: log p of the whole micro-batch, in its order.
-        first_pass = logits.rows(labels)
-        logp = first_pass.logprobs[:, 0].masked_fill(labels < 0, 0)
-        leaf = gather_stream(logp, context).requires_grad_()
+        first_pass = logits.rows(labels, statistics=self.entropy)
+        leaves = [x.requires_grad_() for x in whole_numbers(first_pass, batch)]
         with torch.enable_grad():
-            value = self.keys(leaf).sum()
-        (slopes,) = torch.autograd.grad(value, leaf)
+            value = self.keys(*leaves).sum()
+        slopes, *others = torch.autograd.grad(value, leaves, materialize_grads=True)
+        if any(x.any() for x in others):
+            raise ValueError(
+                "the loss depends on the entropy, whose gradient by the logits is not computed; set the entropy's "
+                "coefficient (actor.entropy_coeff) to 0"
+            )
         slopes = take_fragments(slopes.unsqueeze(0), context)[0]
 
         # Second pass: each term is 0, and has the function's slope.
@@ -42,3 +54,21 @@ class FunctionLoss(LossFunction):
         tp_rank = logits.ranks.rank if logits.ranks else 0
         counts = context.ranks.rank + tp_rank == 0
         return total + value.detach() * counts
+
+
+def tempered(logits: ChunkedLogits, temperature: float) -> ChunkedLogits:
+    """Divide the logits by a temperature."""
+    return logits if temperature == 1 else replace(logits, x=logits.x / temperature)
+
+
+def whole_numbers(rows: LogitStatistics, batch: LocalBatch) -> list[Tensor]:
+    """Return log p and, if `rows` have it, the entropy of each label of the micro-batch.
+
+    They are [T], in the order of the micro-batch, on every cp and tp rank; 0 where there is
+    no label.
+    """
+    labels = batch.labels.flatten()
+    numbers = [rows.logprobs[:, 0]]
+    if rows.entropy is not None:
+        numbers.append(rows.entropy)
+    return [gather_stream(x.masked_fill(labels < 0, 0), batch.context) for x in numbers]

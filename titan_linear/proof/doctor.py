@@ -52,8 +52,8 @@ def checks(subject: ProofSubject) -> Iterator[tuple[str, Callable[[], Findings]]
     if BACK in subject.streams[0].columns:
         of_case.append(ops.trees)
     for case in ops.cases(subject):
-        for check in of_case:
-            yield f"{check.__name__}, {case}", partial(check, subject, case)
+        for prove in of_case:
+            yield f"{prove.__name__}, {case}", partial(prove, subject, case)
     of_model = [definitions.missing, definitions.loss, definitions.positions, definitions.float8]
     of_model += [model.split, model.documents, model.repeated, resume.resume, hf.logits]
     for check in of_model:

@@ -612,6 +612,7 @@ def balance_experts(model: ModelConfig, t: Training, m: Model) -> ModelConfig:
         raise ValueError(
             f"training.expert_{key} is set, but {m.preset} has no {lacking}; leave it at -1"
         )
+    assert model.moe
     return replace(model, moe=replace(model.moe, **values))
 
 

@@ -26,7 +26,7 @@ from titan_linear.distributed.options import SessionOptions
 from titan_linear.distributed.parallelize import materialise, parallelize
 from titan_linear.distributed.process import own_device
 from titan_linear.losses import LossFunction, build_loss
-from titan_linear.losses.function import FunctionLoss
+from titan_linear.losses.function import FunctionLoss, tempered, whole_numbers
 from titan_linear.losses.loss import LocalBatch, logprobs
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
@@ -36,7 +36,7 @@ from titan_linear.ops.exchange.stream import gather_stream
 from titan_linear.run.build import build_dims, options_of, unallocated
 from titan_linear.run.weights import Weights
 from titan_linear.step.branches import zero_without_label
-from titan_linear.step.cut import build_sharding
+from titan_linear.step.cut import BatchSharding
 from titan_linear.step.feed import Feed, StepTokens
 from titan_linear.step.optimizer import ComputeCopies, Reading, build_optimizer
 from titan_linear.step.passes import Forward, Passes, with_reference
@@ -82,7 +82,7 @@ class Session:
         self.loss = build_loss(loss) if isinstance(loss, str) else loss
         self.model = self._built(model)
         self.optimizer = build_optimizer(self.model, optimizer) if optimizer else None
-        self.sharding = build_sharding(self.model.config, self.dims, self.options, self.device)
+        self.sharding = BatchSharding.of(self.model.config, self.dims, self.options, self.device)
         # Number of updates.
         self.steps = 0
         # This rank's parts of the loss since the last update.
@@ -238,11 +238,29 @@ class Session:
         """
 
         def of_labels(logits: ChunkedLogits) -> Tensor:
-            return logprobs(replace(logits, x=logits.x / temperature), batch.labels.flatten())
+            return logprobs(tempered(logits, temperature), batch.labels.flatten())
 
         with self.precision:
             logp = self.model(batch.tokens, batch.plan, loss=of_labels)
         return gather_stream(logp, batch.context) if whole else logp
+
+    @torch.no_grad()
+    def logprobs_and_entropy(
+        self, batch: LocalBatch, *, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Return log p of each label of the whole micro-batch, and the entropy there.
+
+        Returns:
+            Both [T] in the micro-batch's order, on every cp and tp rank; 0 where there is
+            no label.
+        """
+
+        def of_labels(logits: ChunkedLogits) -> tuple[Tensor, ...]:
+            rows = tempered(logits, temperature).rows(batch.labels.flatten(), statistics=True)
+            return tuple(whole_numbers(rows, batch))
+
+        with self.precision:
+            return self.model(batch.tokens, batch.plan, loss=of_labels)
 
     def forward_backward(
         self,
@@ -256,6 +274,7 @@ class Session:
         log-probabilities [T] of the labels of the whole micro-batch, on every cp and tp
         rank, and its results are added up over micro-batches and data-parallel ranks. Its
         gradient is exact under every split. It takes two passes over the head.
+        `FunctionLoss(function, temperature)` divides the logits.
 
         Args:
             loss: by default, the session's.
@@ -290,17 +309,45 @@ class Session:
         """
         if self.optimizer is None or not self._losses:
             raise ValueError("step needs a session with an optimizer, and forward_backward first")
-        # After a forward without a backward, such as `logprobs`, FSDP keeps parameters
-        # gathered, without the gradients that the shards have.
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        self._reshard()
         # Reports are kept if all micro-batches have them.
         width = min(map(len, self._losses))
         losses = torch.stack([part[:width] for part in self._losses]).double()
         self._losses.clear()
         self.steps += 1
         return self.update.run(losses, lr).wait()
+
+    def _reshard(self) -> None:
+        """Free parameters that FSDP2 keeps gathered after a forward without a backward.
+
+        They are without the gradients that the shards have.
+        """
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def zero_grad(self) -> None:
+        """Discard what `forward_backward` has accumulated since the last step."""
+        self._reshard()
+        self._losses.clear()
+        self.model.zero_grad()
+
+    def to(self, device: torch.device, *, model: bool = True, optimizer: bool = True) -> None:
+        """Move weights, optimizer states or both to another device between two steps.
+
+        Passes and steps need everything on the session's device. FSDP2's own offload
+        (`training.enable_cpu_offload`) keeps all of it on the host, and nothing moves.
+        """
+        if self.dims.cpu_offload:
+            return
+        self._reshard()
+        if model:
+            self.model.to(device)
+            if isinstance(self.precision, ComputeCopies):
+                self.precision.to(device)
+        if optimizer and self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                state.update({name: x.to(device) for name, x in state.items()})
 
     # --- Weights --------------------------------------------------------------------------
 

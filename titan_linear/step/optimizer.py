@@ -86,6 +86,11 @@ class ComputeCopies:
         """Record that the copies of these parameters match their current values."""
         self.versions.update((p, p._version) for p in parameters)
 
+    def to(self, device: torch.device) -> None:
+        """Move the copies to another device."""
+        for copy in self.copy_of.values():
+            copy.data = copy.data.to(device)
+
     def __enter__(self) -> None:
         # Refresh stale copies, then put the copies into the modules.
         stale = [p for p in self.copy_of if self.versions.get(p) != p._version]

@@ -51,7 +51,13 @@ from titan_linear.data.corpus.corpus import (
     load_corpus,
     unfitting,
 )
-from titan_linear.data.corpus.sources import Document, read_documents, source_files
+from titan_linear.data.corpus.sources import (
+    CUSTOM,
+    TEXT_SOURCES,
+    Document,
+    read_documents,
+    source_files,
+)
 from titan_linear.data.corpus.tokenise import Encoder, may_have_children, tokenise, worker_count
 from titan_linear.data.corpus.tokenizer import Tokenizer
 from titan_linear.data.corpus.tree_records import (
@@ -158,6 +164,11 @@ class Texts:
         return columns
 
     @property
+    def kind(self) -> str:
+        """The first part of the name of the texts' cache."""
+        return self.dataset if self.dataset in TEXT_SOURCES else CUSTOM
+
+    @property
     def group(self) -> int:
         return 2 if self.dataset_format == "preference" else 1
 
@@ -246,7 +257,7 @@ def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool
         if with_paths:
             paths = _paths_when_written(corpus)
     else:
-        folder = (cache_dir or default_cache_dir()) / f"{texts.dataset}-{texts.key}"
+        folder = (cache_dir or default_cache_dir()) / f"{texts.kind}-{texts.key}"
         folder = _named(folder) or _build_cache(folder, texts)
         with suppress(OSError):  # not permitted in a cache that others wrote for us
             # Record the last use.
@@ -276,7 +287,7 @@ def cached_corpus(texts: Texts) -> Corpus | None:
     try:
         folder = Path(os.path.expanduser(texts.path or ""))
         if texts.dataset != "tokens":
-            folder = _named(default_cache_dir() / f"{texts.dataset}-{texts.key}")
+            folder = _named(default_cache_dir() / f"{texts.kind}-{texts.key}")
         return load_corpus(folder) if folder and (folder / INFO).exists() else None
     except ValueError:
         # The run itself refuses it.
@@ -373,7 +384,7 @@ def _build_cache(folder: Path, texts: Texts) -> Path:
 def _same_texts(caches: Path, texts: Texts) -> Path | None:
     """Return a cache of these texts, whatever their paths and times were."""
     known = {}
-    for info in caches.glob(f"{texts.dataset}-*/{INFO}"):
+    for info in caches.glob(f"{texts.kind}-*/{INFO}"):
         # Skip caches that are damaged or written from tokens.
         with suppress(Unreadable, KeyError):
             known[read_json(info, Json, "")["texts"]] = info.parent

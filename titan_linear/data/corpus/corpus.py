@@ -45,7 +45,7 @@ from numpy import ndarray
 
 from titan_linear.config import has_records
 from titan_linear.data.corpus.columns import WEIGHTS, Kinds, check_kinds
-from titan_linear.data.corpus.sources import TEXT_SOURCES
+from titan_linear.data.corpus.sources import CUSTOM, TEXT_SOURCES
 from titan_linear.storage.files import (
     Json,
     Unreadable,
@@ -65,7 +65,7 @@ CRC_BLOCK = 1 << 24
 # Every process may look at this many documents.
 SMALL = 1 << 22
 # Names of cache folders, which we may remove.
-CACHE_NAME = re.compile(r".+-[0-9a-f]{24}")
+CACHE_NAME = re.compile(rf"({'|'.join(TEXT_SOURCES)}|{CUSTOM})-[0-9a-f]{{24}}")
 TOKENS, OFFSETS, HASHES = FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
 # Names of the files about text files.
 FILE_ENDS = "files.bin"

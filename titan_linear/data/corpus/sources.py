@@ -42,13 +42,15 @@ from pydantic import BaseModel, Field
 from pydantic_core import to_json
 
 from titan_linear.config.nesting import check_nesting
+from titan_linear.config.registry import TABLES
 from titan_linear.data.corpus.chat import ANSWER_WEIGHTS, QUESTIONS
-from titan_linear.registry import TABLES
 from titan_linear.storage.files import Json, read_json, shown
 
 Names = tuple[str, ...]
 
 TEXT_SOURCES = ("stdlib", "text", "jsonl", "parquet", "arrow")
+# Stands for registered sources in the names of their caches.
+CUSTOM = "custom"
 # Required and optional fields of records that are conversations, by format.
 RECORD_FIELDS = {
     "messages": (("messages",), ("conversations", "system", "tools", "chat_template_kwargs")),

@@ -5,6 +5,7 @@ configs/NAME.json belongs to model.name = NAME: it has the config.json of each f
 trimmed to the keys that determine the model.
 """
 
+from titan_linear.config.registry import TABLES, register
 from titan_linear.models.families import (
     falcon_h1,
     fla,
@@ -20,7 +21,6 @@ from titan_linear.models.families import (
     rwkv7,
 )
 from titan_linear.models.families.layout import Family, read_family
-from titan_linear.registry import TABLES, register
 
 # Tables of config.json, by architecture.
 _KEYS = {

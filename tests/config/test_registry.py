@@ -22,6 +22,7 @@ from tests.refusals import refused
 from tests.state import isolated
 from titan_linear.commands import generate, plan
 from titan_linear.config import Config, Optimizer, check_config, config_to_toml, load_config
+from titan_linear.config.registry import TABLES, register
 from titan_linear.distributed.options import SessionOptions
 from titan_linear.hooks import HOOKS
 from titan_linear.losses import LOSSES, build_loss
@@ -32,10 +33,9 @@ from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.proof import doctor
 from titan_linear.proof.definitions import missing
 from titan_linear.proof.subject import narrowed
-from titan_linear.registry import TABLES, register
 from titan_linear.run.session import Session, mesh
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/extending.md").read_text("utf-8")
 FILES = {
     "__init__": "# Extending",
@@ -106,7 +106,12 @@ def test_a_run_with_all_kinds_resumes_exports_and_generates(package, capsys):
     command.write_text("from titan_linear.__main__ import entry\n\nentry()\n")
     environment = os.environ | {"NGPU": "2", "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
-    more = {"validation__enable": "true", "validation__freq": 1, "checkpoint__interval": 1}
+    more = {
+        "validation__enable": "true",
+        "validation__freq": 1,
+        "validation__holdout": 0.2,
+        "checkpoint__interval": 1,
+    }
     for steps in (1, 2):
         argv = arguments(
             package,

@@ -1,0 +1,1 @@
+"""Groups of hydra for verl, as pkg://titan_linear.verl.config."""
