@@ -198,10 +198,10 @@ def only(monkeypatch):
                 pytest.skip(why)
         else:
             monkeypatch.setattr(flash4, "installed", lambda: "left out")
-        support._choose.cache_clear()
+        support.choose.cache_clear()
 
     yield choose
-    support._choose.cache_clear()
+    support.choose.cache_clear()
 
 
 @pytest.mark.cuda

@@ -8,7 +8,7 @@ from titan_linear.ops.convolution import CONVOLUTION
 from titan_linear.ops.cross_entropy import CROSS_ENTROPY
 from titan_linear.ops.delta_rule import GDN, KDA
 from titan_linear.ops.experts import COPIES, GROUPED_LINEAR
-from titan_linear.ops.runtime.support import Choice
+from titan_linear.ops.runtime.support import Choice, choose
 from titan_linear.ops.rwkv7 import RWKV7
 from titan_linear.ops.simple_gla import SIMPLE_GLA
 from titan_linear.ops.ssd import SSD
@@ -39,15 +39,14 @@ def choose_implementations(
         op -> choice.
 
     Raises:
-        ValueError: as in `Op.choose`; the message names the key model.impl.
+        ValueError: as in `choose`; the message names the key model.impl.
     """
     choices = {}
     for name, dims in requests.items():
         op = OPS[name]
         try:
-            choices[name] = op.choose(
-                impl if "triton" in op.implementations else "auto", device, dtype, **dims
-            )
+            possible = impl if "triton" in op.implementations else "auto"
+            choices[name] = choose(op, possible, device, dtype, **dims)
         except ValueError as error:
             raise ValueError(f"model.{error}") from None
     if ATTENTION.name in choices:

@@ -23,7 +23,7 @@ from titan_linear.models.presets import MODELS
 from titan_linear.ops import build_cp_context, experts
 from titan_linear.ops.experts import grouped_linear
 from titan_linear.ops.runtime.operators import contexts
-from titan_linear.ops.runtime.support import Op
+from titan_linear.ops.runtime.support import Op, choose
 from titan_linear.step.feed import StepTokens
 from titan_linear.step.passes import Forward
 
@@ -199,13 +199,13 @@ GPU = torch.device("cuda")
 def test_grouped_mm_is_chosen_for_sizes_that_it_takes(hidden, dim):
     """For two ranks' experts: at the start of a run, at both products, and as PyTorch says on the meta device."""
     config = replace(MODELS["qwen3.5"]["debug"], dim=dim, moe=MoEConfig(4, 2, 2 * hidden))
-    at_start = experts.GROUPED_LINEAR.choose(
-        "auto", GPU, torch.bfloat16, **config.ops(tp=2)["grouped_linear"]
+    at_start = choose(
+        experts.GROUPED_LINEAR, "auto", GPU, torch.bfloat16, **config.ops(tp=2)["grouped_linear"]
     )
     products = []
     for I, O in ((dim, 2 * hidden), (hidden, dim)):
         products.append(
-            experts.GROUPED_LINEAR.choose("auto", GPU, torch.bfloat16, I=I, O=O).implementation
+            choose(experts.GROUPED_LINEAR, "auto", GPU, torch.bfloat16, I=I, O=O).implementation
         )
         assert (products[-1] == "grouped_mm") == grouped_mm_takes(I, O)
     assert at_start.implementation == ("loop" if "loop" in products else "grouped_mm")

@@ -40,7 +40,7 @@ def said_of(requests, impl="auto", device=GPU, dtype=BF16):
 
 
 def kda(impl="auto", K=128, device=GPU, dtype=BF16):
-    return OPS["chunk_kda"].choose(impl, device, dtype, K=K, V=128)
+    return support.choose(OPS["chunk_kda"], impl, device, dtype, K=K, V=128)
 
 
 @pytest.fixture
@@ -52,11 +52,11 @@ def on_gpu_of(monkeypatch):
             support, "capability", lambda device: own if device.type == "cuda" else None
         )
         monkeypatch.setattr(flash4, "installed", lambda: "flash-attn-4 is not installed")
-        for cached in (support._choose, support._warn):
+        for cached in (support.choose, support._warn):
             cached.cache_clear()
 
     yield set_capability
-    for cached in (support._choose, support._warn):
+    for cached in (support.choose, support._warn):
         cached.cache_clear()
 
 
@@ -229,7 +229,7 @@ def test_every_preset_runs_on_the_kernels(on_gpu_of, own):
         pairs = [(OPS[name], dims) for mixer in model.mixers for name, dims in mixer.ops.items()]
         for op, dims in ((op, dims) for op, dims in pairs if "triton" in op.implementations):
             expected = "torch" if op.name in ON_HOPPER_ALONE and own != (9, 0) else "triton"
-            assert op.choose("auto", GPU, BF16, **dims).implementation == expected, dims
+            assert support.choose(op, "auto", GPU, BF16, **dims).implementation == expected, dims
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,10 @@ def test_auto_is_never_refused_and_says_what_it_costs(on_gpu_of):
         "torch",
         "because K = 320 is too large: K <= 256; expect it to be many times slower",
     )
-    assert OPS["causal_conv1d"].choose("auto", GPU, torch.float64, W=4).implementation == "torch"
+    assert (
+        support.choose(OPS["causal_conv1d"], "auto", GPU, torch.float64, W=4).implementation
+        == "torch"
+    )
     assert kda("auto") == ("triton", "")
     assert kda("torch") == ("torch", "")  # asked for: nothing to say
     on_gpu_of((7, 5))
@@ -361,7 +364,7 @@ def test_flash_attention_4_is_taken_where_its_numbers_are_right(on_gpu_of, monke
     monkeypatch.setattr(flash4, "problem", lambda dtype, D, Dv: "wrong" if D == 192 else None)
     requests = {"attention": {"D": 128, "Dv": 128}}
     assert said_of(requests) == ["ops attention: flash4"]
-    assert OPS["attention"].choose("auto", GPU, BF16, D=192, Dv=128, recurring=0) == (
+    assert support.choose(OPS["attention"], "auto", GPU, BF16, D=192, Dv=128, recurring=0) == (
         "flash",
         "because wrong; packed documents take half as long again without it (docs/performance.md)",
     )
@@ -371,7 +374,7 @@ def test_the_table_is_walked_through_once():
     misses = []
     for _ in range(2):
         OPS["chunk_kda"].implementation("auto", CPU, BF16, K=128, V=128)
-        misses.append(support._choose.cache_info().misses)
+        misses.append(support.choose.cache_info().misses)
     assert misses[0] == misses[1]
 
 

@@ -176,16 +176,6 @@ class Op:
         checks = self.implementations[name].needs
         return next((reason for check in checks if (reason := check(target))), None)
 
-    def choose(
-        self, impl: str, device: torch.device, dtype: torch.dtype | None, **dims: int
-    ) -> Choice:
-        """Return the implementation that `impl` selects for this device, dtype and dims.
-
-        Raises:
-            ValueError: `impl` is unknown, or is named but not supported here.
-        """
-        return _choose(self, impl, device, dtype, **dims)
-
     def implementation(
         self, impl: str | Choice, device: torch.device, dtype: torch.dtype | None, **dims: int
     ) -> str:
@@ -203,16 +193,21 @@ class Op:
         self, impl: str, device: torch.device, dtype: torch.dtype | None, **dims: int
     ) -> str:
         """Choose at a call. Warn, once, if "auto" does not get the GPU's kernels."""
-        choice = self.choose(impl, device, dtype, **dims)
+        choice = choose(self, impl, device, dtype, **dims)
         if choice.why and impl == "auto":
             _warn(choice.remark(self.name))
         return choice.implementation
 
 
 @cache
-def _choose(
+def choose(
     op: Op, impl: str, device: torch.device, dtype: torch.dtype | None, **dims: int
 ) -> Choice:
+    """Return the implementation that `impl` selects for this device, dtype and dims.
+
+    Raises:
+        ValueError: `impl` is unknown, or is named but not supported here.
+    """
     if impl not in IMPLS:
         raise ValueError(f"impl = {impl!r} is unknown; use 'auto', 'torch' or 'triton'")
     # The interpreter is slower than any other implementation: it runs only if "triton" is

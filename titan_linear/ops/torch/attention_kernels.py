@@ -19,6 +19,7 @@ from titan_linear.ops.runtime.support import (
     Op,
     Target,
     capability_in,
+    choose,
     dims_up_to,
     dtype_in,
     instead_of,
@@ -501,7 +502,7 @@ def attention_kernel(
         "square": int(square),
         "deterministic": int(torch.are_deterministic_algorithms_enabled()),
     }
-    return ATTENTION.choose("auto", device, dtype, D=D, Dv=Dv, **facts)
+    return choose(ATTENTION, "auto", device, dtype, D=D, Dv=Dv, **facts)
 
 
 def whole_streams(
