@@ -120,7 +120,9 @@ MUTANTS = [
         "GatedRMSNorm(self.v_head_dim, 1e-5, act",
         "test_families.py: theirs",
     ),
-    Mutant("angle = position_ids.double()", "angle = position_ids.float()", "test_layers.py"),
+    Mutant(
+        "angle = self.position_ids.double()", "angle = self.position_ids.float()", "test_layers.py"
+    ),
     Mutant("device=device, dtype=torch.float64) / half", "device=device) / half", "test_layers.py"),
     Mutant("several = (count > 1)", "several = (count > 0)", "test_layers.py"),
     Mutant("plan.cu_seqlens, self.scale)}", "plan.cu_seqlens)}", "test_telemetry.py: definitions"),
