@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from titan_linear.models.layers import QUERIES, angles, attention_entropy, rotate
+from titan_linear.models.layers import QUERIES, attention_entropy, rotate
+from titan_linear.models.plan import BatchPlan
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -16,7 +17,7 @@ def test_rotation_one_channel_at_a_time(dim, rows, dtype):
     positions = torch.arange(20_000_000, 20_000_000 + T) + torch.arange(B).unsqueeze(1) * 1000
     positions = positions if rows else positions[0]  # [B, T] or [T]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    cos, sin = angles(positions, (1e4, dim, ()), wide)
+    cos, sin = BatchPlan(positions).angles((1e4, dim, ()), wide)
     assert cos.dtype == wide and cos.shape == (*positions.shape, dim // 2)
     got, want = rotate(x, cos, sin), x.clone()
     for c in range(dim // 2):

@@ -11,7 +11,7 @@ from titan_linear.models.presets import MODELS
 from titan_linear.ops import chunk_kda
 from titan_linear.ops.registry import OPS, choose_implementations, start_lines
 from titan_linear.ops.runtime import support
-from titan_linear.ops.runtime.support import Choice, Op, Target
+from titan_linear.ops.runtime.support import Choice, Target
 from titan_linear.ops.torch import flash4
 from titan_linear.ops.triton import configs
 from titan_linear.ops.triton.configs import kernel_dims
@@ -264,11 +264,12 @@ def test_auto_is_never_refused_and_says_what_it_costs(on_gpu_of):
 
 
 def test_the_warning_is_of_the_line_that_calls_the_op(on_gpu_of, monkeypatch):
-    monkeypatch.setattr(Op, "choose", lambda *_, **dims: Choice("torch", "on trial"))
     on_gpu_of((9, 0))
     q, g, beta = torch.ones(1, 2, 1, 4), -torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1)
-    with pytest.warns(UserWarning, match="chunk_kda: torch, on trial") as caught:
-        chunk_kda(q, q, q, g, beta)
+    with monkeypatch.context() as patch:
+        patch.setattr(support, "choose", lambda *_, **dims: Choice("torch", "on trial"))
+        with pytest.warns(UserWarning, match="chunk_kda: torch, on trial") as caught:
+            chunk_kda(q, q, q, g, beta)
     assert caught[0].filename == __file__
 
 
