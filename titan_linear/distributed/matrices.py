@@ -151,8 +151,8 @@ class WholeMatrices:
         held = [m for m in self.cut if self.rank in m.parts]
         coming = [(m.owner, _shape(m.parts[self.rank])) for m in held]
         received = self._exchange(sent, coming, stacks[0].dtype)
-        for m, part in zip(held, received, strict=True):
-            self._part(stacks, m).copy_(part)
+        for m, result in zip(held, received, strict=True):
+            self._part(stacks, m).copy_(result)
 
     def _part(self, stacks: list[Tensor], m: Matrix) -> Tensor:
         return stacks[m.stack][m.number - self.first[m.stack]]

@@ -28,7 +28,7 @@ from titan_linear.models.layers import (
 )
 from titan_linear.models.lora import add_adapters
 from titan_linear.models.plan import BatchPlan
-from titan_linear.ops import CPContext, causal_conv1d
+from titan_linear.ops import CPContext
 from titan_linear.ops.cross_entropy import ChunkedLogits, Sum, weighted
 from titan_linear.ops.exchange.collectives import Ranks, gather_along, gather_tokens
 from titan_linear.ops.registry import choose_implementations
@@ -254,14 +254,13 @@ class Head(OpModule):
         )
 
 
-class Before(nn.Module):
+class Before(OpModule):
     """Shifts x [1, T, dim] to the next token on each path; a first token receives 0."""
 
     def forward(self, x: Tensor, context: CPContext) -> Tensor:
         # A convolution whose only nonzero tap is at the previous token.
         taps = F.pad(x.new_ones(x.shape[-1], 1), ((context.tables.conv1d_kernel_size or 2) - 2, 1))
-        y, _ = causal_conv1d(x, taps, cp_context=context)
-        return y
+        return self.convolve(x, taps, None, "", cp_context=context)
 
 
 class Decoder(OpModule):

@@ -215,8 +215,8 @@ class TitanEngine(BaseEngine):
             outputs.append(micro.infer() if forward_only else micro.train(tokens))
         return postprocess_batch_func(outputs, order, data)
 
-    def cut(self, ids: Tensor) -> LocalBatch:
-        """Cut sequences [n, length] into this rank's part of one stream.
+    def cut(self, ids: Any) -> LocalBatch:
+        """Cut sequences, nested [n, length], into this rank's part of one stream.
 
         The stream is padded, by a last document, to a length that ranks can share.
         """
@@ -241,7 +241,7 @@ class TitanEngine(BaseEngine):
 
     def lr_scheduler_step(self) -> float:
         self.schedule.step()
-        return self.schedule.get_last_lr()[0]
+        return float(self.schedule.get_last_lr()[0])
 
     # --- Weights --------------------------------------------------------------------------
 

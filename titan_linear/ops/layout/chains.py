@@ -157,7 +157,8 @@ def _sent(fragments: Fragments, chain: list[range], own: list[int]) -> list[tupl
             while 0 <= i < len(fragments) and j in chain[i]:
                 receivers.add(fragments[i].rank)
                 i += step
-        sent += [(receiver, j) for receiver in receivers]
+        for receiver in receivers:
+            sent.append((receiver, j))
     return sent
 
 
