@@ -215,7 +215,7 @@ class TitanEngine(BaseEngine):
             outputs.append(micro.infer() if forward_only else micro.train(tokens))
         return postprocess_batch_func(outputs, order, data)
 
-    def cut(self, ids: Tensor) -> LocalBatch:
+    def cut(self, ids: Any) -> LocalBatch:
         """Cut sequences [n, length] into this rank's part of one stream.
 
         The stream is padded, by a last document, to a length that ranks can share.
@@ -237,11 +237,11 @@ class TitanEngine(BaseEngine):
 
     def optimizer_step(self) -> float:
         """Update the weights, and return the norm of the gradients before clipping."""
-        return self.session.step(self.schedule.get_last_lr()[0]).grad_norm
+        return self.session.step(float(self.schedule.get_last_lr()[0])).grad_norm
 
     def lr_scheduler_step(self) -> float:
         self.schedule.step()
-        return self.schedule.get_last_lr()[0]
+        return float(self.schedule.get_last_lr()[0])
 
     # --- Weights --------------------------------------------------------------------------
 
