@@ -17,9 +17,11 @@ from torch.utils._pytree import tree_leaves
 from tests.dispatch import Inside
 from tests.models.ours import loss_of, use_methods
 from tests.ops.inputs import boundaries
+from titan_linear.config import Parallelism
 from titan_linear.data import Batch
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.one_process import run_ranks
+from titan_linear.distributed.options import SessionOptions
 from titan_linear.distributed.tensor_parallel import apply_tp
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.decoder import Decoder
@@ -307,6 +309,15 @@ def test_a_block_compiles_once_under_tensor_parallelism(worlds):
         assert graphs == [1, 2] and max(errors) < 1e-5
 
 
+def options_of(layout, softmax_method, linear_method="kcp", **options):
+    parallelism = Parallelism(
+        context_parallel_layout=layout,
+        context_parallel_method=softmax_method,
+        context_parallel_linear_method=linear_method,
+    )
+    return SessionOptions(parallelism=parallelism, **options)
+
+
 def test_scans_of_gpus_are_planned_for():
     """Programs of a scan over one document: a rank's value heads, of columns that the kernels have, in blocks of 64;
     with an all-to-all over heads they are of the whole stream."""
@@ -322,9 +333,8 @@ def test_scans_of_gpus_are_planned_for():
         over_heads = cp > 1 and linear == "ulysses"
         for device, expected in (("cuda", programs), ("cpu", ())):
             dims = SimpleNamespace(tp=tp, cp=cp, cp_group=None)
-            sharding = BatchSharding.of(
-                model, dims, torch.device(device), torch.bfloat16, linear_method=linear, **methods
-            )
+            options = options_of(linear_method=linear, **methods)
+            sharding = BatchSharding.of(model, dims, options, torch.device(device))
             assert sharding.programs == (() if over_heads else expected)
             assert sharding.stream_programs == (expected if over_heads else None)
 
@@ -344,9 +354,8 @@ def test_scans_of_gpus_are_planned_for():
 def test_a_run_says_where_ranks_wait(methods, tokens, said):
     """Four ranks do not divide 30 heads: "auto" gathers keys while one head's fit, then takes the ring."""
     model, dims = preset("olmo-hybrid", "7B"), SimpleNamespace(tp=1, cp=4, cp_group=None)
-    sharding = BatchSharding.of(
-        model, dims, torch.device("cpu"), torch.bfloat16, linear_method="kcp", **methods
-    )
+    options = options_of(**methods, compute_dtype=torch.bfloat16)
+    sharding = BatchSharding.of(model, dims, options, torch.device("cpu"))
     line = sharding.uneven(tokens) or ""
     assert (
         ("1.75 times" in line and 'context_parallel_layout = "zigzag"' in line)
@@ -381,9 +390,9 @@ def test_a_batch_is_planned_for_what_its_layers_read(kinds, cp, method, planned)
     batch = Batch(tokens, tokens, cu, torch.zeros_like(tokens), 1, (0,), {})
 
     def on_rank(group):
-        methods = {"layout": "zigzag", "softmax_method": method, "linear_method": "kcp"}
+        options = options_of(layout="zigzag", softmax_method=method)
         dims = SimpleNamespace(tp=1, cp=cp, cp_group=group)
-        sharding = BatchSharding.of(model, dims, torch.device("cpu"), torch.float32, **methods)
+        sharding = BatchSharding.of(model, dims, options, torch.device("cpu"))
         micro = sharding(batch)
         mine, labels, plan = micro.tokens, micro.labels, micro.plan
         of = plan.cp_context.softmax

@@ -17,8 +17,9 @@ from tests.refusals import refused
 from titan_linear.models.config import fingerprint
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.hf_mapping import config_from_hf, config_to_hf
-from titan_linear.models.layers import angles, rotate
+from titan_linear.models.layers import rotate
 from titan_linear.models.mixers import Attention
+from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.models.rope import RopeScaling, inverse_frequencies
 from titan_linear.storage.hf_io import POSITIONS, check_folder, load_weights, read_model
@@ -78,7 +79,7 @@ def test_frequencies_are_those_of_transformers(name, theta, dim, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
     assert ours == pytest.approx(factor, rel=1e-15)
     x, at = torch.randn(1, 1, 1, 2 * dim, dtype=torch.float64), torch.tensor([1_000_000])
-    turned = rotate(x, *angles(at, attention.rotary, torch.float64)).flatten()
+    turned = rotate(x, *BatchPlan(at).angles(attention.rotary, torch.float64)).flatten()
     a, b, rest = x.flatten().split([dim // 2, dim // 2, dim])
     cos, sin = (factor * f(1_000_000 * expected) for f in (torch.cos, torch.sin))
     torch.testing.assert_close(

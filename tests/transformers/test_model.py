@@ -201,11 +201,16 @@ def test_images(worlds):
 def test_images_that_cannot_be_cut(model):
     pixels = {"pixel_values": torch.zeros(1)}
     rows = {"input_ids": batch()["input_ids"]}
-    with context_parallel(model) as cp:
-        with pytest.raises(ValueError, match=r"batch has \['pixel_values'\], but the model has"):
-            cp.cut(rows | pixels)
-        with pytest.raises(ValueError, match=r"batch has \['pixel_values'\], which cannot be cut"):
-            cp.cut(batch() | pixels)
+    with (
+        context_parallel(model) as cp,
+        pytest.raises(ValueError, match=r"batch has \['pixel_values'\], but the model has"),
+    ):
+        cp.cut(rows | pixels)
+    with (
+        context_parallel(vision_model()) as cp,
+        pytest.raises(ValueError, match=r"batch has \['pixel_values'\], which cannot be cut"),
+    ):
+        cp.cut(batch() | pixels)
 
 
 def test_texts_of_a_vision_class():

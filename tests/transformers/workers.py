@@ -206,10 +206,9 @@ def trainer(rank, world_size, folder, degree, accumulation, fsdp=False):
     run.train()
     norms = [line["grad_norm"] for line in run.state.log_history if "grad_norm" in line]
     losses = [line["loss"] for line in run.state.log_history if "loss" in line]
-    evaluation = run.evaluate()["eval_loss"]
     weights = torch.cat([whole(p.detach()).double().flatten() for p in run.model.parameters()])
     assert isinstance(next(run.model.parameters()), DTensor) == fsdp
-    return norms, losses, weights, evaluation
+    return norms, losses, weights, run.evaluate()["eval_loss"]
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,10 @@ which the receiving rank belongs, and go back to all copies.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain, product
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -128,70 +129,69 @@ class WholeMatrices:
         if not self.cut:
             return []
         # Send parts of this rank's copy to the owners; list the shapes that arrive.
-        sent: list[list[Tensor]] = [[] for _ in range(self.size)]
-        shapes: list[list[torch.Size]] = [[] for _ in range(self.size)]
-        for m in self.cut:
-            if self.rank in m.sources:
-                sent[m.owner].append(self._part(stacks, m))
-            if m.owner == self.rank:
-                for rank in m.sources:
-                    shapes[rank].append(_shape(m.parts[rank]))
-        received = self._exchange(sent, shapes, stacks[0].dtype)
+        sent = [(m.owner, self._part(stacks, m)) for m in self.cut if self.rank in m.sources]
+        coming = [(rank, _shape(m.parts[rank])) for m in self.owned for rank in m.sources]
+        received = iter(self._exchange(sent, coming, stacks[0].dtype))
         # Assemble each matrix.
         matrices = []
         for m in self.owned:
             matrix = torch.empty(m.shape, dtype=stacks[0].dtype, device=self.device)
             for rank in m.sources:
                 part = m.parts[rank]
-                matrix[part.rows, part.columns] = next(received[rank])
+                matrix[part.rows, part.columns] = next(received)
             matrices.append(matrix)
         return matrices
 
     def _scatter(self, matrices: list[Tensor], stacks: list[Tensor]) -> None:
         """Fill all ranks' parts from the matrices that this rank owns."""
-        sent: list[list[Tensor]] = [[] for _ in range(self.size)]
-        shapes: list[list[torch.Size]] = [[] for _ in range(self.size)]
+        sent = []
         for m, matrix in zip(self.owned, matrices, strict=True):
             for rank, part in m.parts.items():
-                sent[rank].append(matrix[part.rows, part.columns])
+                sent.append((rank, matrix[part.rows, part.columns]))
         held = [m for m in self.cut if self.rank in m.parts]
-        for m in held:
-            shapes[m.owner].append(_shape(m.parts[self.rank]))
-        received = self._exchange(sent, shapes, stacks[0].dtype)
-        for m in held:
-            self._part(stacks, m).copy_(next(received[m.owner]))
+        coming = [(m.owner, _shape(m.parts[self.rank])) for m in held]
+        received = self._exchange(sent, coming, stacks[0].dtype)
+        for m, result in zip(held, received, strict=True):
+            self._part(stacks, m).copy_(result)
 
     def _part(self, stacks: list[Tensor], m: Matrix) -> Tensor:
         return stacks[m.stack][m.number - self.first[m.stack]]
 
     def _exchange(
         self,
-        sent: list[list[Tensor]],
-        shapes: list[list[torch.Size]],
+        sent: list[tuple[int, Tensor]],
+        coming: list[tuple[int, torch.Size]],
         dtype: torch.dtype,
-    ) -> list[Iterator[Tensor]]:
+    ) -> list[Tensor]:
         """Exchange tensors between all ranks.
 
         Args:
-            sent: tensors for each rank.
-            shapes: shapes of the tensors that come from each rank.
+            sent: receivers, each with a tensor for it.
+            coming: senders, each with the shape of a tensor from it, in the sender's order.
 
         Returns:
-            The tensors from each rank.
+            The tensors that come.
         """
         # All numbers in one row, ordered by receiver; a row may be empty.
-        none = torch.empty(0, dtype=dtype, device=self.device)
-        flat = torch.cat([none, *map(torch.flatten, chain.from_iterable(sent))])
-        to = [sum(map(torch.numel, tensors)) for tensors in sent]
-        # Numbers of each shape that comes, and of each rank.
-        sizes = [list(map(math.prod, of_rank)) for of_rank in shapes]
-        of = list(map(sum, sizes))
-        received = flat.new_empty(sum(of))
-        dist.all_to_all_single(received, flat, of, to)
-        parts = iter(received.split(list(chain.from_iterable(sizes))))
+        row = [torch.empty(0, dtype=dtype, device=self.device)]
+        to = [0] * self.size
+        for rank, x in sorted(sent, key=itemgetter(0)):
+            row.append(x.flatten())
+            to[rank] += x.numel()
+        # Numbers that come from each rank.
+        of = [0] * self.size
+        for rank, shape in coming:
+            of[rank] += shape.numel()
+        received = row[0].new_empty(sum(of))
+        dist.all_to_all_single(received, torch.cat(row), of, to)
+        # Each sender's numbers hold its tensors one after the other.
+        senders = received.split(of)
+        begins = [0] * self.size
         tensors = []
-        for of_rank in shapes:
-            tensors.append(iter([next(parts).view(shape) for shape in of_rank]))
+        for rank, shape in coming:
+            end = begins[rank] + shape.numel()
+            tensors.append(senders[rank][begins[rank] : end].view(shape))
+            begins[rank] = end
         return tensors
 
 

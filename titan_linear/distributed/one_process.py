@@ -285,17 +285,17 @@ class Shared:
         self.sent: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
 
 
+@dataclass(eq=False)
 class LocalWork:
     """Stands in for `dist.Work`.
 
     `wait` lets other ranks run until `ready()`, then calls `then`.
     """
 
-    def __init__(self, ready: Callable[[], bool], what: str, then: Callable[[], None]):
-        self.ready = ready
-        self.what = what
-        self.then = then
-        self.over = False
+    ready: Callable[[], bool]
+    what: str
+    then: Callable[[], None]
+    over: bool = False
 
     def is_completed(self) -> bool:
         return self.over or self.ready()

@@ -107,11 +107,6 @@ def _share(module: nn.Module, ranks: Ranks, forward: Callable[..., Any]) -> None
 # --- Forwards of modules of which a rank has a part -----------------------------------
 
 
-def _gathered(x: Tensor, ranks: Ranks) -> Tensor:
-    """Return x [B, T, dim] of all tokens; with gradients, gathered from each rank's tokens."""
-    return gather_tokens(x, ranks) if torch.is_grad_enabled() else x
-
-
 def _summed(x: Tensor, ranks: Ranks) -> Tensor:
     """Return the sum of x [B, T, dim] over the ranks.
 
@@ -126,7 +121,10 @@ def _on_all_tokens(module: nn.Module, x: Tensor, *arguments: object) -> Any:
     The values that a mixer hands to later layers are of this rank's heads, and of all
     tokens.
     """
-    out = type(module).forward(module, _gathered(x, module.ranks), *arguments)
+    # Without gradients, x [B, T, dim] has all tokens.
+    if torch.is_grad_enabled():
+        x = gather_tokens(x, module.ranks)
+    out = type(module).forward(module, x, *arguments)
     if isinstance(out, Tensor):
         return _summed(out, module.ranks)
     # torch 2.11 does not compile `_replace`.

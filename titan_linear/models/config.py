@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
+from operator import add
 from types import GenericAlias
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -33,6 +34,9 @@ class Documents(NamedTuple):
     pairs: int
     # Pairs of tokens in one chunk of the delta rule: n² for a chunk of n ≤ 64 tokens.
     chunk_pairs: int
+
+    def __add__(self, more: Documents) -> Documents:  # type: ignore[override]  # not a tuple's
+        return Documents(*map(add, self, more))
 
     @classmethod
     def of(cls, cu_seqlens: np.ndarray, above: np.ndarray | int = 0) -> Documents:
@@ -342,11 +346,13 @@ class ModelConfig(Factors):
 
     def ops(self, tp: int = 1) -> OpDims:
         """Return the ops that each tensor-parallel rank calls, with their sizes."""
-        of_parts = [
-            *(mixer.ops for mixer in self.mixers),
-            *(mlp.ops(self.dim, tp) for mlp in self.mlps),
-        ]
+        of_parts = self.ops_of_parts(tp)
         return {op: dims for ops in of_parts for op, dims in ops.items()} | {"cross_entropy": {}}
+
+    def ops_of_parts(self, tp: int) -> list[OpDims]:
+        """Return `ops` of each distinct mixer and MLP, which may differ in sizes."""
+        of_mlps = [mlp.ops(self.dim, tp) for mlp in self.mlps]
+        return [mixer.ops for mixer in self.mixers] + of_mlps
 
     def first_layers(self, n: int) -> ModelConfig:
         """Return the same model with its first n layers only.

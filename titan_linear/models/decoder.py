@@ -18,10 +18,11 @@ from titan_linear.models.config import Factors, ModelConfig
 from titan_linear.models.layers import (
     Cache,
     LayerNorm,
+    OpModule,
     Output,
     RMSNorm,
     as_output,
-    convolve,
+    parameter,
     projection,
     scaled,
 )
@@ -31,7 +32,6 @@ from titan_linear.ops import CPContext
 from titan_linear.ops.cross_entropy import ChunkedLogits, Sum, weighted
 from titan_linear.ops.exchange.collectives import Ranks, gather_along, gather_tokens
 from titan_linear.ops.registry import choose_implementations
-from titan_linear.ops.runtime.support import Choice
 
 
 def norm_of(config: ModelConfig) -> nn.Module:
@@ -176,7 +176,7 @@ Further = Callable[[Tensor], Iterable[tuple[Tensor, Tensor, Tensor]]]
 Loss = Callable[[ChunkedLogits], Tensor]
 
 
-class Head(nn.Module):
+class Head(OpModule):
     """Final norm and logits; or a loss by chunks of tokens, which never holds all logits."""
 
     def __init__(self, config: ModelConfig):
@@ -185,12 +185,11 @@ class Head(nn.Module):
         self.divisor = config.logits_divisor
         self.depth = config.mtp_layers
         self.mtp_factor = config.mtp_weight / max(config.mtp_layers, 1)
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
+        self.weight = parameter(config.vocab_size, config.dim)
         # Tokens whose logits exist at once; 0: `tokens_at_once`.
         self.chunk = 0
         # [1 + further tokens, B·T]: if set, receives −log p of the labels.
         self.token_losses: Tensor | None = None
-        self.implementations: dict[str, Choice] = {}
         # Ranks that have the other rows of the weight.
         self.ranks: Ranks | None = None
 
@@ -236,7 +235,7 @@ class Head(nn.Module):
             )
             for (h, labels, weights), of in zip(further(x) if further else (), losses)
         )
-        impl = self.implementations.get("cross_entropy", "auto")
+        impl = self.impl("cross_entropy")
         return loss(
             ChunkedLogits(all_tokens(x), self.weight, self.chunk, self.ranks, own, impl, more)
         )
@@ -255,16 +254,16 @@ class Head(nn.Module):
         )
 
 
-class Before(nn.Module):
+class Before(OpModule):
     """Shifts x [1, T, dim] to the next token on each path; a first token receives 0."""
 
     def forward(self, x: Tensor, context: CPContext) -> Tensor:
         # A convolution whose only nonzero tap is at the previous token.
         taps = F.pad(x.new_ones(x.shape[-1], 1), ((context.tables.conv1d_kernel_size or 2) - 2, 1))
-        return convolve(x, taps, None, "", {}, cp_context=context)
+        return self.convolve(x, taps, None, "", cp_context=context)
 
 
-class Decoder(nn.Module):
+class Decoder(OpModule):
     # Both are split by vocabulary.
     split = {"embedding.weight": 0, "head.weight": 0}
 
@@ -276,7 +275,6 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(len(config.layers)))
         self.before = Before()
         self.head = Head(config)
-        self.implementations: dict[str, Choice] = {}
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
         if config.adapter:

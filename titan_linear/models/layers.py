@@ -12,7 +12,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from titan_linear.models.draws import ones, zeros
-from titan_linear.models.rope import Rotary, inverse_frequencies
 from titan_linear.ops import causal_conv1d
 from titan_linear.ops.float8 import Product
 from titan_linear.ops.runtime.support import Choice
@@ -28,7 +27,7 @@ AtLeast0 = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 QUERIES = 32
 # By op of titan_linear.ops: the sizes that its implementations depend on.
 OpDims = dict[str, dict[str, int]]
-# Ops of `token_shift`.
+# Ops of `OpModule.token_shift`.
 SHIFT_OPS: OpDims = {"causal_conv1d": {"W": 2}}
 # What a layer keeps of earlier tokens.
 Cache = MutableMapping[str, Tensor] | None
@@ -55,6 +54,21 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 
 def widen(x: Tensor) -> Tensor:
     return x.to(widened(x.dtype))
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    """Return a parameter whose values are drawn later (models/init.py)."""
+    return nn.Parameter(torch.empty(shape))
+
+
+def by_head(x: Tensor, dim: int) -> Tensor:
+    """Split x [.., heads·dim] into heads [.., heads, dim]."""
+    return x.unflatten(-1, (-1, dim))
+
+
+def heads_split(*names: str) -> dict[str, int]:
+    """Return a mixer's `split` by heads: these parameters by rows, and o_proj by columns."""
+    return {**dict.fromkeys(names, 0), "o_proj.weight": 1}
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
@@ -151,7 +165,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float, zero_centred: bool = False):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim))
+        self.weight = parameter(dim)
         self.eps = eps
         self.zero_centred = zero_centred
         self.initial = {"weight": zeros if zero_centred else ones}
@@ -166,7 +180,7 @@ class LayerNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
-        self.weight, self.bias = (nn.Parameter(torch.empty(dim)) for _ in range(2))
+        self.weight, self.bias = (parameter(dim) for _ in range(2))
         self.eps = eps
         self.initial = {"weight": ones, "bias": zeros}
 
@@ -308,8 +322,8 @@ class ConvWeight(nn.Module):
     def __init__(self, dim: int, width: int, bias: bool = False, factor: float = 1.0):
         super().__init__()
         self.factor = factor
-        self.weight = nn.Parameter(torch.empty(dim, width))
-        self.bias = nn.Parameter(torch.empty(dim)) if bias else None
+        self.weight = parameter(dim, width)
+        self.bias = parameter(dim) if bias else None
         self.initial = {"bias": zeros}
 
 
@@ -323,56 +337,40 @@ def grown(cache: Cache, **new: Tensor) -> tuple[Tensor, ...]:
     return tuple(new.values())
 
 
-def convolve(
-    x: Tensor,
-    weight: Tensor,
-    cache: Cache,
-    name: str,
-    implementations: Mapping[str, Choice],
-    **options: Any,
-) -> Any:
-    """Apply `causal_conv1d`, continuing from and updating a cache.
+class OpModule(nn.Module):
+    """A module that calls ops."""
 
-    cache[name] has the last inputs [B, D, W−1].
-    """
-    states = {} if cache is None else {"initial_state": cache.get(name), "output_final_state": True}
-    y, tail = causal_conv1d(
-        x, weight, impl=implementations.get("causal_conv1d", "auto"), **options, **states
-    )
-    if cache is not None:
-        cache[name] = tail
-    return y
+    # Op -> the implementation that `Decoder.use` has chosen.
+    implementations: Mapping[str, Choice] = {}
 
+    def impl(self, op: str) -> str | Choice:
+        """Return the choice for an op; without one, the op decides at each call."""
+        return self.implementations.get(op, "auto")
 
-def token_shift(
-    x: Tensor,
-    documents: dict[str, object],
-    cache: Cache,
-    name: str,
-    implementations: Mapping[str, Choice],
-) -> Tensor:
-    """Return RWKV's shift x_{t−1} − x_t: [B, T, D] -> [B, T, D].
+    def convolve(self, x: Tensor, weight: Tensor, cache: Cache, name: str, **options: Any) -> Any:
+        """Apply `causal_conv1d`, continuing from and updating a cache.
 
-    x_{−1} is 0 before the first token of each document.
+        cache[name] has the last inputs [B, D, W−1].
+        """
+        if cache is not None:
+            options |= {"initial_state": cache.get(name), "output_final_state": True}
+        y, tail = causal_conv1d(x, weight, impl=self.impl("causal_conv1d"), **options)
+        if cache is not None:
+            cache[name] = tail
+        return y
 
-    It is a convolution with the taps 1 and 0, which handles documents, halos and states.
-    cache[name] is the last token's x, [B, D, 1].
-    """
-    taps = F.pad(x.new_ones(x.shape[-1], 1), (0, 1))  # [D, 2]
-    return convolve(x, taps, cache, name, implementations, **documents) - x
+    def token_shift(
+        self, x: Tensor, documents: dict[str, object], cache: Cache, name: str
+    ) -> Tensor:
+        """Return RWKV's shift x_{t−1} − x_t: [B, T, D] -> [B, T, D].
 
+        x_{−1} is 0 before the first token of each document.
 
-def angles(position_ids: Tensor, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of a rotary embedding, [.., T, dim / 2] in `dtype`.
-
-    Positions are position_ids [.., T] int64.
-
-    Angles are computed in float64: in float32 the angle at position one million is off by
-    0.03 rad.
-    """
-    frequencies, factor = inverse_frequencies(*rotary, position_ids.device)
-    angle = position_ids.double().unsqueeze(-1) * frequencies
-    return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
+        It is a convolution with the taps 1 and 0, which handles documents, halos and states.
+        cache[name] is the last token's x, [B, D, 1].
+        """
+        taps = F.pad(x.new_ones(x.shape[-1], 1), (0, 1))  # [D, 2]
+        return self.convolve(x, taps, cache, name, **documents) - x
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from titan_linear.models.mlps.moe import MoE
 from titan_linear.proof.subject import ProofSubject
 from titan_linear.run.build import options_of
 from titan_linear.run.session import Session
-from titan_linear.step.cut import BatchSharding, build_sharding
+from titan_linear.step.cut import BatchSharding
 from titan_linear.step.passes import Passes
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ def on_ranks(degrees: Degrees, on_rank: Callable[[LocalDims], T]) -> list[T]:
 
 def sharding_of(subject: ProofSubject, dims: LocalDims) -> BatchSharding:
     """Return how the run cuts batches for this rank."""
-    return build_sharding(subject.model, dims, options_of(subject.config), subject.device)
+    return BatchSharding.of(subject.model, dims, options_of(subject.config), subject.device)
 
 
 def passes_of(subject: ProofSubject, session: Session, micro_steps: int) -> Passes:

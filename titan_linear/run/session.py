@@ -36,7 +36,7 @@ from titan_linear.ops.exchange.stream import gather_stream
 from titan_linear.run.build import build_dims, options_of, unallocated
 from titan_linear.run.weights import Weights
 from titan_linear.step.branches import zero_without_label
-from titan_linear.step.cut import build_sharding
+from titan_linear.step.cut import BatchSharding
 from titan_linear.step.feed import Feed, StepTokens
 from titan_linear.step.optimizer import ComputeCopies, Reading, build_optimizer
 from titan_linear.step.passes import Forward, Passes, with_reference
@@ -82,7 +82,7 @@ class Session:
         self.loss = build_loss(loss) if isinstance(loss, str) else loss
         self.model = self._built(model)
         self.optimizer = build_optimizer(self.model, optimizer) if optimizer else None
-        self.sharding = build_sharding(self.model.config, self.dims, self.options, self.device)
+        self.sharding = BatchSharding.of(self.model.config, self.dims, self.options, self.device)
         # Number of updates.
         self.steps = 0
         # This rank's parts of the loss since the last update.

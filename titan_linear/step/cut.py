@@ -74,33 +74,26 @@ class BatchSharding:
         cls,
         model: ModelConfig,
         dims: ParallelDims,
+        options: SessionOptions,
         device: torch.device,
-        compute_dtype: torch.dtype,
-        *,
-        layout: str,
-        softmax_method: str,
-        linear_method: str,
-        compiled: bool = False,
     ) -> BatchSharding:
         """Build the sharding that plans all that this model's mixers need of a batch."""
-        needs = [
-            *(mixer.ops for mixer in model.mixers),
-            *(mlp.ops(model.dim, dims.tp) for mlp in model.mlps),
-        ]
+        parallelism = options.parallelism
         # With "ulysses", each cp rank scans the whole stream for its part of the heads.
-        over_heads = dims.cp > 1 and linear_method == "ulysses"
+        over_heads = dims.cp > 1 and parallelism.context_parallel_linear_method == "ulysses"
         programs = _programs(model, dims.tp * dims.cp if over_heads else dims.tp, device)
+        needs = model.ops_of_parts(dims.tp)
         sizes = {ops["causal_conv1d"]["W"] for ops in needs if "causal_conv1d" in ops}
         rotaries = dict.fromkeys(mixer.rotary for mixer in model.mixers if mixer.rotary is not None)
         return cls(
             dims,
             device,
-            layout,
-            softmax_method,
+            parallelism.context_parallel_layout,
+            parallelism.context_parallel_method,
             conv1d_kernel_size=sizes.pop() if len(sizes) == 1 else None,
             rotaries=tuple(rotaries),
-            compute_dtype=compute_dtype,
-            compiled=compiled,
+            compute_dtype=options.compute_dtype,
+            compiled=options.compile.enable,
             programs=() if over_heads else programs,
             stream_programs=programs if over_heads else None,
             mtp_layers=model.mtp_layers,
@@ -217,23 +210,6 @@ class BatchSharding:
             f"attention over contiguous fragments: of one document a rank computes {(2 * W - 1) / W:.2f} times "
             'the mean, and the others wait; parallelism.context_parallel_layout = "zigzag" shares it equally'
         )
-
-
-def build_sharding(
-    model: ModelConfig, dims: ParallelDims, options: SessionOptions, device: torch.device
-) -> BatchSharding:
-    """Build the object that cuts batches for this rank and plans them for this model."""
-    p = options.parallelism
-    return BatchSharding.of(
-        model,
-        dims,
-        device,
-        options.compute_dtype,
-        layout=p.context_parallel_layout,
-        softmax_method=p.context_parallel_method,
-        linear_method=p.context_parallel_linear_method,
-        compiled=options.compile.enable,
-    )
 
 
 def cut(batch: Batch, context: CPContext) -> LocalBatch:

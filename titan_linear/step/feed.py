@@ -52,17 +52,10 @@ class FeedStats:
         return self.most_pairs * ranks / self.documents.pairs
 
     def __add__(self, more: FeedStats) -> FeedStats:
-        return FeedStats(
-            steps=self.steps + more.steps,
-            valid=self.valid + more.valid,
-            apart=self.apart + more.apart,
-            documents=Documents(
-                *(a + b for a, b in zip(self.documents, more.documents, strict=True))
-            ),
-            seconds=self.seconds + more.seconds,
-            waited=self.waited + more.waited,
-            most_pairs=self.most_pairs + more.most_pairs,
-        )
+        sums = {}
+        for name, total in vars(self).items():
+            sums[name] = total + getattr(more, name)
+        return FeedStats(**sums)
 
 
 class _Ahead(NamedTuple):

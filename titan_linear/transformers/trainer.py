@@ -30,6 +30,7 @@ class ContextParallelMixin:
 
     args: Any  # transformers.TrainingArguments
     accelerator: Any
+    model: Any
 
     def __init__(
         self,

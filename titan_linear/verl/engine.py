@@ -216,7 +216,7 @@ class TitanEngine(BaseEngine):
         return postprocess_batch_func(outputs, order, data)
 
     def cut(self, ids: Any) -> LocalBatch:
-        """Cut sequences [n, length] into this rank's part of one stream.
+        """Cut sequences, nested [n, length], into this rank's part of one stream.
 
         The stream is padded, by a last document, to a length that ranks can share.
         """
@@ -237,7 +237,7 @@ class TitanEngine(BaseEngine):
 
     def optimizer_step(self) -> float:
         """Update the weights, and return the norm of the gradients before clipping."""
-        return self.session.step(float(self.schedule.get_last_lr()[0])).grad_norm
+        return self.session.step(self.schedule.get_last_lr()[0]).grad_norm
 
     def lr_scheduler_step(self) -> float:
         self.schedule.step()

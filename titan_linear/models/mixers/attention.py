@@ -16,7 +16,9 @@ from titan_linear.models.layers import (
     RMSNorm,
     Size,
     attention_entropy,
+    by_head,
     grown,
+    heads_split,
     projection,
     rotate,
     scaled,
@@ -32,7 +34,7 @@ class AttentionMixer(nn.Module):
     """Softmax attention. The cache holds `k` and `v` [B, tokens, Hkv, D]."""
 
     # All are split by heads.
-    split = {**{f"{x}_proj.weight": 0 for x in "qkvg"}, "o_proj.weight": 1}
+    split = heads_split(*(f"{x}_proj.weight" for x in "qkvg"))
     float8 = ("q_proj",), ("k_proj",), ("v_proj",), ("o_proj",)
 
     def __init__(self, options: Attention, config: ModelConfig, layer: int):
@@ -67,7 +69,7 @@ class AttentionMixer(nn.Module):
         A cache holds the keys and values of earlier tokens, and grows.
         """
         q, k = self._queries_and_keys(x, plan)
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = by_head(self.v_proj(x), self.head_dim)
         k, v = grown(cache, k=k, v=v)
         documents = {"first_key": plan.first_key, **plan.documents}
         o = attention(q, k, v, scale=self.scale, method=self.cp_method, **documents).flatten(-2)
@@ -80,24 +82,22 @@ class AttentionMixer(nn.Module):
 
     def _queries_and_keys(self, x: Tensor, plan: BatchPlan) -> tuple[Tensor, Tensor]:
         """Return q [B, T, H, D] and k [B, T, Hkv, D], normalized, scaled and rotated."""
-        q, k = self._normed(self.q_proj(x), self.k_proj(x))
+        q = self.q_proj(x)
+        k = self.k_proj(x)
+        # "width" normalizes before the split by heads, "head" after it.
+        if self.qk_norm == "width":
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        q = by_head(q, self.head_dim)
+        k = by_head(k, self.head_dim)
+        if self.qk_norm == "head":
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         k = scaled(k, self.key_factor)
         if self.rotary is None:
             return q, k
         cos, sin = plan.angles(self.rotary, widened(q.dtype))
         return rotate(q, cos, sin), rotate(k, cos, sin)
-
-    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Split q [B, T, H·D] and k [B, T, Hkv·D] by heads, and normalize them.
-
-        "width" normalizes before the split, "head" after it.
-        """
-        if self.qk_norm == "width":
-            q = self.q_norm(q)
-            k = self.k_norm(k)
-        q = q.unflatten(-1, (-1, self.head_dim))
-        k = k.unflatten(-1, (-1, self.head_dim))
-        return (self.q_norm(q), self.k_norm(k)) if self.qk_norm == "head" else (q, k)
 
 
 @dataclass(frozen=True, kw_only=True)

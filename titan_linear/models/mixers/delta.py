@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -23,6 +22,9 @@ from titan_linear.models.layers import (
     GatedRMSNorm,
     OpDims,
     Size,
+    by_head,
+    heads_split,
+    parameter,
     project,
     project_each,
     projection,
@@ -90,13 +92,12 @@ class DeltaMixer(RecurrentMixer):
     # Rounding to bfloat16 would change a document's decay.
     kept_whole = "A_log", "dt_bias"
     # Split by heads; all heads share the output norm's weight.
-    split = {
-        **{f"{x}_{kind}.weight": 0 for x in "qkv" for kind in ("proj", "conv1d")},
-        "b_proj.weight": 0,
-        "A_log": 0,
-        "dt_bias": 0,
-        "o_proj.weight": 1,
-    }
+    split = heads_split(
+        *(f"{x}_{kind}.weight" for x in "qkv" for kind in ("proj", "conv1d")),
+        "b_proj.weight",
+        "A_log",
+        "dt_bias",
+    )
     float8 = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
 
     def __init__(self, options: DeltaOptions, config: ModelConfig, activation: str, A_log: Draw):
@@ -142,7 +143,7 @@ class DeltaMixer(RecurrentMixer):
         }
 
     def _output(self, o: Tensor, gate: Tensor) -> Tensor:
-        return self.o_proj(self.o_norm(o, gate.unflatten(-1, (-1, self.v_head_dim))).flatten(-2))
+        return self.o_proj(self.o_norm(o, by_head(gate, self.v_head_dim)).flatten(-2))
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gates computed from x.
@@ -187,8 +188,8 @@ class KDAMixer(DeltaMixer):
             )
         self.f_proj = f_proj
         self.g_proj = g_proj
-        self.A_log = nn.Parameter(torch.empty(options.v_heads))
-        self.dt_bias = nn.Parameter(torch.empty(gate_dim))
+        self.A_log = parameter(options.v_heads)
+        self.dt_bias = parameter(gate_dim)
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         f = g = x
@@ -198,7 +199,7 @@ class KDAMixer(DeltaMixer):
             f, g = project_each(x, f_out[0], g_out[0])
             f_out = f_out[1]
             g_out = g_out[1]
-        return f_out(f).unflatten(-1, (-1, self.head_dim)), self.b_proj(x), g_out(g)
+        return by_head(f_out(f), self.head_dim), self.b_proj(x), g_out(g)
 
     def _log_decay(self, inputs: Inputs) -> Tensor:
         _, _, _, gate, _ = inputs
@@ -245,8 +246,8 @@ class GDNMixer(DeltaMixer):
         super().__init__(options, config, "silu", uniform_decay(0.0))
         self.a_proj = projection(config.dim, options.v_heads)
         self.g_proj = projection(config.dim, options.v_heads * self.v_head_dim)
-        self.A_log = nn.Parameter(torch.empty(options.v_heads))
-        self.dt_bias = nn.Parameter(torch.empty(options.v_heads))
+        self.A_log = parameter(options.v_heads)
+        self.dt_bias = parameter(options.v_heads)
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return *project_each(x, self.a_proj, self.b_proj), self.g_proj(x)

@@ -18,6 +18,8 @@ from titan_linear.models.layers import (
     OpDims,
     RMSNorm,
     Size,
+    by_head,
+    heads_split,
     project_each,
     projection,
     widened,
@@ -31,11 +33,7 @@ from titan_linear.ops.exchange.collectives import Ranks
 class LightningMixer(RecurrentMixer):
     """Lightning attention. Its states are [B, heads, K, V]."""
 
-    split = {
-        **{f"{x}_proj.weight": 0 for x in "qkvg"},
-        "o_norm.weight": 0,
-        "o_proj.weight": 1,
-    }
+    split = heads_split(*(f"{x}_proj.weight" for x in "qkvg"), "o_norm.weight")
     # The product of q, k, v and the gate is left out because of the gate.
     float8 = (("o_proj",),)
 
@@ -59,7 +57,7 @@ class LightningMixer(RecurrentMixer):
     def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, Tensor]:
         """Return q, k, v [B, T, heads, K], and the output gate [B, T, heads·K]."""
         *qkv, gate = project_each(x, self.q_proj, self.k_proj, self.v_proj, self.g_proj)
-        return tuple(F.silu(y).unflatten(-1, (-1, self.head_dim)) for y in qkv), gate
+        return tuple(by_head(F.silu(y), self.head_dim) for y in qkv), gate
 
     def _rule(self, inputs: Inputs, **how: Any) -> tuple[Tensor, Tensor | None]:
         return chunk_simple_gla(*inputs, g_gamma=self._decays(inputs), scale=1.0, **how)

@@ -20,7 +20,10 @@ from titan_linear.models.layers import (
     ConvWeight,
     OpDims,
     Size,
+    by_head,
     cut,
+    heads_split,
+    parameter,
     project,
     projection,
     scaled,
@@ -44,7 +47,7 @@ class GroupedRMSNorm(nn.Module):
 
     def __init__(self, dim: int, groups: int, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim))
+        self.weight = parameter(dim)
         self.width = dim // groups
         self.eps = eps
         self.initial = {"weight": ones}
@@ -57,7 +60,7 @@ class GroupedRMSNorm(nn.Module):
         A tensor-parallel rank has whole groups, or its part of the only group.
         """
         wide = gated(x, z)
-        grouped = wide.unflatten(-1, (-1, min(self.width, wide.shape[-1])))
+        grouped = by_head(wide, min(self.width, wide.shape[-1]))
         squares = grouped.square().sum(-1, keepdim=True)
         # The only group spans all ranks: sum its squares over them.
         if grouped.shape[-1] < self.width:
@@ -70,20 +73,16 @@ class Mamba2Mixer(RecurrentMixer):
     """Mamba-2. Its states are [B, heads, P, N]."""
 
     kept_whole = "A_log", "D", "dt_bias"
-    split = {
-        **dict.fromkeys(
-            (
-                "x_proj.weight",
-                "z_proj.weight",
-                "dt_proj.weight",
-                "x_conv1d.weight",
-                "x_conv1d.bias",
-            ),
-            0,
-        ),
-        **dict.fromkeys(("A_log", "D", "dt_bias"), 0),
-        "o_proj.weight": 1,
-    }
+    split = heads_split(
+        "x_proj.weight",
+        "z_proj.weight",
+        "dt_proj.weight",
+        "x_conv1d.weight",
+        "x_conv1d.bias",
+        "A_log",
+        "D",
+        "dt_bias",
+    )
     # The input product is left out because it contains gates.
     float8 = (("o_proj",),)
 
@@ -107,9 +106,7 @@ class Mamba2Mixer(RecurrentMixer):
             for w, f in zip(widths, conv_factors, strict=True)
         )
         # Parameters of each head, then the output's norm and projection.
-        self.A_log, self.D, self.dt_bias = (
-            nn.Parameter(torch.empty(options.heads)) for _ in range(3)
-        )
+        self.A_log, self.D, self.dt_bias = (parameter(options.heads) for _ in range(3))
         self.o_norm = (
             GroupedRMSNorm(inner, options.groups, config.norm_eps) if options.output_norm else None
         )

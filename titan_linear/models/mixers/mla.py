@@ -18,7 +18,9 @@ from titan_linear.models.layers import (
     RMSNorm,
     Size,
     attention_entropy,
+    by_head,
     grown,
+    heads_split,
     projection,
     rotate,
     widened,
@@ -40,12 +42,7 @@ class MLAMixer(nn.Module):
     """
 
     # All except the latent are split by heads.
-    split = {
-        **dict.fromkeys(
-            ("q_proj.weight", "q_proj.2.weight", "kv_b_proj.weight", "g_proj.weight"), 0
-        ),
-        "o_proj.weight": 1,
-    }
+    split = heads_split("q_proj.weight", "q_proj.2.weight", "kv_b_proj.weight", "g_proj.weight")
     float8 = ("q_proj",), ("kv_a_proj",), ("kv_b_proj",), ("o_proj",)
 
     def __init__(self, options: MLA, config: ModelConfig, layer: int):
@@ -93,7 +90,7 @@ class MLAMixer(nn.Module):
         Queries are [B, T, H, nope + shared]. Queries and shared keys are rotated, latents
         normalized.
         """
-        q = self.q_proj(x).unflatten(-1, (-1, self.q_dim))
+        q = by_head(self.q_proj(x), self.q_dim)
         latent, shared = self.kv_a_proj(x).split(self.latent_dims, -1)
         if self.rotary is not None:
             own, rotated = q.split([self.q_dim - shared.shape[-1], shared.shape[-1]], -1)
@@ -106,7 +103,7 @@ class MLAMixer(nn.Module):
 
         In the result, the pairs' first channels come first.
         """
-        halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        halves = by_head(x, 2).transpose(-1, -2).flatten(-2)
         return rotate(halves, *plan.angles(self.rotary, widened(x.dtype)))
 
     def _keys_and_values(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,7 +116,7 @@ class MLAMixer(nn.Module):
         Returns:
             k [B, T, H, nope + shared] and v [B, T, H, V].
         """
-        k, v = self.kv_b_proj(latent).unflatten(-1, (-1, sum(self.kv_dims))).split(self.kv_dims, -1)
+        k, v = by_head(self.kv_b_proj(latent), sum(self.kv_dims)).split(self.kv_dims, -1)
         return torch.cat([k, shared.unsqueeze(2).expand(-1, -1, k.shape[2], -1)], -1), v
 
 

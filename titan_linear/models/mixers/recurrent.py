@@ -11,13 +11,21 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_linear.models.config import MixerOptions
-from titan_linear.models.layers import Cache, ConvWeight, Size, convolve, scaled, widen, widened
+from titan_linear.models.layers import (
+    Cache,
+    ConvWeight,
+    OpModule,
+    Size,
+    by_head,
+    scaled,
+    widen,
+    widened,
+)
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops.layout.segments import scan_programs
-from titan_linear.ops.runtime.support import Choice
 
 Inputs = tuple[Tensor, ...]
 
@@ -39,7 +47,7 @@ class RecurrentOptions(MixerOptions):
         return scan_programs(self.heads // ranks, self.ops[self.op]["V"])
 
 
-class RecurrentMixer(nn.Module):
+class RecurrentMixer(OpModule):
     """Base of mixers with a recurrence.
 
     The cache holds `state`, the recurrence's state [B, heads, ., .], and `conv` [B, D,
@@ -49,7 +57,6 @@ class RecurrentMixer(nn.Module):
     def __init__(self, options: RecurrentOptions):
         super().__init__()
         self.op = options.op
-        self.implementations: dict[str, Choice] = {}
         # "kcp" or "ulysses", under context parallelism.
         self.cp_method = "kcp"
 
@@ -97,7 +104,7 @@ class RecurrentMixer(nn.Module):
             inputs,
             initial_state=state,
             output_final_state=final,
-            impl=self.implementations.get(self.op, "auto"),
+            impl=self.impl(self.op),
             cp_method=self.cp_method,
             **plan.documents,
         )
@@ -183,10 +190,8 @@ class RecurrentMixer(nn.Module):
             "widths": [*map(len, weights)],
             "norm_dim": norm_dim,
         }
-        parts = convolve(
-            x, torch.cat(weights), cache, "conv", self.implementations, **options, **plan.documents
-        )
-        return [part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True)]
+        parts = self.convolve(x, torch.cat(weights), cache, "conv", **options, **plan.documents)
+        return [by_head(part, dim) for part, dim in zip(parts, dims, strict=True)]
 
 
 def _share(o: Tensor, alone: Tensor) -> tuple[Tensor, Tensor]:

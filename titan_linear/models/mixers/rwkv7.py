@@ -25,8 +25,10 @@ from titan_linear.models.layers import (
     OpDims,
     Output,
     Size,
+    by_head,
+    heads_split,
+    parameter,
     projection,
-    token_shift,
     widen,
 )
 from titan_linear.models.mixers.recurrent import Inputs, RecurrentMixer, RecurrentOptions
@@ -58,7 +60,7 @@ class LowRank(nn.Module):
         self.up = projection(rank, width)
         self.activation = activation
         self.initial = {"bias": bias}
-        self.bias = None if bias is None else nn.Parameter(torch.empty(width))
+        self.bias = None if bias is None else parameter(width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.down(x)
@@ -97,12 +99,7 @@ class RWKV7Mixer(RecurrentMixer):
     token's x. In the first layer, the mixer returns its v too.
     """
 
-    split = {
-        **dict.fromkeys(
-            ("r_proj.weight", "k_proj.weight", "v_proj.weight", "k_k", "k_a", "r_k"), 0
-        ),
-        "o_proj.weight": 1,
-    }
+    split = heads_split("r_proj.weight", "k_proj.weight", "v_proj.weight", "k_k", "k_a", "r_k")
     float8 = tuple((f"{name}_proj",) for name in "rkvo")
 
     def __init__(self, options: RWKV7, config: ModelConfig, layer: int):
@@ -116,9 +113,9 @@ class RWKV7Mixer(RecurrentMixer):
         self.head_dim = K
         # Mixes of each token with the previous one, and their initial values.
         self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g = (
-            nn.Parameter(torch.empty(dim)) for _ in range(6)
+            parameter(dim) for _ in range(6)
         )
-        self.k_k, self.k_a, self.r_k = (nn.Parameter(torch.empty(width)) for _ in range(3))
+        self.k_k, self.k_a, self.r_k = (parameter(width) for _ in range(3))
         powers = {"x_r": 0.2, "x_w": 0.9, "x_k": 0.7, "x_v": 0.7, "x_a": 0.9, "x_g": 0.2}
         self.initial = {name: token_mix(dim, power * (1 - depth)) for name, power in powers.items()}
         self.initial |= {"k_k": channels(0.76, -0.1), "k_a": constant(1.02), "r_k": constant(-0.04)}
@@ -155,7 +152,7 @@ class RWKV7Mixer(RecurrentMixer):
             v, the gate and v, each [B, T, heads·K].
         """
         # Mixes of each token with the previous one.
-        shift = token_shift(x, plan.documents, cache, "shift", self.implementations)
+        shift = self.token_shift(x, plan.documents, cache, "shift")
         mixes = self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g
         x_r, x_w, x_k, x_v, x_a, x_g = (torch.addcmul(x, shift, mix) for mix in mixes)
         r = self.r_proj(x_r)
@@ -166,14 +163,12 @@ class RWKV7Mixer(RecurrentMixer):
             values = torch.lerp(values, taken[0], self.v_lora(x_v).sigmoid())
         # The direction that is removed, its rate, and the key that is written.
         rate = self.a_lora(x_a).sigmoid()
-        removed = F.normalize(self._by_head(widen(k * self.k_k)), dim=-1).to(x.dtype)
+        removed = F.normalize(by_head(widen(k * self.k_k), self.head_dim), dim=-1).to(x.dtype)
         k = torch.addcmul(k, k * (rate - 1), self.k_a)
-        r, w, k, v, rate, r_k = map(self._by_head, (r, self.w_lora(x_w), k, values, rate, self.r_k))
+        flat = r, self.w_lora(x_w), k, values, rate, self.r_k
+        r, w, k, v, rate, r_k = (by_head(y, self.head_dim) for y in flat)
         bonus = (r * k * r_k).sum(-1, keepdim=True) * v
         return (r, w, k, v, -removed, removed * rate), (bonus.flatten(-2), self.g_lora(x_g), values)
-
-    def _by_head(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
 
     def _rule(self, inputs: Inputs, **how: Any) -> tuple[Tensor, Tensor | None]:
         return chunk_rwkv7(*inputs, use_gate_in_kernel=True, **how)

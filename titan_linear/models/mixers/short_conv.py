@@ -7,32 +7,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.layers import (
     Cache,
     ConvWeight,
     OpDims,
+    OpModule,
     Size,
-    convolve,
+    heads_split,
     project_each,
     projection,
 )
 from titan_linear.models.plan import BatchPlan
-from titan_linear.ops.runtime.support import Choice
 
 
-class ShortConvMixer(nn.Module):
+class ShortConvMixer(OpModule):
     """Gated short convolution.
 
     The cache holds `conv` [B, channels, W−1], the convolution's last inputs.
     """
 
-    split = {
-        **dict.fromkeys(("b_proj.weight", "c_proj.weight", "x_proj.weight", "conv1d.weight"), 0),
-        "o_proj.weight": 1,
-    }
+    split = heads_split("b_proj.weight", "c_proj.weight", "x_proj.weight", "conv1d.weight")
     # The product of B, C and x is left out because of the gates.
     float8 = (("o_proj",),)
 
@@ -43,7 +40,6 @@ class ShortConvMixer(nn.Module):
         )
         self.conv1d = ConvWeight(options.channels, options.conv_size)
         self.o_proj = projection(options.channels, config.dim)
-        self.implementations: dict[str, Choice] = {}
 
     def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:
         """Apply the mixer: x [B, T, dim] -> [B, T, dim].
@@ -51,9 +47,7 @@ class ShortConvMixer(nn.Module):
         A cache of earlier tokens is updated in place.
         """
         B, C, x = project_each(x, self.b_proj, self.c_proj, self.x_proj)
-        y = convolve(
-            B * x, self.conv1d.weight, cache, "conv", self.implementations, **plan.documents
-        )
+        y = self.convolve(B * x, self.conv1d.weight, cache, "conv", **plan.documents)
         return self.o_proj(C * y)
 
 

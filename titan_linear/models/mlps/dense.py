@@ -7,21 +7,21 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_linear.models.draws import token_mix
 from titan_linear.models.layers import (
     SHIFT_OPS,
     Cache,
     OpDims,
+    OpModule,
     add_low_rank,
+    parameter,
     project,
     projection,
-    token_shift,
 )
 from titan_linear.models.mlps.options import MLPOptions
 from titan_linear.models.plan import BatchPlan
-from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.swiglu import swiglu
 
 Activation = Literal["swiglu", "relu2"]
@@ -53,7 +53,7 @@ class Dense(MLPOptions):
         return {"hidden channels": self.hidden_dim}
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(OpModule):
     """down(silu(factor · gate(x)) · up(x)).  [.., dim] -> [.., dim]"""
 
     split = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
@@ -65,10 +65,9 @@ class SwiGLU(nn.Module):
         self.gate_proj = projection(dim, hidden_dim)
         self.up_proj = projection(dim, hidden_dim)
         self.down_proj = projection(hidden_dim, dim)
-        self.implementations: dict[str, Choice] = {}
 
     def forward(self, x: Tensor, plan: BatchPlan | None = None, cache: Cache = None) -> Tensor:
-        impl = self.implementations.get("swiglu", "auto")
+        impl = self.impl("swiglu")
         gate_up = project(x, self.gate_proj, self.up_proj)
         down = self.down_proj
         A = down.lora_A if down.lora else None
@@ -76,7 +75,7 @@ class SwiGLU(nn.Module):
         return y if A is None else add_low_rank(*y, down)
 
 
-class ReLU2(nn.Module):
+class ReLU2(OpModule):
     """down(relu(up(x))²) (Primer, section 4.1).  [.., dim] -> [.., dim]"""
 
     split = {"up_proj.weight": 0, "down_proj.weight": 1}
@@ -101,10 +100,9 @@ class ShiftedReLU2(ReLU2):
 
     def __init__(self, dim: int, hidden_dim: int, depth: float):
         super().__init__(dim, hidden_dim)
-        self.x_k = nn.Parameter(torch.empty(dim))
+        self.x_k = parameter(dim)
         self.initial = {"x_k": token_mix(dim, (1 - depth) ** 4)}
-        self.implementations: dict[str, Choice] = {}
 
     def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:
-        shift = token_shift(x, plan.documents, cache, "mlp_shift", self.implementations)
+        shift = self.token_shift(x, plan.documents, cache, "mlp_shift")
         return super().forward(torch.addcmul(x, shift, self.x_k))

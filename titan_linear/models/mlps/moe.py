@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_linear.models.draws import zeros
 from titan_linear.models.layers import (
@@ -23,10 +23,12 @@ from titan_linear.models.layers import (
     AtLeast0,
     Cache,
     OpDims,
+    OpModule,
     Output,
     Size,
     SizeOr0,
     lora_name,
+    parameter,
     projection,
 )
 from titan_linear.models.mlps.dense import Activation, Dense
@@ -131,7 +133,7 @@ class MoEConfig(MLPOptions):
         return {"hidden channels of each expert": self.hidden_dim, **shared}
 
 
-class Router(nn.Module):
+class Router(OpModule):
     """Selects the experts of each token and their weights. Scores are in float32 or wider."""
 
     # bfloat16 would lose its small updates.
@@ -141,12 +143,10 @@ class Router(nn.Module):
     def __init__(self, dim: int, config: MoEConfig):
         super().__init__()
         self.config = config
-        self.weight = nn.Parameter(torch.empty(config.num_experts, dim))
-        bias = torch.empty(config.num_experts)
-        self.selection_bias = (
-            nn.Parameter(bias, requires_grad=False) if config.selection_bias else None
-        )
-        self.implementations: dict[str, Choice] = {}
+        self.weight = parameter(config.num_experts, dim)
+        self.selection_bias = parameter(config.num_experts) if config.selection_bias else None
+        if self.selection_bias is not None:
+            self.selection_bias.requires_grad_(False)
         self.initial = {"selection_bias": zeros}
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,9 +168,7 @@ class Router(nn.Module):
         scores, the first win.
         """
         c = self.config
-        passes = COPIES.implementation(
-            self.implementations.get("expert_copies", "auto"), scores.device, scores.dtype
-        )
+        passes = COPIES.implementation(self.impl("expert_copies"), scores.device, scores.dtype)
         if self.selection_bias is not None:
             scores = scores + self.selection_bias
         # Exclude the experts of all but the best groups.
@@ -182,7 +180,7 @@ class Router(nn.Module):
         return top_k(scores, c.top_k, passes)
 
 
-class Experts(nn.Module):
+class Experts(OpModule):
     """Many MLPs of one shape, their weights stacked."""
 
     # All are split by hidden channels.
@@ -197,11 +195,10 @@ class Experts(nn.Module):
         down = "down_proj"
         self.hidden_matrices = up, down
         # [experts, 2 if gated (gate, then up), hidden, dim]
-        setattr(self, up, nn.Parameter(torch.empty(E, *[2] * self.gated, hidden, dim)))
-        setattr(self, down, nn.Parameter(torch.empty(E, dim, hidden)))
+        setattr(self, up, parameter(E, *[2] * self.gated, hidden, dim))
+        setattr(self, down, parameter(E, dim, hidden))
         # Adapted weight → factor; each expert has its own A and B (models/lora.py).
         self.lora: dict[str, float] = {}
-        self.implementations: dict[str, Choice] = {}
 
     def forward(self, x: Tensor, copies: Copies, weights: Tensor, counts: Tensor) -> Tensor:
         """Apply the experts.
@@ -238,9 +235,7 @@ class Experts(nn.Module):
 
     @property
     def _impls(self) -> tuple[str | Choice, str | Choice]:
-        products = self.implementations.get("grouped_linear", "auto")
-        passes = self.implementations.get("expert_copies", "auto")
-        return products, passes
+        return self.impl("grouped_linear"), self.impl("expert_copies")
 
 
 class LocalDispatch:
@@ -283,7 +278,7 @@ class LocalDispatch:
         return y
 
 
-class MoE(nn.Module):
+class MoE(OpModule):
     def __init__(self, dim: int, config: MoEConfig):
         super().__init__()
         self.config = config
@@ -296,7 +291,6 @@ class MoE(nn.Module):
         self.shared = shared.build(dim) if config.shared_hidden_dim else None
         self.shared_gate = projection(dim, 1) if config.shared_gate else None
         self.dispatch: Callable[..., LocalDispatch] = LocalDispatch
-        self.implementations: dict[str, Choice] = {}
         # [E] int64, tokens sent to each expert in this step
         self.loads: Tensor
         self.register_buffer(
@@ -313,10 +307,13 @@ class MoE(nn.Module):
         # Route the tokens and count the loads.
         experts, weights, scores = self.router(flat)
         counts = loads(experts, self.config.num_experts)
-        self._count(counts)
+        # Only training counts. Activation checkpointing counts all loads twice, which does
+        # not change their ranking.
+        if torch.is_grad_enabled():
+            self.loads += counts
         # Routed experts may work on a narrower latent.
         latent = self.latent_in_proj(flat) if self.config.latent_dim else flat
-        impl = self.implementations.get("expert_copies", "auto")
+        impl = self.impl("expert_copies")
         sent = self.dispatch(latent, experts, weights, counts, impl=impl)
         # Computed while rows travel.
         shared = self._shared(flat)
@@ -330,15 +327,6 @@ class MoE(nn.Module):
             return None
         y = self.shared(x)
         return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()
-
-    def _count(self, counts: Tensor) -> None:
-        """Count loads, in training only.
-
-        Activation checkpointing counts all of them twice, which does not change their
-        ranking.
-        """
-        if torch.is_grad_enabled():
-            self.loads += counts
 
     def _balance_loss(self, experts: Tensor, scores: Tensor, plan: BatchPlan) -> Tensor | None:
         """Return coefficient · E · Σ_e f_e Σ_t p_te over this rank's tokens.

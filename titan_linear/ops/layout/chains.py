@@ -8,6 +8,7 @@ The shapes of the tables do not depend on the documents, so that compiled code s
 shape; unused rows are −1.
 """
 
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -68,21 +69,24 @@ def chains(fragments: Fragments, ranks: RankGroup, entries: ndarray, *, reverse:
     own = [i for i, f in enumerate(fragments) if f.rank == rank]
     slots = len(own)
     blocks = len(fragments) // len(own)
-    received = _received(fragments, chain, own, world_size)
-    place: dict[tuple[int, int], int] = {}
-    for kind in range(2):
-        came = [j for kinds in received for j in kinds[kind]]
-        place |= {(j, kind): n for n, j in enumerate(came)}
+    needed = {j for i in own for j in chain[i]}
+    # S_ext, and M of the fragments that have one, come by sender, in global order.
+    received = [(fragments[j].rank, j) for j in sorted(needed)]
+    received.sort(key=itemgetter(0))
+    s_rows = {j: row for row, (_, j) in enumerate(received)}
+    m_rows = {j: row for row, j in enumerate(j for j in s_rows if fragments[j].through)}
     # The links of each slot's chain, as rows of the received S_ext and M.
     in_order = sorted(own, key=lambda i: fragments[i].slot)
-    rows = [
-        (fragments[i].slot, place[j, 0], place.get((j, 1), -1)) for i in in_order for j in chain[i]
-    ]
+    rows = [(fragments[i].slot, s_rows[j], m_rows.get(j, -1)) for i in in_order for j in chain[i]]
     links = padded(rows, slots * blocks, 3)
     chain_offsets = np.cumsum([0, *(len(chain[i]) for i in in_order)])
     # What this rank sends, and what its own fragments must provide.
-    sent = _sent(fragments, chain, own, world_size)
-    sends = [(fragments[j].slot, kind) for js in sent for kind in range(2) for j in js[kind]]
+    sent = _sent(fragments, chain, own)
+    parts = []
+    for receiver, j in sent:
+        for kind in range(1 + fragments[j].through):
+            parts.append((receiver, kind, fragments[j].slot))
+    sends = [(slot, kind) for _, kind, slot in sorted(parts, key=itemgetter(0, 1))]
     wanted = [_wanted(f, reverse) for f in owned(fragments, rank)]
     slot_table = np.stack([entries[:, 0 if reverse else 1], wanted], 1).astype(np.int32)
     # A chain of n links has n S_ext and n − 1 M.
@@ -100,8 +104,8 @@ def chains(fragments: Fragments, ranks: RankGroup, entries: ndarray, *, reverse:
         slots=slot_table,
         crosses=np.array([any(chain)]),
         sends=padded(sends, 2 * slots * blocks, 2),
-        send_counts=_counts(sent),
-        receive_counts=_counts(received),
+        send_counts=_counts(fragments, sent, world_size),
+        receive_counts=_counts(fragments, received, world_size),
         links=links,
         most=most.max(keepdims=True),
         blocks=passing,
@@ -142,24 +146,9 @@ def _walks(fragments: Fragments, reverse: bool) -> list[range]:
     return walks
 
 
-# Fragments whose S_ext travels, and fragments whose M travels.
-Kinds = tuple[list[int], list[int]]
-
-
-def _received(
-    fragments: Fragments, chain: list[range], own: list[int], world_size: int
-) -> list[Kinds]:
-    """Return what this rank needs, by sender, in global order."""
-    needed = sorted({j for i in own for j in chain[i]})
-    received: list[Kinds] = [([], []) for _ in range(world_size)]
-    for j in needed:
-        _add(received[fragments[j].rank], j, fragments[j])
-    return received
-
-
-def _sent(fragments: Fragments, chain: list[range], own: list[int], world_size: int) -> list[Kinds]:
-    """Return what other ranks need from this rank, by receiver, in global order."""
-    sent: list[Kinds] = [([], []) for _ in range(world_size)]
+def _sent(fragments: Fragments, chain: list[range], own: list[int]) -> list[tuple[int, int]]:
+    """Return what other ranks need from this rank: (receiver, fragment), in global order."""
+    sent = []
     for j in own:
         receivers = set()
         # Fragments whose chains contain j are next to j, without a gap.
@@ -168,19 +157,17 @@ def _sent(fragments: Fragments, chain: list[range], own: list[int], world_size: 
             while 0 <= i < len(fragments) and j in chain[i]:
                 receivers.add(fragments[i].rank)
                 i += step
-        for r in receivers:
-            _add(sent[r], j, fragments[j])
+        for receiver in receivers:
+            sent.append((receiver, j))
     return sent
 
 
-def _counts(of_ranks: list[Kinds]) -> ndarray:
-    return np.array([(len(states), len(transitions)) for states, transitions in of_ranks])
-
-
-def _add(kinds: Kinds, j: int, f: Fragment) -> None:
-    kinds[0].append(j)
-    if f.through:
-        kinds[1].append(j)
+def _counts(fragments: Fragments, moved: list[tuple[int, int]], world_size: int) -> ndarray:
+    """Return the numbers of S_ext and M [W, 2] among (rank, fragment)."""
+    counts = np.zeros((world_size, 2), dtype=np.int64)
+    for rank, j in moved:
+        counts[rank] += 1, fragments[j].through
+    return counts
 
 
 # --- What blocks of ranks pass on, where states travel level by level (layout/levels.py) --

@@ -35,10 +35,6 @@ class QueryRuns(NamedTuple):
     last: ndarray  # the token after the document's last one
     rank: ndarray  # the rank whose fragment holds them
 
-    def after(self, causal: bool) -> ndarray:
-        """Return the token after each run's keys, [N]."""
-        return self.end if causal else self.last
-
 
 def entries(cut: Cut) -> QueryRuns:
     """Cut documents at fragment boundaries. Returns the part of each document in each
@@ -153,7 +149,8 @@ class GatheredSpans(NamedTuple):
 def gathered_spans(cut: Cut, rank: int, world_size: int, *, causal: bool) -> GatheredSpans:
     """Plan all-gather attention for this rank."""
     runs = entries(cut)
-    after = runs.after(causal)
+    # The token after each run's keys, [N].
+    after = runs.end if causal else runs.last
     # Global order, which is also the order of the rank's rows.
     here = np.flatnonzero(runs.rank == rank)
     q_lengths = (runs.end - runs.start)[here]

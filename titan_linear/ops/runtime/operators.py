@@ -97,12 +97,12 @@ def _versions(leaves: list[Any]) -> list[int]:
     return [x._version for x in leaves if isinstance(x, Tensor)]
 
 
+@dataclass(eq=False)
 class RegionPass:
     """One of a region's two runs, as a context manager."""
 
-    def __init__(self, region: Region, again: bool):
-        self.region = region
-        self.again = again
+    region: Region
+    again: bool
 
     def __enter__(self) -> RegionPass:
         self.token = _current.set(self)
