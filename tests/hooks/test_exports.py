@@ -77,7 +77,7 @@ def stop_rank_1(rank, world_size, argv):
             exports, "command", lambda *_: [sys.executable, "-c", "import signal; signal.pause()"]
         )
         trainer = Trainer(load_config(argv))
-        trainer.hooks += [SignalAtStep2()] * rank
+        trainer.hooks += [SignalAtStep2(trainer.config, trainer.session)] * rank
         with trainer.stop:
             trainer.train()
 

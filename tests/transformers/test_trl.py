@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.transformers.trl_workers import train
 from tests.worlds import free_port
+
+pytestmark = pytest.mark.trl
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "transformers.md"
@@ -19,6 +20,13 @@ PAGE = ROOT / "docs" / "transformers.md"
 BOUNDS = {"loss": 1e-5, "eval_loss": 1e-5, "grad_norm": 2e-5, "logps/chosen": 1e-4}
 BOUNDS |= {"logps/rejected": 1e-4, "eval_logps/chosen": 1e-4, "eval_logps/rejected": 1e-4}
 SPEED = ("_runtime", "_per_second")
+
+
+def trained(world, *arguments):
+    # TRL is imported by these tests alone.
+    from tests.transformers.trl_workers import train
+
+    return world.run(train, *arguments)
 
 
 def compare(found, wanted):
@@ -32,8 +40,8 @@ def compare(found, wanted):
 @pytest.mark.parametrize("case", ["sft", "dpo", "dpo, ref_model", "reward"])
 def test_two_ranks_train_like_trl_alone(worlds, tmp_path, case):
     """20 steps with accumulation 2: all that TRL logs, the trained weights, and an evaluation."""
-    (alone,) = worlds(1).run(train, case, str(tmp_path / "1"))
-    for lines, adapters, evaluation in worlds(2).run(train, case, str(tmp_path / "2"), 2):
+    (alone,) = trained(worlds(1), case, str(tmp_path / "1"))
+    for lines, adapters, evaluation in trained(worlds(2), case, str(tmp_path / "2"), 2):
         assert len(lines) == len(alone[0]) == 20
         for found, wanted in zip(lines, alone[0], strict=True):
             compare(found, wanted)
@@ -44,8 +52,8 @@ def test_two_ranks_train_like_trl_alone(worlds, tmp_path, case):
 def test_saved_and_resumed(worlds, tmp_path):
     """TRL's own checkpoints, of adapters: the steps after one are those of a run that was not interrupted."""
     arguments = "dpo", str(tmp_path), 2, 4, 2
-    (whole, *_) = worlds(2).run(train, *arguments)
-    (again, *_) = worlds(2).run(train, *arguments, str(tmp_path / "checkpoint-2"))
+    (whole, *_) = trained(worlds(2), *arguments)
+    (again, *_) = trained(worlds(2), *arguments, str(tmp_path / "checkpoint-2"))
     for found, wanted in zip(again[0], whole[0], strict=True):
         # TRL's count of tokens begins again.
         assert found | {"num_tokens": wanted["num_tokens"]} == wanted
