@@ -11,7 +11,7 @@ if [[ -z "${CONFIG_FILE:-}" && " $*" != *" --job.config_file"* ]]; then
   not_the_demos=' --(model\.|training\.(dataset|mixture)|checkpoint\.initial_load)[^ =]*'
   if [[ " $*" =~ $not_the_demos ]]; then
     echo "error:${BASH_REMATCH[0]} needs a CONFIG_FILE: without one the demo runs, whose learning rate and length are for" \
-      "its own model and texts; begin from one of train_configs/" >&2
+      "its own model and texts; begin from one of train_configs/, or from the demo: CONFIG_FILE=train_configs/debug.toml" >&2
     exit 2
   fi
   # Two of the demo's processes share each stream; one GPU has nobody to share with.

@@ -167,6 +167,11 @@ def test_what_is_noted_as_scored_is_written(keys, tmp_path, worlds):
     assert read_scores(tmp_path / "half").next_stream == 2
     worlds(1).run(scored, half)
     assert differences(tmp_path / "whole", tmp_path / "half") == {"reference": (0.0, 0)}
+    # Under another name, there is nothing to compare.
+    named = ["--output", str(tmp_path / "named"), "--as", "behaviour", *argv_of(keys)]
+    worlds(1).run(scored, named)
+    with refused("whole has reference, and .*named has behaviour: no column is in both"):
+        differences(tmp_path / "whole", tmp_path / "named")
 
 
 N = 1000

@@ -137,7 +137,7 @@ def test_flash_attention_4_is_tried_where_it_has_kernels(
 
 
 def test_the_quick_tests_touch_every_room():
-    """Files and tests that are there, at least one of each folder of tests."""
+    """Files and tests that are there, at least one of each folder of tests, but of those that only a marker runs."""
     lines = (ROOT / "tests/quick.txt").read_text(encoding="utf-8").splitlines()[1:]
     rooms = set()
     for line in lines:
@@ -145,4 +145,4 @@ def test_the_quick_tests_touch_every_room():
         assert f"def {name}" in (ROOT / path).read_text(encoding="utf-8")
         rooms.add(Path(path).parent)
     every = {file.parent.relative_to(ROOT) for file in ROOT.glob("tests/**/test_*.py")}
-    assert rooms == every and len({*lines}) == len(lines)
+    assert rooms == every - {Path("tests/verl")} and len({*lines}) == len(lines)

@@ -2,7 +2,8 @@
 
 titan-linear evaluate outputs/debug --tasks niah_single_2 mqar --lengths 1k 2k
 titan-linear evaluate --write corpora/mqar --tasks mqar --lengths 256 1k --evaluation.samples 1000 --debug.seed 1
-titan-linear evaluate Qwen3.5-2B --tasks niah_multikey_1 vt --lengths 4k 64k 1m --training.dataset_path 'books/*'
+titan-linear evaluate Qwen3.5-2B --tasks niah_multikey_1 vt --lengths 4k 1m \\
+    --training.dataset text --training.dataset_path 'books/*'
 
 PATH is a run's folder or its checkpoint/, a step-N in it, or a Hugging Face folder. The
 run's keys, and keys given here, determine the texts and the split. NGPU is the number of

@@ -125,7 +125,7 @@ class RunData:
             raise ValueError(
                 f"training.{'mixture' if t.mixture else 'dataset_path'}: the corpus has {tokens:,} tokens, and a step "
                 f"takes training.global_batch_size × training.seq_len = {t.global_batch_size} × {t.seq_len} = {step:,},"
-                " so that a batch would hold documents twice; take more texts, or smaller batches"
+                " so that a batch would hold documents twice; take more texts, or lower one of these keys"
             )
 
     # --- Streams --------------------------------------------------------------------------

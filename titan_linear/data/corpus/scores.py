@@ -157,7 +157,7 @@ def differences(first: Path, second: Path) -> dict[str, tuple[float, int]]:
     """Return, for each common column, the largest difference and the token it is at.
 
     Raises:
-        ValueError: the folders score different texts.
+        ValueError: the folders score different texts, or have no column in common.
     """
     one, columns = open_scores(first)
     other, others = open_scores(second)
@@ -171,4 +171,8 @@ def differences(first: Path, second: Path) -> dict[str, tuple[float, int]]:
             apart = np.abs(column.astype(np.float64) - others[name])
             of_tokens = apart.reshape(len(column), -1).max(1)
             found[name] = float(of_tokens.max()), int(of_tokens.argmax())
+    if not found:
+        raise ValueError(
+            f"{first} has {', '.join(columns)}, and {second} has {', '.join(others)}: no column is in both"
+        )
     return found
