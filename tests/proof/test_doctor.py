@@ -133,9 +133,8 @@ def a_column_further(logits, *arguments):
     return logits(*arguments).roll(1, -1)
 
 
-def of_another_base(angles, positions, rotary, dtype):
-    theta, *rest = rotary
-    return angles(positions, (50 * theta, *rest), dtype)
+def of_another_base(frequencies, theta, *rest):
+    return frequencies(50 * theta, *rest)
 
 
 def no_sum(reduce, sums):
@@ -324,7 +323,7 @@ SABOTAGES = {
     ),
     "the base of rotary positions": (
         plan,
-        "angles",
+        "inverse_frequencies",
         of_another_base,
         definitions.positions,
         "positions, attention, against the definition",
