@@ -36,7 +36,7 @@ WORDS = 80
 
 
 def make(folder: Path) -> Path:
-    """An environment with verl, and all other packages of this one. Skips where there is no index."""
+    """An environment with verl, and all other packages of this one; it needs a package index."""
     if made := os.environ.get(PYTHON):
         return Path(made)
     venv.create(folder, with_pip=True)
@@ -49,7 +49,7 @@ def make(folder: Path) -> Path:
     install = [python, "-m", "pip", "install", "--quiet", *PACKAGES]
     done = subprocess.run(install, capture_output=True, text=True)
     if done.returncode:
-        pytest.skip(f"verl cannot be installed: {done.stderr[-500:]}")
+        pytest.fail(f"verl cannot be installed: {done.stderr[-500:]}")
     return python
 
 

@@ -57,7 +57,7 @@ def write(args: argparse.Namespace) -> int:
             f"--text-field {args.text_field} is not used by {given}; remove one of them"
         )
     if args.max_length < 0:
-        raise ValueError(f"--max-length {args.max_length} must be 0 or more; 0 is no maximum")
+        raise ValueError(f"--max-length {args.max_length} must be 0 or more; 0 allows any length")
     texts = Texts(
         args.dataset,
         args.path,
